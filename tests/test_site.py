@@ -68,7 +68,7 @@ def test_a_page_of_a_plugin_is_its_readme_and_what_it_announces(generated):
 
 def test_the_checks_of_a_kind_are_those_of_the_harness():
     told = pages.checks_of_kind("schedule")
-    assert re.search(r"^\| `loads_without_torch` \| The plugin's module announces", told, re.MULTILINE)
+    assert re.search(r"^\| `loads_without_torch` \| The plugin's module registers", told, re.MULTILINE)
     assert "`every_pass_once" in told or told.count("\n| `") > 8
     assert pages.checks_of_kind("gradient_sync").count("\n| ") == pages.checks_of_kind("parallel").count(
         "\n| "

@@ -1,6 +1,6 @@
-"""The components every installation has, announced through the same hooks as any plugin's.
+"""The components of every installation, registered through the same hooks as any plugin's.
 
-Only descriptions live here: this module is imported by every command and never imports torch.
+This module contains only descriptions: every command imports it, and it never imports torch.
 """
 
 from nanotrain_core import hookimpl
@@ -12,7 +12,7 @@ from nanotrain_core.optim.moment_groups import check_moments
 
 @hookimpl
 def nanotrain_register_topology(register: Register) -> None:
-    """Announce ``grid``."""
+    """Register ``grid``."""
     register(
         Component(
             name="grid",
@@ -25,7 +25,7 @@ def nanotrain_register_topology(register: Register) -> None:
 
 @hookimpl
 def nanotrain_register_kernels(register: Register) -> None:
-    """Announce ``auto`` and ``torch``."""
+    """Register ``auto`` and ``torch``."""
     register(
         Component(
             name="auto",
@@ -46,7 +46,7 @@ def nanotrain_register_kernels(register: Register) -> None:
 
 @hookimpl
 def nanotrain_register_model(register: Register) -> None:
-    """Announce ``transformer``."""
+    """Register ``transformer``."""
     register(
         Component(
             name="transformer",
@@ -62,7 +62,7 @@ def nanotrain_register_model(register: Register) -> None:
 
 @hookimpl
 def nanotrain_register_parallel(register: Register) -> None:
-    """Announce ``recompute``."""
+    """Register ``recompute``."""
     register(
         Component(
             name="recompute",
@@ -75,7 +75,7 @@ def nanotrain_register_parallel(register: Register) -> None:
 
 @hookimpl
 def nanotrain_register_optimizer(register: Register) -> None:
-    """Announce ``adamw`` and ``sgd``."""
+    """Register ``adamw`` and ``sgd``."""
     register(
         Component(
             name="adamw",
@@ -97,7 +97,7 @@ def nanotrain_register_optimizer(register: Register) -> None:
 
 @hookimpl
 def nanotrain_register_precision(register: Register) -> None:
-    """Announce ``fp64``, ``fp32``, ``bf16`` and ``fp16``."""
+    """Register ``fp64``, ``fp32``, ``bf16`` and ``fp16``."""
     for name, summary in {
         "fp64": "double precision throughout, for checking one layout against another",
         "fp32": "single precision throughout",
@@ -123,7 +123,7 @@ def nanotrain_register_precision(register: Register) -> None:
 
 @hookimpl
 def nanotrain_register_schedule(register: Register) -> None:
-    """Announce ``accumulate``."""
+    """Register ``accumulate``."""
     register(
         Component(
             name="accumulate",
@@ -136,7 +136,7 @@ def nanotrain_register_schedule(register: Register) -> None:
 
 @hookimpl
 def nanotrain_register_checkpoint(register: Register) -> None:
-    """Announce ``simple``."""
+    """Register ``simple``."""
     register(
         Component(
             name="simple",
@@ -152,8 +152,7 @@ def nanotrain_register_checkpoint(register: Register) -> None:
 
 @hookimpl
 def nanotrain_register_monitor(register: Register) -> None:
-    """Announce ``console``, ``jsonl``, ``sample``, ``guard``, ``stragglers``, ``replicas`` and
-    ``bit_flips``."""
+    """Register ``console``, ``jsonl``, ``sample``, ``guard``, ``stragglers``, ``replicas`` and ``bit_flips``."""
     register(
         Component(
             name="console",
@@ -218,7 +217,7 @@ def nanotrain_register_monitor(register: Register) -> None:
 
 @hookimpl
 def nanotrain_register_data(register: Register) -> None:
-    """Announce ``text`` and ``synthetic``."""
+    """Register ``text`` and ``synthetic``."""
     register(
         Component(
             name="text",

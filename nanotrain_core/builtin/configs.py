@@ -22,20 +22,20 @@ class GridConfig:
     }
 
     pp: int = attrs.field(default=1, validator=Range(1))
-    """Pipeline stages."""
+    """Number of pipeline stages."""
     cp: int = attrs.field(default=1, validator=Range(1))
-    """Ranks that share one sequence."""
+    """Number of ranks that split each sequence."""
     tp: int = attrs.field(default=1, validator=Range(1))
-    """Ranks that share one layer."""
+    """Number of ranks that shard each layer."""
     ep: int = attrs.field(default=1, validator=Range(1))
-    """Ranks that share one layer's experts, folded over dp x cp x tp."""
+    """Number of ranks that shard each layer's experts, folded over dp x cp x tp."""
     etp: int = attrs.field(default=1, validator=Range(1))
-    """Ranks that share one expert."""
+    """Number of ranks that shard each expert."""
 
 
 @attrs.define(frozen=True, kw_only=True)
 class AutoKernelsConfig:
-    """``[kernels] use = "auto"``: what an installed plugin provides for the run's device, else ``torch``."""
+    """``[kernels] use = "auto"``: an installed plugin's kernels for the run's device, otherwise ``torch``."""
 
 
 @attrs.define(frozen=True, kw_only=True)
@@ -48,11 +48,11 @@ class RecomputeConfig:
     """``[[parallel]] use = "recompute"``: activation checkpointing."""
 
     granularity: Literal["full", "selective"] = "full"
-    """What is computed again in backward. `full`: all of a layer, which keeps its input alone, for a third
-    more computing. `selective`: all but matrix products and attention, whose results are kept: norms, RoPE,
+    """What is recomputed in backward. `full`: all of a layer, which stores only its input, for a third more
+    computation. `selective`: all except matrix products and attention, whose results are stored: norms, RoPE,
     activation functions and casts, which take memory and little time."""
     every: int = attrs.field(default=1, validator=Range(1))
-    """1: all layers of a stage; 2: every second one, for half of the memory and half of the time."""
+    """1: all layers of a stage; 2: every second one, for half of the savings and half of the time."""
 
 
 def _expect_decay_below_one(lr: float, weight_decay: float) -> None:
@@ -68,14 +68,14 @@ class AdamWConfig(OptimizerConfig):
     """``[optimizer] use = "adamw"``."""
 
     betas: tuple[float, float] = attrs.field(default=(0.9, 0.95), validator=Range(0.0, 1.0, below=True))
-    """Decay of the first and second moment."""
+    """Decay rates of the first and second moment."""
     eps: float = attrs.field(default=1e-8, validator=Range(1e-30, 1.0))
     """Added to the root of the second moment."""
     weight_decay: float = attrs.field(default=0.1, validator=Range(0.0, 1e3))
     """Decoupled decay of tensors with two or more dimensions; norms and biases are not decayed."""
     moment_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
-    """Of both moments between steps. `float32` is as wide as the master weight, `bfloat16` half of it; `int8`
-    is companded, with a scale for 32 numbers of a row. Resume with the same."""
+    """Dtype of both moments between steps. `float32` is as wide as the master weight, `bfloat16` half of it;
+    `int8` is companded, with one scale per 32 elements of a row. Resume with the same."""
 
     @weight_decay.validator
     def _leaves_weights(self, field: Any, value: float) -> None:
@@ -87,9 +87,9 @@ class SGDConfig(OptimizerConfig):
     """``[optimizer] use = "sgd"``."""
 
     momentum: float = attrs.field(default=0.0, validator=Range(0.0, 1.0, below=True))
-    """Decay of the velocity; 0 keeps no state."""
+    """Momentum coefficient of the velocity; 0 keeps no state."""
     weight_decay: float = attrs.field(default=0.0, validator=Range(0.0, 1e3))
-    """Added to the gradient of tensors with two or more dimensions, times the weight."""
+    """Factor of the weight added to the gradient of tensors with two or more dimensions."""
 
     @weight_decay.validator
     def _leaves_weights(self, field: Any, value: float) -> None:
@@ -101,7 +101,7 @@ class PrecisionConfig:
     """``[precision] use = "fp64" | "fp32" | "bf16"``: no keys."""
 
 
-#: A dynamic loss scale grows no further: beyond, the scaled loss itself would overflow.
+#: Maximum of a dynamic loss scale: beyond, the scaled loss itself would overflow.
 LARGEST_SCALE = 2.0**24
 
 
@@ -127,7 +127,8 @@ class SimpleCheckpointConfig:
     every: int = attrs.field(default=0, validator=Range(0))
     """Steps between checkpoints; 0 saves only at the end."""
     keep: int = attrs.field(default=2, validator=Range(1))
-    """Newest checkpoints to keep. The newest of those before the last finite validation loss stays, too."""
+    """Number of newest checkpoints to keep, in addition to the newest before the last finite validation
+    loss."""
 
 
 @attrs.define(frozen=True, kw_only=True)
@@ -138,7 +139,7 @@ class ConsoleConfig:
     """`auto` is a panel on a terminal, and `lines` elsewhere or with `NO_COLOR`; `table` has a row for each
     step."""
     every: int = attrs.field(default=1, validator=Range(1))
-    """Steps between lines or rows; the panel follows every report."""
+    """Steps between lines or rows; the panel is updated with every report."""
     metrics: tuple[str, ...] = ()
     """Published metrics to show too, each a name or a pattern: `"gradients/norm/*"`. `nanotrain metrics`
     lists them."""
@@ -151,25 +152,25 @@ class JsonlConfig:
 
 @attrs.define(frozen=True, kw_only=True)
 class SampleConfig:
-    """``[[monitor]] use = "sample"``: text written by the model, on rank 0."""
+    """``[[monitor]] use = "sample"``: text generated by the model, on rank 0."""
 
     prompt: str = "\n"
-    """What the model continues."""
+    """Text that the model continues."""
     tokens: int = attrs.field(default=200, validator=Range(1, 1_000_000))
-    """Tokens to write."""
+    """Number of tokens to generate."""
     temperature: float = attrs.field(default=0.8, validator=Range(0.0, 100.0))
-    """0 always takes the likeliest token."""
+    """Sampling temperature; 0 always takes the likeliest token."""
     every: int = attrs.field(default=0, validator=Range(0))
     """Steps between samples; 0 writes one at the end."""
 
 
 @attrs.define(frozen=True, kw_only=True)
 class ReplicasConfig:
-    """``[[monitor]] use = "replicas"``: every bit of the weights compared, and memory of every rank."""
+    """``[[monitor]] use = "replicas"``: compares every bit of the weights, and shows every rank's memory."""
 
     every: int = attrs.field(default=1, validator=Range(1))
     """Steps between comparisons; every checkpoint is compared before it is written. With `zero12` or master
-    weights only 1 finds every flip: each update writes copies anew."""
+    weights only 1 finds every bit flip: each update overwrites the copies."""
 
 
 @attrs.define(frozen=True, kw_only=True)
@@ -183,38 +184,38 @@ class BitFlipsConfig:
 
 @attrs.define(frozen=True, kw_only=True)
 class GuardConfig:
-    """``[[monitor]] use = "guard"``: notices when training goes wrong, and takes it back."""
+    """``[[monitor]] use = "guard"``: detects when training goes wrong, and rolls it back."""
 
     window: int = attrs.field(default=128, validator=Range(8, 1_000_000))
-    """Good losses to compare with, the most recent ones."""
+    """Number of recent good losses to compare with."""
     warmup: int = attrs.field(default=32, validator=Range(4))
-    """Good losses to have seen before any is called a spike."""
+    """Number of good losses before any loss counts as a spike."""
     threshold: float = attrs.field(default=8.0, validator=Range(0.1, 1e6))
     """A spike is this many robust standard deviations (1.4826 x MAD, at least 1% of the median) above the
     median of the window."""
     patience: int = attrs.field(default=3, validator=Range(1))
-    """Bad steps in a row before the run goes back; fewer recover by themselves."""
+    """Consecutive bad steps before the run rolls back; fewer recover by themselves."""
     margin: int = attrs.field(default=1, validator=Range(0))
-    """Steps before the first bad one whose updates are suspected too: a loss shows the update before it."""
+    """Steps before the first bad one whose updates are suspect too: a loss shows the previous update."""
     max_rollbacks: int = attrs.field(default=3, validator=Range(0))
-    """How often the run goes back before it is given up."""
+    """Maximum number of rollbacks before the run is stopped."""
 
 
 @attrs.define(frozen=True, kw_only=True)
 class StragglersConfig:
-    """``[[monitor]] use = "stragglers"``: which rank makes the others wait, and which link is slow."""
+    """``[[monitor]] use = "stragglers"``: finds ranks that make others wait, and slow links."""
 
     every: int = attrs.field(default=5, validator=Range(1))
-    """Logged steps whose number this divides are compared."""
+    """Logged steps whose number is a multiple of this are compared."""
     links: int = attrs.field(default=50, validator=Range(0))
-    """So are links, in logged steps whose number this divides: a few small messages, for which ranks wait.
-    0: never."""
+    """Links are compared in logged steps whose number is a multiple of this: a few small messages, for which
+    ranks wait. 0: never."""
     ratio: float = attrs.field(default=2.0, validator=Range(1.0, 1e6))
     """A rank is slow in a phase that takes it this many times as long as the median rank; links likewise."""
     least: float = attrs.field(default=0.01, validator=Range(0.0, FOUR_MONTHS))
-    """Seconds a step below which nobody is called slow."""
+    """Seconds per step below which no rank is considered slow."""
     patience: int = attrs.field(default=3, validator=Range(1))
-    """Comparisons in a row that find the same rank before it is named."""
+    """Consecutive comparisons that must find the same rank before it is named."""
 
 
 @attrs.define(frozen=True, kw_only=True)
@@ -224,20 +225,21 @@ class TextConfig:
     paths: tuple[str, ...] = path_field(default=())
     """Files and folders, relative to the recipe or absolute. None: the Python standard library's source."""
     suffixes: tuple[str, ...] = (".txt", ".md", ".py")
-    """Which files of a folder are read."""
+    """Suffixes of the files of a folder that are read."""
     tokenizer: str = path_field(default="bytes", words=("bytes",))
     """`bytes` (256 tokens), or the path of a Hugging Face `tokenizer.json`."""
     validation_fraction: float = attrs.field(default=0.05, validator=Range(0.0, 1.0, below=True))
-    """Share of the sequences held out, spread evenly over the text."""
+    """Fraction of the sequences held out, evenly spaced over the text."""
     piece_length: int = attrs.field(default=0, validator=Range(0, LARGEST_SIZE))
-    """Tokens of the pieces of text that are held out as a whole. 0: the longest sequence of the recipe and
-    its phases. A run that is to be resumed with longer sequences needs their length from its beginning."""
+    """Length in tokens of the pieces of text that are held out as a whole. 0: the longest sequence of the
+    recipe and its phases. A run that will be resumed with longer sequences needs their length from its
+    beginning."""
     mask_documents: bool = False
-    """Whether tokens attend to those of their own document alone, where documents share a sequence."""
+    """Whether tokens attend only to tokens of their own document, where documents share a sequence."""
 
 
 def masks_documents(config: Any) -> tuple[str, ...]:
-    """Return what data requires of a model with that config: see ``Component.requires_for``."""
+    """Return what data with that config requires of a model: see ``Component.requires_for``."""
     return ("document_masks",) if config.mask_documents else ()
 
 
@@ -248,11 +250,11 @@ class SyntheticConfig:
     vocab: int = attrs.field(validator=Range(2, LARGEST_SIZE))
     """Number of tokens."""
     branching: int = attrs.field(default=4, validator=Range(1, LARGEST_SIZE))
-    """Tokens that can follow each token, at most `vocab`."""
+    """Number of possible successors of each token, at most `vocab`."""
     sequences: int = attrs.field(default=4096, validator=Range(1))
-    """Sequences in one epoch of training data."""
+    """Number of sequences in one epoch of training data."""
     validation_sequences: int = attrs.field(default=256, validator=Range(0))
-    """Sequences held out."""
+    """Number of held-out sequences."""
 
     @branching.validator
     def _fits(self, attribute: attrs.Attribute[int], value: int) -> None:
@@ -261,5 +263,5 @@ class SyntheticConfig:
 
 
 def survey_synthetic(config: SyntheticConfig, length: int, longest: int = 0) -> Survey:
-    """Return what there will be, of any length."""
+    """Return the survey, for any length."""
     return Survey(vocab=config.vocab, train=config.sequences, validation=config.validation_sequences)

@@ -1,10 +1,10 @@
-"""What the ``stragglers`` monitor publishes. Torch-free."""
+"""The metrics of the ``stragglers`` monitor. Torch-free."""
 
 from __future__ import annotations
 
 from nanotrain_core.metrics.declared import Metric, of_ranks
 
-#: What ranks are compared in.
+#: The quantities in which ranks are compared.
 PHASES = ("data", "compute", "monitors", "link")
 
 _WHAT = {
@@ -15,7 +15,7 @@ _WHAT = {
     "link": "seconds that a message of 256 KiB takes from the rank before",
 }
 
-#: What a sentence about a slow rank or link is published as: reports show all texts of health together.
+#: The metric for a sentence about a slow rank or link: reports show all health texts together.
 SAID = "health/stragglers"
 
 METRICS: tuple[Metric, ...] = (

@@ -23,27 +23,28 @@ if TYPE_CHECKING:
 
 @attrs.define(frozen=True, kw_only=True)
 class RopeScalingConfig:
-    """``[model.rope_scaling]``: stretch RoPE to sequences longer than those trained on."""
+    """``[model.rope_scaling]``: extend RoPE to sequences longer than those trained on."""
 
     type: Literal["llama3", "yarn", "linear", "dynamic"] = "llama3"
-    """`linear` slows all pairs of numbers down by `factor`, `llama3` (Llama 3.1) and `yarn` those that turn
-    seldom; `dynamic` raises the base with the length of each batch's sequences, beyond `original_length`."""
+    """`linear` slows all pairs of elements down by `factor`, `llama3` (Llama 3.1) and `yarn` low-frequency
+    ones; `dynamic` raises the base with the length of each batch's sequences, beyond `original_length`."""
     factor: float = attrs.field(default=8.0, validator=Range(1.0, 1e6))
-    """How many times longer sequences become."""
+    """Factor by which sequences become longer."""
     original_length: int = attrs.field(default=8192, validator=Range(1))
-    """Length the model was trained on before. Not of `linear`."""
+    """Length with which the model was trained before. Not for `linear`."""
     low_freq_factor: float = attrs.field(default=1.0, validator=Range(0.001, 1e6))
-    """Of `llama3`: pairs that turn fewer times over `original_length` are slowed down by `factor`."""
+    """For `llama3`: pairs with fewer rotations over `original_length` are slowed down by `factor`."""
     high_freq_factor: float = attrs.field(default=4.0, validator=Range(0.001, 1e6))
-    """Of `llama3`: pairs that turn more often keep their frequency; those between, in part."""
+    """For `llama3`: pairs with more rotations keep their frequency; those between, in part."""
     beta_fast: float = attrs.field(default=32.0, validator=Range(0.001, 1e6))
-    """Of `yarn`: pairs that turn more often than this over `original_length` keep their frequency."""
+    """For `yarn`: pairs with more rotations than this over `original_length` keep their frequency."""
     beta_slow: float = attrs.field(default=1.0, validator=Range(0.001, 1e6))
-    """Of `yarn`: pairs that turn less often are slowed down by `factor`; those between, in part."""
+    """For `yarn`: pairs with fewer rotations are slowed down by `factor`; those between, in part."""
     truncate: bool = True
-    """Of `yarn`: count those pairs in whole numbers."""
+    """For `yarn`: round the ends of the ramp to whole pairs."""
     attention_factor: float = attrs.field(default=0.0, validator=Range(0.0, 1e3))
-    """Of `yarn`: scales rotated numbers, so attention scores by its square. 0 means 0.1 ln(`factor`) + 1."""
+    """For `yarn`: scales rotated elements, so attention scores by its square. 0 means 0.1 ln(`factor`) +
+    1."""
 
     @high_freq_factor.validator
     def _higher(self, attribute: attrs.Attribute[float], value: float) -> None:
@@ -57,16 +58,16 @@ class RopeScalingConfig:
 
     @property
     def magnitude(self) -> float:
-        """What rotated numbers are multiplied by."""
+        """Factor of the rotated elements."""
         return (self.attention_factor or yarn_magnitude(self.factor)) if self.type == "yarn" else 1.0
 
     def canonical(self) -> dict[str, Any]:
-        """Return the keys that its type reads, each spelled out."""
+        """Return the keys that its type reads, including defaults."""
         table = {name: getattr(self, name) for name in ("type", "factor", *_READ[self.type])}
         return table | ({"attention_factor": self.magnitude} if self.type == "yarn" else {})
 
 
-#: ``type`` of a scaling -> the keys that it reads, besides ``factor``.
+#: ``type`` of a scaling -> the keys that it reads, in addition to ``factor``.
 _READ: Mapping[str, tuple[str, ...]] = {
     "linear": (),
     "dynamic": ("original_length",),
@@ -76,7 +77,7 @@ _READ: Mapping[str, tuple[str, ...]] = {
 
 
 def yarn_magnitude(factor: float, weight: float = 1.0) -> float:
-    """Return how much larger YaRN makes rotated numbers. Source: arXiv 2309.00071, equation 22."""
+    """Return YaRN's factor of rotated elements. Source: arXiv 2309.00071, equation 22."""
     return 0.1 * weight * math.log(factor) + 1.0
 
 
@@ -85,13 +86,13 @@ class TransformerConfig:
     """``[model] use = "transformer"``: a decoder of GPT-2 or Llama shape."""
 
     layers: int = attrs.field(validator=Range(1, MOST_LAYERS))
-    """Blocks."""
+    """Number of blocks."""
     width: int = attrs.field(validator=Range(1, LARGEST_SIZE))
     """Size D of the residual stream."""
     heads: int = attrs.field(validator=Range(1, LARGEST_SIZE))
-    """Query heads."""
+    """Number of query heads."""
     kv_heads: int = attrs.field(default=0, validator=Range(0, LARGEST_SIZE))
-    """Key and value heads: `heads` is MHA, 1 is MQA, between is GQA. 0 means as many as `heads`."""
+    """Number of key and value heads: `heads` is MHA, 1 is MQA, between is GQA. 0 means as many as `heads`."""
     head_size: int = attrs.field(default=0, validator=Range(0, LARGEST_SIZE))
     """Size K of one head. 0 means `width / heads`."""
     ffn: int = attrs.field(default=0, validator=Range(0, LARGEST_SIZE))
@@ -99,13 +100,13 @@ class TransformerConfig:
     vocab: int = attrs.field(validator=Range(2, LARGEST_SIZE))
     """Vocabulary size V."""
     max_length: int = attrs.field(default=0, validator=Range(0, LARGEST_SIZE), metadata={TRAINING: True})
-    """Rows of the table of learned positions, which needs it. 0 with RoPE: any length."""
+    """Rows of the table of learned positions, which requires it. 0 with RoPE: any length."""
     positions: Literal["rope", "learned"] = "rope"
-    """How a token knows where it stands."""
+    """Position encoding."""
     rope_theta: float = attrs.field(default=10000.0, validator=Range(1.0, 1e12), metadata={CHANGES: True})
     """Base of the RoPE frequencies."""
     rope_scaling: RopeScalingConfig | None = attrs.field(default=None, metadata={CHANGES: True})
-    """Of those frequencies; without the table none."""
+    """Scaling of those frequencies; none without the table."""
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     """Normalisation before attention, before the feed-forward layer and before the head."""
     norm_eps: float = attrs.field(default=1e-5, validator=Range(1e-30, 1.0))
@@ -121,10 +122,11 @@ class TransformerConfig:
     tied: bool = False
     """Use the embedding table as the head."""
     init_std: float = attrs.field(default=0.02, validator=Range(1e-12, 10.0), metadata={TRAINING: True})
-    """Of matrices; those that write to the residual stream start at init_std / sqrt(2 layers)."""
+    """Standard deviation of matrices; those that write to the residual stream use init_std / sqrt(2
+    layers)."""
 
     def resolved(self) -> TransformerConfig:
-        """Return the same model with every value spelled out that may be left unset."""
+        """Return the same model with every unset value replaced by its default."""
         return attrs.evolve(
             self,
             kv_heads=self.kv_heads or self.heads,
@@ -135,18 +137,18 @@ class TransformerConfig:
         )
 
     def canonical(self) -> dict[str, Any]:
-        """Return what its weights compute, in the one form that all recipes of this model share."""
+        """Return the keys that define what its weights compute, in this model's canonical form."""
         table = attrs.asdict(self.resolved())
         if self.positions != "rope":
             del table["rope_theta"], table["rope_scaling"]
         elif self.rope_scaling is not None:
             table["rope_scaling"] = self.rope_scaling.canonical()
-        if self.norm == "rmsnorm":  # has no biases, and the linear layers' are spelled out
+        if self.norm == "rmsnorm":  # RMSNorm has no biases, and the linear layers' are explicit
             del table["bias"]
         return table
 
     def divisibility(self) -> Iterator[Divisible]:
-        """Yield how finely its parts can be split."""
+        """Yield how finely its parts can be sharded."""
         yield Divisible((Role.VOCAB, Role.HEAD), "model.vocab", self.vocab, "tokens of the vocabulary")
         split, size = (Role.COLUMN, Role.ROW), self.head_size or self.width // self.heads
         yield Divisible(split, "model.heads", self.heads, "heads", heads=True, row=self.heads * size)
@@ -167,7 +169,7 @@ class TransformerConfig:
 
 
 def check_transformer(recipe: Recipe, config: TransformerConfig, layout: Layout) -> Iterator[Problem]:
-    """Check what one field alone cannot."""
+    """Check constraints between several fields."""
     kv_heads = config.kv_heads or config.heads
     if not config.head_size and config.width % config.heads:
         yield Problem(

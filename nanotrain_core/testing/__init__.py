@@ -1,4 +1,4 @@
-"""Test distributed code on this machine, and prove that a component keeps the contracts.
+"""Tests distributed code on this machine, and verifies that a component fulfils its contract.
 
 ``run_ranks`` runs a function on several ranks. ``conformance(Case(...))`` is a whole test of one
 component; docs/testing.md shows both. Importing this package never imports torch.

@@ -1,4 +1,4 @@
-"""What ranks run for a check that trains a model it has altered: other modules, more parameters."""
+"""Code that ranks run for checks that modify a model: other modules, additional parameters."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from nanotrain_core.testing.probe import FirstGradients, Trace, make_engine, ran
 
 @attrs.define(frozen=True, eq=False)
 class FirstStep:
-    """What a process computed in the first step."""
+    """The results of a process in the first step."""
 
     weights: list[Block]
     """With which: dequantized, where they are quantized."""
@@ -39,7 +39,7 @@ class FirstStep:
 def first_step(
     case: Case, changes: Mapping[str, Any], whole: Mapping[str, torch.Tensor] | None = None
 ) -> FirstStep:
-    """Train in one process, with the numbers of ``whole``, by name, as weights if they are given."""
+    """Train in one process, with the values of ``whole``, by name, as weights if given."""
     log.ensure(rank())
     random_state.seed_all(1, rank())
     engine = make_engine(case, changes)
@@ -56,7 +56,7 @@ def first_step(
 
 
 class Replacement(nn.Module):
-    """A linear that a precision might put in the place of another: its own class, the same parameters."""
+    """A linear layer as a precision might substitute it: its own class, the same parameters."""
 
     def __init__(self, old: nn.Module) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Replacement(nn.Module):
 
 
 def train_with_replaced(case: Case, changes: Mapping[str, Any]) -> Trace:
-    """Train with every tagged linear replaced after the wrappers, as a precision may."""
+    """Train with every tagged linear layer replaced after the wrappers, as a precision may do."""
     convert = Uniform.convert
 
     def replace_all(precision: Uniform, part: nn.Module) -> nn.Module:
@@ -87,7 +87,7 @@ def train_with_replaced(case: Case, changes: Mapping[str, Any]) -> Trace:
 
 
 class Scales(nn.Module):
-    """Multiplies each head [..., H, K] with a number of its own: ``weight`` [H]."""
+    """Multiplies each head [..., H, K] by its own factor: ``weight`` [H]."""
 
     def __init__(self, heads: int) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class Scales(nn.Module):
 
 
 class NormOfUnits(nn.Module):
-    """A COLUMN, then a norm of each unit of its outputs, as of each head's queries: ``inner.weight`` [unit].
+    """A COLUMN, then a norm of each unit of its outputs, such as a head's queries: ``inner.weight`` [unit].
 
     All units are multiplied with one number per token, SHARED by them, and where each is on one rank, with
     a number of its own.
@@ -158,7 +158,7 @@ def _add_roles_and_biases(part: Any) -> None:
 
 
 def train_with_weight_passes(case: Case, changes: Mapping[str, Any]) -> Trace:
-    """Train with the weight gradients of each microbatch left to a W pass, two microbatches late."""
+    """Train with the weight gradients of each microbatch deferred to a W pass, two microbatches later."""
     plain = Accumulate.actions
 
     def with_weight_passes(schedule: Accumulate, pp: int, microbatches: int) -> Any:
@@ -195,7 +195,7 @@ def train_around(case: Case, changes: Mapping[str, Any], other: Mapping[str, Any
 
 
 def train_with_extra(case: Case, changes: Mapping[str, Any], used_on: str) -> Trace:
-    """Train with an extra parameter in every stage.
+    """Train with an additional parameter in every stage.
 
     Used ``nowhere``, ``on_one_rank`` of dp, or on all ranks ``from_the_second_step`` on or
     ``in_the_first_step``.
@@ -207,7 +207,7 @@ def train_with_extra(case: Case, changes: Mapping[str, Any], used_on: str) -> Tr
 
 @contextlib.contextmanager
 def extra_parameter(used_on: str, microbatches: Callable[[Mesh], int] = lambda mesh: 0) -> Iterator[None]:
-    """Have every stage built with one more parameter, in the loss of the last dp rank, of none, or of all.
+    """Build every stage with one more parameter, used in the loss of the last dp rank, of none, or of all.
 
     Args:
         used_on: see :func:`train_with_extra`.
@@ -230,7 +230,7 @@ def extra_parameter(used_on: str, microbatches: Callable[[Mesh], int] = lambda m
 
 
 def _add_extra(part: Any, name: str, used: bool, first_passes: int, *, early: bool) -> None:
-    """Have a part use one more parameter: after its ``first_passes``, or, if ``early``, in these alone."""
+    """Make a part use one more parameter: after its ``first_passes``, or, if ``early``, only in these."""
     known, passes = part.initializer, itertools.count()
     part.register_parameter(name, torch.nn.Parameter(torch.empty(3, device="meta")))
     part.initializer = lambda n: Initializer("constant", 1.0) if n == name else known(n)

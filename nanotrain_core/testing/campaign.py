@@ -1,4 +1,4 @@
-"""Runs all checks of a component in a few processes at once: one that hangs or dies is replaced.
+"""Runs all checks of a component in a few parallel processes: one that hangs or dies is replaced.
 
 The list is made in each process, in the same order; the command only deals out numbers.
 """
@@ -31,7 +31,7 @@ LOADED = [*PRELOAD, "nanotrain_core.testing.trial_process", "nanotrain_core.test
 
 
 class Verdict(Enum):
-    """How a check ended."""
+    """The result of a check."""
 
     PASSED = "passed"
     FAILED = "failed"
@@ -48,7 +48,7 @@ class Verdict(Enum):
 
 @attrs.define(frozen=True)
 class Result:
-    """A line of what ``nanotrain conformance`` prints."""
+    """A line of the output of ``nanotrain conformance``."""
 
     id: str
     label: str
@@ -61,7 +61,7 @@ class Result:
 
 @attrs.define(frozen=True, kw_only=True)
 class Options:
-    """How the checks are run."""
+    """Options for running the checks."""
 
     quick: bool = False
     jobs: int = attrs.field(factory=lambda: max(1, min(4, os.cpu_count() or 1)))
@@ -85,7 +85,7 @@ class Options:
 
 
 class Process:
-    """A process that runs checks, as the command sees it."""
+    """A process that runs checks, from the command's side."""
 
     def __init__(self, arguments: Mapping[str, Any], quick: bool) -> None:
         context = multiprocessing.get_context("forkserver")
@@ -100,7 +100,7 @@ class Process:
         self.deadline = 0.0
 
     def give(self, trial: Listed, timeout: float) -> None:
-        """Have it run a check."""
+        """Send it a check to run."""
         self.running, self.deadline = trial, time.monotonic() + timeout
         self.connection.send(trial.number)
 
@@ -127,13 +127,13 @@ class Campaign:
         self.processes: list[Process] = []
 
     def close(self) -> None:
-        """Kill what still runs."""
+        """Kill the processes that are still running."""
         for process in self.processes:
             process.close()
         self.processes.clear()
 
     def listing(self) -> Listing:
-        """Load the plugin in a process and return what is checked.
+        """Load the plugin in a process and return what is to be checked.
 
         Raises:
             NanotrainError: it cannot be loaded or does not end, or the command names what is not there.
@@ -166,7 +166,7 @@ class Campaign:
                 raise NanotrainError(f"--expect-failure: no check is named '{label}'{near}")
 
     def run(self, listing: Listing) -> Iterator[Result]:
-        """Yield results as they come: first what is left out, then of the checks that are selected."""
+        """Yield results as they arrive: first what is skipped, then the selected checks."""
         for name, reason in listing.skipped:
             yield Result(name, "", Verdict.SKIPPED, "", reason)
         waiting = [trial for trial in listing.trials if self.options.wants(trial)]
@@ -233,7 +233,7 @@ class Campaign:
 def certify(
     arguments: Mapping[str, Any], options: Options, *, on_listed: Callable[[Listing], None] | None = None
 ) -> Iterator[Result]:
-    """Check a component: yield a result for each check and each surrounding that is left out.
+    """Check a component: yield a result for each check and each skipped surrounding.
 
     Args:
         arguments: of :class:`~nanotrain_core.testing.case.Case`.

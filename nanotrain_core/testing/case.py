@@ -1,4 +1,4 @@
-"""What is tested: one component in a small recipe. Torch-free; ranks get the case and rebuild the rest."""
+"""A test case: one component in a small recipe. Torch-free; ranks get the case and rebuild the rest."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _texts(paths: Iterable[str | Path]) -> tuple[str, ...]:
 
 @attrs.define(frozen=True)
 class Case:
-    """One component, how it is configured, and the layout it is tested on.
+    """One component, its config, and the layout it is tested on.
 
     >>> Case("parallel", use="ddp", config={"bucket_mb": 0.01}, topology={"dp": 2}).id
     'ddp-w2'
@@ -111,7 +111,7 @@ class Case:
         return PluginArguments(local=(*HARNESS, *self.plugins))
 
     def registry(self) -> Registry:
-        """Return the plugins of this process, the case's own among them.
+        """Return the plugins of this process, including the case's own.
 
         Raises:
             PluginError: one of the case's own is broken.
@@ -123,7 +123,7 @@ class Case:
         return registry
 
     def component(self) -> Component:
-        """Return the description under test.
+        """Return the component under test.
 
         Raises:
             PluginError: there is none of that name.
@@ -137,7 +137,7 @@ class Case:
         return own
 
     def degrees(self) -> Degrees:
-        """Return the degrees with the topology that is to have them.
+        """Return the degrees with the topology that implements them.
 
         Raises:
             PluginError: as :meth:`registry`.
@@ -195,7 +195,7 @@ class Case:
         return tables
 
     def _listed(self, around: list[Tables], own: Tables) -> list[Tables]:
-        """Put the component where ``around`` names it, else after the others."""
+        """Insert the component where ``around`` names it, otherwise after the others."""
         if all(table.get("use") != self.use for table in around):
             return [*around, own]
         return [own if table.get("use") == self.use else table for table in around]
@@ -219,7 +219,7 @@ class Case:
 
 
 def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> Tables:
-    """Lay one set of tables over another; a table that uses another component replaces the one below."""
+    """Merge one set of tables over another; a table that uses another component replaces the one below."""
     merged = dict(below)
     for key, value in above.items():
         old = merged.get(key)

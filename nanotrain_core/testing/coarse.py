@@ -1,4 +1,4 @@
-"""``coarse``: a precision whose masters keep so few bits that the optimizer must carry what they lose.
+"""``coarse``: a precision whose masters keep so few bits that the optimizer must carry the error.
 
 Every case of the harness knows it: ``overrides={"precision": {"use": "coarse", "step": 0.1}}``.
 """
@@ -24,7 +24,7 @@ class CoarseConfig:
 
 @hookimpl
 def nanotrain_register_precision(register: Register) -> None:
-    """Announce ``coarse``."""
+    """Register ``coarse``."""
     register(
         Component(
             name="coarse",
@@ -36,7 +36,7 @@ def nanotrain_register_precision(register: Register) -> None:
 
 
 def build(config: CoarseConfig) -> Any:
-    """Return the component."""
+    """Return the precision."""
     from nanotrain_core.testing.coarse_masters import Coarse
 
     return Coarse(config.step)

@@ -1,4 +1,4 @@
-"""What ``coarse`` builds."""
+"""The implementation of ``coarse``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nanotrain_core.precision.uniform import Uniform
 
 
 class CoarseMaster(ErrorFeedback):
-    """Rounds to multiples of a step, and says what that loses: see ``ErrorFeedback`` of the contracts."""
+    """Rounds to multiples of a step, and reports the error: see ``ErrorFeedback`` of the contracts."""
 
     def __init__(self, weight: torch.Tensor, step: float) -> None:
         self.weight, self.step = weight, step
@@ -28,11 +28,11 @@ class CoarseMaster(ErrorFeedback):
         self.weight.copy_((value / self.step).round() * self.step)
 
     def error(self, value: torch.Tensor) -> torch.Tensor:
-        """Return what that lost."""
+        """Return the rounding error."""
         return value - self.weight
 
     def state(self) -> Mapping[str, torch.Tensor]:
-        """Nothing."""
+        """Return no state."""
         return {}
 
 
@@ -44,5 +44,5 @@ class Coarse(Uniform):
         self.step = step
 
     def master(self, weight: torch.Tensor, piece: Piece) -> MasterWeight:
-        """Round the weight at once."""
+        """Round the weight immediately."""
         return CoarseMaster(weight, self.step)

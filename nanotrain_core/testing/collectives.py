@@ -1,4 +1,4 @@
-"""Writes down every collective and message of this rank, in order."""
+"""Records every collective and message of this rank, in order."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Entry = tuple[str, tuple[int, ...], tuple[str, ...]]
 
 
 class CollectiveLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While active, appends each ``c10d`` operator to ``entries``, those of backward hooks too."""
+    """While active, appends each ``c10d`` operator to ``entries``, including those of backward hooks."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

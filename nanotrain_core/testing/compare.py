@@ -1,4 +1,4 @@
-"""Puts the blocks of all ranks together and compares whole tensors, with numbers in the error."""
+"""Assembles the blocks of all ranks and compares whole tensors, with values in the error."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def assert_same(actual: Whole, expected: Whole, what: str, *, atol: float = EXAC
 
 
 def _excess(actual: torch.Tensor, expected: torch.Tensor, atol: float, rtol: float) -> float:
-    """Return by how much the worst element is out of bounds: not above 0 if none is."""
+    """Return by how much the worst element exceeds its bound: at most 0 if none does."""
     assert actual.shape == expected.shape, f"shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
     if not actual.numel():
         return 0.0

@@ -46,7 +46,7 @@ class Trial:
 
 @contextlib.contextmanager
 def _torch_as_it_is() -> Iterator[None]:
-    """Have torch not compare collectives between ranks, unless somebody asks for it.
+    """Disable torch's comparison of collectives between ranks, unless the user requests it.
 
     It does so at the debug level DETAIL, at which it fails with some of its own, as DistributedDataParallel.
     """
@@ -60,7 +60,7 @@ def _torch_as_it_is() -> Iterator[None]:
 
 
 def trials(case: Case) -> Iterator[Trial]:
-    """Yield everything that is checked about a case: of one that makes no recipe, only that it does not."""
+    """Yield everything that is checked about a case; for one without a recipe, only that there is none."""
     refused = case.kind != "topology" and _refusal(case) is not None
     for check in [MAKES_A_RECIPE] if refused else checks_of(case):
         for variant in check.variants or (None,):
@@ -68,7 +68,7 @@ def trials(case: Case) -> Iterator[Trial]:
 
 
 def planned(case: Case, *, quick: bool = False) -> tuple[list[Trial], list[Skip]]:
-    """Return what is checked about a component in all surroundings that it admits, and those left out.
+    """Return what is checked about a component in all surroundings that it admits, and those skipped.
 
     Args:
         case: the component, and what its author puts around it.
@@ -92,7 +92,7 @@ def planned(case: Case, *, quick: bool = False) -> tuple[list[Trial], list[Skip]
 
 
 def _unpromised(each: Surrounding) -> Iterator[Skip]:
-    """Yield the checks of a surrounding that its component declares not to be held to."""
+    """Yield the checks of a surrounding that its component declares not to fulfil."""
     for check in every_check():
         if check.promise and check.kind == each.case.kind and each.has(check.kind, check.name, check.name):
             reason = check.declined(each.case)
@@ -175,7 +175,7 @@ def conformance(
 
 
 def _without_repeats(listed: Iterable[Trial]) -> Iterator[Trial]:
-    """Yield trials but those of a component alone that an earlier case of the same one has."""
+    """Yield trials except those of a component alone that an earlier case of it already has."""
     seen = set()
     for trial in listed:
         key = (trial.label, trial.case.kind, trial.case.use, trial.case.plugins)

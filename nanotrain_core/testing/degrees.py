@@ -1,4 +1,4 @@
-"""The degrees of a case, whatever its topology: keys of that topology, or dimensions of its layout."""
+"""The degrees of a case for any topology: keys of that topology, or dimensions of its layout."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MOST = 64
 
 @attrs.define(frozen=True)
 class Degrees:
-    """What a case says of its layout, and the table of the topology that is to make it."""
+    """The layout properties that a case requires, and the table of the topology that provides them."""
 
     wanted: Mapping[str, int]
     table: Any
@@ -33,7 +33,7 @@ class Degrees:
 
     @property
     def keys(self) -> dict[str, int]:
-        """The degrees to write into the table: its keys, and all if the topology is not known."""
+        """The degrees to write into the table: its keys, and all if the topology is unknown."""
         component = self._component()
         if component is None:
             return dict(self.wanted)
@@ -41,7 +41,7 @@ class Degrees:
         return {dim: degree for dim, degree in self.wanted.items() if dim in known}
 
     def fewest_ranks(self) -> int | None:
-        """Return the smallest world that has every degree, None if there is none."""
+        """Return the smallest world size with every degree, None if there is none."""
         topology = self._topology()
         if topology is not None:
             for ranks in range(1, max(prod(self.wanted.values()), MOST) + 1):
@@ -51,7 +51,7 @@ class Degrees:
         return None
 
     def check(self, ranks: int) -> None:
-        """Hold the degrees against the layout of so many ranks.
+        """Check the degrees against the layout of this many ranks.
 
         Raises:
             RecipeError: they do not fit, or one is neither a key of the topology nor a dimension that
@@ -77,7 +77,7 @@ class Degrees:
         return offers[0][1] if len(offers) == 1 else None
 
     def _topology(self) -> Topology | None:
-        """Build the topology, None if its table is not right: loading the recipe says why."""
+        """Build the topology, None if its table is invalid: loading the recipe reports why."""
         component = self._component()
         if component is None:
             return None
@@ -105,7 +105,7 @@ class Degrees:
 
 
 def _layout(topology: Topology, ranks: int) -> Layout | None:
-    """Return the layout, None if there is none: whoever runs the recipe is told why."""
+    """Return the layout, None if there is none: running the recipe reports why."""
     try:
         return topology.layout(ranks)
     except Exception:

@@ -1,4 +1,4 @@
-"""Interrupts a save at every point where it touches the disk.
+"""Interrupts a save at every disk write.
 
 Each attempt is a forked child, or one for each rank. *Killed*: it, or one of them, dies with SIGKILL before
 the n-th call that writes, for n from 1 until a save runs to its end (``points.py`` says which of very many):
@@ -53,7 +53,7 @@ class Outcome:
 
 
 def save_and_die(case: Case, folder: Path, disaster: str) -> list[Outcome]:
-    """Save step 1, then try to save step 2 over and over, each time interrupted elsewhere."""
+    """Save step 1, then try to save step 2 repeatedly, each time interrupted at another write."""
     from nanotrain_core.testing.saving import numbered, open_state, save
 
     saved = folder / "saved"
@@ -108,7 +108,7 @@ def end_of(child: tuple[int, int]) -> str:
 
 
 def save_and_lose(case: Case, folder: Path, victim: int) -> list[Outcome]:
-    """Save step 1 on all ranks, then step 2 over and over, each time with one rank killed elsewhere."""
+    """Save step 1 on all ranks, then step 2 repeatedly, each time with one rank killed at another write."""
     from nanotrain_core.testing.saving import numbered, open_state, save
 
     def save_step(copy: Path, step: int, arm: Callable[[], None]) -> None:
@@ -190,7 +190,7 @@ def kill_at(number: int) -> None:
 
 
 def writes(function: Any) -> bool:
-    """Return whether a function of C code, by its name and whose it is, may change what is on the disk."""
+    """Return whether a C function, by its name and owner, may change what is on disk."""
     name, owner = getattr(function, "__name__", ""), getattr(function, "__self__", None)
     if name == "close" and isinstance(owner, ModuleType):
         return False  # os.close: nothing waits in a descriptor, as it does in Python's files
@@ -211,7 +211,7 @@ def _out_of_space(attempt: Attempt, saved: Path) -> list[Outcome]:
 
 @contextmanager
 def no_space() -> Iterator[None]:
-    """Let every write of this process fail for a while."""
+    """Make every write of this process fail within the block."""
     handler = signal.getsignal(signal.SIGXFSZ)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     _limit_files(0)
@@ -223,6 +223,6 @@ def no_space() -> Iterator[None]:
 
 
 def _limit_files(limit: int) -> None:
-    """Let writes beyond ``limit`` fail with "File too large", which programs see like a full disk."""
+    """Make writes beyond ``limit`` fail with "File too large", which programs handle like a full disk."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))

@@ -1,4 +1,4 @@
-"""Trains, flips one bit of one rank's weights between two steps, and tells what came of it."""
+"""Trains, flips one bit of one rank's weights between two steps, and reports the result."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ INTEGER = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @attrs.define(frozen=True)
 class Flip:
-    """Which bit, and when."""
+    """Which bit is flipped, and when."""
 
     after: int
     """The step after which, before anything is saved; 0: when the run starts, after it was restored."""
@@ -34,7 +34,7 @@ class Flip:
 
 @attrs.define(frozen=True)
 class Found:
-    """What one rank saw."""
+    """The observations of one rank."""
 
     text: str | None
     """What the run ended with; None if nothing was found."""
@@ -52,11 +52,11 @@ class Flipping(Monitor):
         self.flipped: str | None = None
 
     def on_start(self, run: RunInfo) -> None:
-        """Flip what was initialised or restored."""
+        """Flip a bit of what was initialised or restored."""
         self._flip_after(0)
 
     def on_step(self, report: StepReport) -> None:
-        """Flip what the step left."""
+        """Flip a bit of what the step left."""
         self._flip_after(report.step)
 
     def _flip_after(self, step: int) -> None:
@@ -67,7 +67,7 @@ class Flipping(Monitor):
 
 
 def find(run: Run, *, own: bool) -> tuple[str, torch.Tensor]:
-    """Return a number that this rank updates, or does not: the parameter's name, and its bits [1]."""
+    """Return an element that this rank updates, or does not: the parameter's name, and its bits [1]."""
     for placed in run.placed:
         flat = placed.parameter.detach().view(-1)
         updated = torch.zeros(len(flat), dtype=torch.bool)
@@ -88,7 +88,7 @@ def train_flipped(
     folder: Path | None = None,
     resume: str | None = None,
 ) -> Found:
-    """Train all steps of the case's recipe, whose monitors are to notice."""
+    """Train all steps of the case's recipe, whose monitors should detect the flip."""
     engine = make_engine(case, changes, folder=folder, resume=resume)
     flipping = Flipping(engine.run, flip)
     engine.events.monitors = [*engine.events.monitors, flipping]

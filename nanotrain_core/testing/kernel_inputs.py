@@ -1,4 +1,4 @@
-"""What the functions of :class:`~nanotrain_core.models.ops.Ops` are called with by the checks of kernels.
+"""Inputs of the functions of :class:`~nanotrain_core.models.ops.Ops` for the checks of kernels.
 
 Shapes: see :mod:`nanotrain_core.models.ops`.
 """
@@ -36,13 +36,13 @@ class Sample:
     """Calls the function with arguments made of the leaves, some of them views that are not contiguous."""
 
     def cast(self, dtype: torch.dtype) -> Sample:
-        """Return it with leaves of floating point in ``dtype``."""
+        """Return it with floating-point leaves in ``dtype``."""
         leaves = {name: x.to(dtype) if x.is_floating_point() else x for name, x in self.leaves.items()}
         return attrs.evolve(self, leaves=leaves)
 
 
 def samples(function: str) -> list[Sample]:
-    """Return samples in bfloat16's numbers, the first of them ordinary: each dtype can hold them."""
+    """Return samples with values that are exact in bfloat16, and so in each dtype, an ordinary one first."""
     torch.manual_seed(0)
     return [sample.cast(torch.bfloat16) for sample in _SAMPLES[function]()]
 
@@ -61,7 +61,7 @@ def _heads(name: str, sizes: tuple[int, int, int, int, int, int], scale: float |
 
 
 def _after_others(name: str, sample: Sample, queries: int) -> Sample:
-    """Return the sample with only so many of the last queries: a cache has the keys of those before."""
+    """Return the sample with only this many of the last queries: a cache has the keys of earlier ones."""
     leaves = {**sample.leaves, "q": sample.leaves["q"][:, -queries:].clone()}
     return Sample(name, leaves, sample.call)
 

@@ -1,4 +1,4 @@
-"""An optimizer whose updated weights arrive just before somebody waits for them, and are nan until then."""
+"""An optimizer whose updated weights arrive only when they are waited for, and are NaN until then."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nanotrain_core.contracts import Optimizer
 
 
 class LateWeights(Optimizer):
-    """Returns early, as an optimizer that overlaps communication with the next forward does."""
+    """Returns early, like an optimizer that overlaps communication with the next forward."""
 
     returns_early = True
 
@@ -20,13 +20,13 @@ class LateWeights(Optimizer):
         self.travelling: dict[nn.Parameter, torch.Tensor] = {}
 
     def send(self) -> None:
-        """Put every weight on its way."""
+        """Put every weight in flight."""
         for parameter in self.parameters:
             self.travelling[parameter] = parameter.detach().clone()
             parameter.data.fill_(torch.nan)
 
     def wait(self, parameters: Collection[nn.Parameter]) -> None:
-        """Have ``parameters`` arrive."""
+        """Make ``parameters`` arrive."""
         for parameter in parameters:
             if parameter in self.travelling:
                 parameter.data.copy_(self.travelling.pop(parameter))

@@ -1,4 +1,4 @@
-"""An S3 server on 127.0.0.1 that can be killed, brought back with what it had, made to fail or to be slow.
+"""An S3 server on 127.0.0.1 that can be killed, restarted with its contents, made to fail or to be slow.
 
 moto's, in a thread of this process: ``pip install 'moto[server]' s3fs``. Other processes find it by
 :attr:`ObjectServer.environment`.
@@ -40,16 +40,16 @@ class ObjectServer:
 
     @property
     def is_up(self) -> bool:
-        """Whether it takes connections."""
+        """Whether it accepts connections."""
         return self._server is not None
 
     def start(self) -> None:
-        """Serve, on the port of the first time, what was stored before."""
+        """Serve the stored contents, on the port of the first time."""
         from werkzeug.serving import WSGIRequestHandler, make_server
 
         class Quiet(WSGIRequestHandler):
             def log_request(self, *_: object) -> None:
-                """Tell nothing: tests read what runs say on stderr."""
+                """Log nothing: tests read what runs print to stderr."""
 
         self._server = make_server("127.0.0.1", self.port, self._answer, threaded=True, request_handler=Quiet)
         self.port = self._server.server_port
@@ -75,7 +75,7 @@ class ObjectServer:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What a process must have in its environment to use it."""
+        """The environment variables with which a process uses it."""
         return {
             "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.port}",
             "AWS_ACCESS_KEY_ID": "test",
@@ -86,7 +86,7 @@ class ObjectServer:
 
     @property
     def client(self) -> Any:
-        """A client of boto3."""
+        """A boto3 client."""
         import boto3
 
         return boto3.client(
@@ -98,15 +98,15 @@ class ObjectServer:
         )
 
     def url(self, prefix: str) -> str:
-        """Return that of a prefix."""
+        """Return the URL of a prefix."""
         return f"s3://{self.bucket}/{prefix}"
 
     def names(self) -> list[str]:
-        """Return what is in the bucket."""
+        """Return the contents of the bucket."""
         pages = self.client.get_paginator("list_objects_v2").paginate(Bucket=self.bucket)
         return sorted(entry["Key"] for page in pages for entry in page.get("Contents", []))
 
     def parts_left(self) -> list[Any]:
-        """Return multipart uploads that were begun and neither completed nor broken off."""
+        """Return multipart uploads that were begun and neither completed nor aborted."""
         found: list[Any] = self.client.list_multipart_uploads(Bucket=self.bucket).get("Uploads", [])
         return found

@@ -1,4 +1,4 @@
-"""Where a save is interrupted, and which of its files are damaged: everywhere, or at points of a long one.
+"""Selects where a save is interrupted, and which of its files are damaged: everywhere, or at some points.
 
 A format may have a file for each tensor, and so hundreds of writes and files. What it does for one of them it
 does for all, and each attempt costs a save or two.
@@ -17,7 +17,7 @@ OF_A_KIND = 6
 
 
 def up_to_the_end(ends_before: Callable[[int], bool]) -> None:
-    """Call with numbers of writes, from 1, until a save ends before the one that it is to be interrupted at.
+    """Call with write indices, from 1, until a save completes before the one where it is to be interrupted.
 
     Args:
         ends_before: whether a save, to be interrupted at that write, came to its end. Called once for each.
@@ -43,7 +43,7 @@ def up_to_the_end(ends_before: Callable[[int], bool]) -> None:
 
 
 def of_each_kind(paths: Sequence[Path]) -> list[Path]:
-    """Return some paths of each suffix, the first and the last among them: all where there are few."""
+    """Return some paths of each suffix, including the first and the last: all if there are few."""
     kinds: dict[str, list[Path]] = defaultdict(list)
     for path in paths:
         kinds[path.suffix].append(path)

@@ -1,4 +1,4 @@
-"""A pool of ranks on this machine, to test distributed code from an ordinary test function.
+"""A pool of ranks on this machine, for testing distributed code from an ordinary test function.
 
 ``run_ranks(function, 4, *args)`` runs an importable function on four ranks of a new gloo group and
 returns their results, which the caller asserts on: a plain ``assert`` in a worker lacks pytest's
@@ -63,7 +63,7 @@ def _causes_first(failure: Failure) -> tuple[bool, int, int]:
 
 
 def _report(world_size: int, failures: Sequence[Failure]) -> str:
-    """Print the first cause in full (of a hang: every rank's stack) and one line for each other rank."""
+    """Print the first cause in full (for a hang: every rank's stack) and one line for each other rank."""
     first = failures[0]
     lines = []
     for failure in failures:
@@ -77,7 +77,7 @@ def _report(world_size: int, failures: Sequence[Failure]) -> str:
 
 @attrs.define(frozen=True, eq=False)
 class Worker:
-    """One rank's process, as the pool sees it."""
+    """One rank's process, from the pool's side."""
 
     rank: int
     process: Any
@@ -196,7 +196,7 @@ class Pool:
         return [results[rank] for rank in range(self.world_size)]
 
     def _hung(self, workers: Sequence[Worker], limit: str) -> list[Failure]:
-        """Ask ranks that do not answer where they are."""
+        """Request the stacks of ranks that do not answer."""
         for worker in workers:
             ask_for_stack(worker.process.pid)
         if workers:

@@ -1,4 +1,4 @@
-"""Imports what installed plugins announce, once in the server that ranks and commands are forked from.
+"""Imports what installed plugins register, once in the server from which ranks and commands are forked.
 
 Each still looks for plugins itself, and finds their modules imported: these are torch-free, and define things
 only. One that is broken is reported by whoever looks for it.

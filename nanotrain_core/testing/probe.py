@@ -1,4 +1,4 @@
-"""What ranks run for a check: they train the case's recipe and return plain data for the parent."""
+"""Code that ranks run for a check: they train the case's recipe and return plain data for the parent."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from nanotrain_core.testing.collectives import CollectiveLog, Entry
 
 @attrs.define(frozen=True, eq=False)
 class Trace:
-    """What one rank saw of a training run."""
+    """The observations of one rank in a training run."""
 
     reports: list[StepReport]
     evaluations: list[float]
@@ -71,7 +71,7 @@ class Reports(Monitor):
 
 
 class Gradients(Monitor):
-    """Keeps what monitors are offered of gradients: those of the first step, and the norms of all steps."""
+    """Keeps the gradients that monitors are offered: those of the first step, and the norms of all steps."""
 
     reads_weights = False
 
@@ -86,7 +86,7 @@ class Gradients(Monitor):
 
 
 class Stand:
-    """Stands before a component's object and passes on what it does not change."""
+    """Wraps a component's object and delegates what it does not change."""
 
     def __init__(self, behind: Any) -> None:
         self.behind = behind
@@ -96,7 +96,7 @@ class Stand:
 
 
 class FirstGradients(Stand):
-    """An optimizer that keeps a copy of the gradients its first step gets."""
+    """An optimizer that keeps a copy of the gradients of its first step."""
 
     def __init__(self, run: Run) -> None:
         super().__init__(run.optimizer)
@@ -139,7 +139,7 @@ def make_run(case: Case, changes: Mapping[str, Any], **options: Any) -> Run:
 
 
 def placements(case: Case) -> list[Placement]:
-    """Return how this rank's parameters are placed."""
+    """Return the placements of this rank's parameters."""
     return [placed.placement for placed in make_run(case, {}).placed]
 
 
@@ -191,7 +191,7 @@ def train(
 
 
 class Failing(Monitor):
-    """Passes every event on, then fails, but where that ends a run, or at its start the monitor's part."""
+    """Delegates every event, then fails, except where that ends a run, or at its start the monitor's part."""
 
     def __init__(self, behind: Monitor) -> None:
         self.behind = behind
@@ -214,12 +214,12 @@ class Failing(Monitor):
 
 
 def copies(blocks: Iterable[Block]) -> list[Block]:
-    """Detach live blocks from the run."""
+    """Detach live blocks from the run by copying."""
     return [attrs.evolve(block, tensor=block.tensor.detach().cpu().clone()) for block in blocks]
 
 
 def weights(run: Run) -> list[Block]:
-    """Return copies of this rank's parameters, once they have all arrived."""
+    """Return copies of this rank's parameters, after they have all arrived."""
     if hasattr(run.optimizer, "wait"):
         run.optimizer.wait([p.parameter for p in run.placed])
     return copies(Block.of("", dequantize(p.parameter), p.placement) for p in run.placed)
@@ -235,7 +235,7 @@ def gradients(run: Run) -> list[Block]:
 
 
 def push(run: Run, step: int, scale: float) -> None:
-    """Give every parameter a random gradient that depends on its name and ``step`` alone.
+    """Give every parameter a random gradient that depends only on its name and ``step``.
 
     It goes through backward, so that the run's gradient sync sees it as it would in training: each
     of the ranks along the summed dimensions contributes an equal part.
@@ -265,7 +265,7 @@ FEW_STEPS = 4
 
 @attrs.define(frozen=True, eq=False)
 class Drive:
-    """What one rank saw of an optimizer that was given gradients of the check's making."""
+    """The observations of one rank of an optimizer with gradients made by the check."""
 
     before: list[Block]
     weights: list[Block]
@@ -289,7 +289,7 @@ def drive(
     overflow_from: int | None = None,
     overflow_in: int | None = None,
 ) -> Drive:
-    """Step the case's optimizer once for each of ``scales``, with random gradients of that size.
+    """Step the case's optimizer once for each of ``scales``, with random gradients of that magnitude.
 
     Args:
         loss_scale: gradients are multiplied by it and the optimizer is told.

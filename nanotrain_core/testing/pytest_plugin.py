@@ -11,7 +11,7 @@ from nanotrain_core.launch.environment import Ranks
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Let a slow or busy machine give ranks more time before they count as hung, or do with fewer checks."""
+    """Let a slow or busy machine give ranks more time before they count as hung, or run fewer checks."""
     group = parser.getgroup("nanotrain")
     group.addoption(
         "--rank-timeout", type=float, metavar="SECONDS", help="until ranks of a test count as hung (60)"
@@ -25,7 +25,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Tell the pools, which know nothing of pytest, and share the cores among pytest-xdist's workers."""
+    """Configure the pools, which do not know pytest, and share the cores among pytest-xdist's workers."""
     workers = os.environ.get("PYTEST_XDIST_WORKER_COUNT")
     if workers is not None:  # threads of more processes than cores wait for one another: half the speed
         os.environ.setdefault("OMP_NUM_THREADS", str(Ranks(local_world_size=int(workers)).threads()))

@@ -1,4 +1,4 @@
-"""``ranged``: optimizer-state sharding at its plainest, for optimizers that are tested with nothing else.
+"""``ranged``: minimal optimizer-state sharding, for optimizers tested without other plugins.
 
 Every case of the harness knows it: ``overrides={"parallel": [{"use": "ranged"}]}``.
 """
@@ -21,7 +21,7 @@ class RangedConfig:
 
 @hookimpl
 def nanotrain_register_parallel(register: Register) -> None:
-    """Announce ``ranged``."""
+    """Register ``ranged``."""
     register(
         Component(
             name="ranged",
@@ -35,7 +35,7 @@ def nanotrain_register_parallel(register: Register) -> None:
 
 
 def build(config: RangedConfig) -> Any:
-    """Return the component."""
+    """Return the gradient sync."""
     from nanotrain_core.testing.ranged_gradients import RangedGradients
 
     return RangedGradients()

@@ -1,4 +1,4 @@
-"""What ``ranged`` builds."""
+"""The implementation of ``ranged``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nanotrain_core.testing.summed_gradients import SummedGradients
 
 
 class RangedGradients(SummedGradients):
-    """Sums each gradient, and hands out one range of the parameter to each of the ranks that hold it."""
+    """Sums each gradient, and assigns one range of the parameter to each of the ranks that hold it."""
 
     def attach(
         self,
@@ -24,7 +24,7 @@ class RangedGradients(SummedGradients):
         dtype: torch.dtype | None,
         passes: Passes | None = None,
     ) -> None:
-        """Cut every trained parameter into ranges."""
+        """Split every trained parameter into ranges."""
         super().attach(parameters, mesh, dtype, passes)
         self._pieces: list[Piece] = []
         self._owners: list[tuple[PlacedParameter, int, slice]] = []
@@ -48,7 +48,7 @@ class RangedGradients(SummedGradients):
                     self._pieces.append(Piece(placed.parameter, where, (first, end)))
 
     def pieces(self) -> Sequence[Piece]:
-        """Return this rank's ranges, and whole what no other rank holds a part of."""
+        """Return this rank's ranges, and whole parameters that no other rank sums."""
         return self._pieces
 
     def gradient_of(self, piece: Piece) -> torch.Tensor:
@@ -57,11 +57,11 @@ class RangedGradients(SummedGradients):
         return gradient if piece.span is None else gradient.reshape(-1)[slice(*piece.span)]
 
     def gather_weights(self) -> None:
-        """Have each range sent by the rank that updated it: those that several stages hold last."""
+        """Broadcast each range from the rank that updated it: those that several stages hold last."""
         for placed, owner, part in sorted(self._owners, key=lambda each: each[0].placement.stages):
             group = self.mesh.group_of(placed.placement.sync_span(self.mesh.layout))
             with self.mesh.waits.collectives:
                 dist.broadcast(placed.parameter.detach().view(-1)[part], src=owner, group=group)
 
     def wait(self, parameters: Collection[nn.Parameter]) -> None:
-        """Nothing is under way when ``gather_weights`` has returned."""
+        """Do nothing: nothing is in flight when ``gather_weights`` has returned."""

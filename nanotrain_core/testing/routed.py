@@ -1,4 +1,4 @@
-"""``routed``: a small mixture of experts with every role once, to test wrappers without a model plugin.
+"""``routed``: a small mixture of experts with every role, to test wrappers without a model plugin.
 
 Every case of the harness knows it: ``overrides={"model": {"use": "routed"}}``.
 """
@@ -39,7 +39,7 @@ class RoutedConfig:
     """If not 0, all tokens choose among the first so many experts."""
 
     def divisibility(self) -> Iterator[Divisible]:
-        """Yield how finely its parts can be split."""
+        """Yield how finely its parts can be sharded."""
         split = (Role.COLUMN, Role.ROW)
         yield Divisible((Role.VOCAB, Role.HEAD), "model.vocab", self.vocab, "tokens of the vocabulary")
         yield Divisible(split, "model.heads", self.heads, "heads")
@@ -50,7 +50,7 @@ class RoutedConfig:
 
 @hookimpl
 def nanotrain_register_model(register: Register) -> None:
-    """Announce ``routed``."""
+    """Register ``routed``."""
     register(
         Component(
             name="routed",

@@ -1,4 +1,4 @@
-"""What ``routed`` builds: latent attention with shared keys, a router with bias and loss, experts.
+"""The implementation of ``routed``: latent attention with shared keys, a router with bias and loss, experts.
 
 Its balance loss is not linear in anything that shares of a sequence could add up.
 
@@ -35,7 +35,7 @@ def norm(width: int, ops: Ops) -> nn.Module:
 
 
 class Attention(nn.Module):
-    """Keys are a part of each head's own, from a latent, and a part that all heads share."""
+    """Attention whose keys consist of a part per head, from a latent, and a part shared by all heads."""
 
     def __init__(self, config: Any, ops: Ops) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Attention(nn.Module):
 
 
 class Router(CountingRouter):
-    """Sigmoid scores with a bias for the choice, and the balance loss of each sequence."""
+    """A router: sigmoid scores with a bias for the choice, and the balance loss of each sequence."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config.experts)
@@ -91,7 +91,7 @@ class Router(CountingRouter):
 
 
 class Experts(nn.Module):
-    """SwiGLU experts; without a single row, a result that knows nothing of its input."""
+    """SwiGLU experts; without any row, a result that is detached from its input."""
 
     def __init__(self, config: Any, ops: Ops) -> None:
         super().__init__()
@@ -148,7 +148,7 @@ class RoutedPart(nn.Module):
             self.head = tag(Head(config.vocab, config.width, tied=False, ops=ops), Role.HEAD)
 
     def forward(self, inputs: torch.Tensor, batch: Batch) -> PartOutput:
-        """Run tokens [B, S], or hidden states [B, S, D] of the part before, through the layers."""
+        """Run tokens [B, S], or hidden states [B, S, D] of the previous part, through the layers."""
         x_BSD = self.embed(inputs) if self.part.has_embedding else inputs
         balance: list[torch.Tensor] = []
         for layer in self.layers.values():
@@ -188,7 +188,7 @@ class Routed:
         return {"lm": batch.target_tokens(), "balance": pairs}
 
     def flops(self, length: int) -> Costs:
-        """Return 3 times the forward pass: 2 FLOPs per weight that a token meets, and causal attention."""
+        """Return 3 times the forward pass: 2 FLOPs per weight that a token uses, and causal attention."""
         c = self.config
         D, H = c.width, c.heads
         K, R = D // H, D // 2

@@ -1,4 +1,4 @@
-"""What ranks save and load for a check: the state of a case's run, filled with numbers that tell a step."""
+"""Code that ranks run to save and load a case's run, filled with values that identify a step."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ ADAMW = {"use": "adamw", "lr": 0.01, "clip_norm": 1.0}
 
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """Make a folder that is gone afterwards."""
+    """Make a temporary folder, deleted afterwards."""
     with tempfile.TemporaryDirectory() as name:
         yield Path(name)
 
 
 def open_state(case: Case, folder: Path, *, fill: float | None = None) -> tuple[Checkpoint, TrainState]:
-    """Return the case's checkpoint, opened on ``folder``, and the state of a freshly composed run.
+    """Return the case's checkpoint, opened on ``folder``, and the state of a newly composed run.
 
     Args:
         fill: overwrite every tensor with this value.
@@ -55,7 +55,7 @@ def state_of(run: Run) -> TrainState:
 
 
 def numbered(state: TrainState, seed: int) -> TrainState:
-    """Fill every tensor with numbers that depend on its name and place, and write ``seed`` in the meta."""
+    """Fill every tensor with values that depend on its name and position, and write ``seed`` to the meta."""
     for block in state.blocks:
         whole_tensor = torch.randn(block.global_shape, generator=torch.Generator().manual_seed(seed))
         index = tuple(slice(o, o + n) for o, n in zip(block.offset, block.tensor.shape, strict=True))
@@ -64,7 +64,7 @@ def numbered(state: TrainState, seed: int) -> TrainState:
 
 
 def save(checkpoint: Checkpoint, step: int, state: TrainState) -> None:
-    """Save to the end: without waiting, files may still be written when this returns."""
+    """Save completely: without waiting, files may still be being written when this returns."""
     checkpoint.save(step, state)
     checkpoint.advance(wait=True)
 
@@ -79,7 +79,7 @@ def save_steps(case: Case, folder: Path, steps: list[int]) -> list[Block]:
 
 @attrs.define(frozen=True, eq=False)
 class Loaded:
-    """What a rank got back."""
+    """The result of a load on one rank."""
 
     blocks: list[Block]
     meta: dict[str, Any]
@@ -87,7 +87,7 @@ class Loaded:
 
 
 def load(case: Case, folder: Path, which: str, copy_to: Path | None = None) -> Loaded | None:
-    """Load into a run full of other numbers; save what was loaded again in ``copy_to``."""
+    """Load into a run with different values; save the loaded state again in ``copy_to``."""
     checkpoint, state = open_state(case, folder, fill=-1.0)
     found = checkpoint.load(which, state)
     if found is not None and copy_to is not None:
@@ -101,7 +101,7 @@ def load(case: Case, folder: Path, which: str, copy_to: Path | None = None) -> L
 
 @attrs.define(frozen=True)
 class Refusal:
-    """How a load that should fail went."""
+    """The result of a load that should fail."""
 
     error: str
     """Text of the CheckpointError, empty if there was none."""
@@ -112,7 +112,7 @@ class Refusal:
 
 
 def try_to_load(case: Case, folder: Path, *, reshape: bool = False) -> Refusal:
-    """Load step 1 and tell how it failed; with ``reshape``, into a run whose last tensor is larger."""
+    """Load step 1 and return how it failed; with ``reshape``, into a run whose last tensor is larger."""
     checkpoint, state = open_state(case, folder, fill=-1.0)
     if reshape:
         *others, last = state.blocks

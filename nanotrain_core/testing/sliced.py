@@ -1,4 +1,4 @@
-"""``sliced``: tensor parallelism at its plainest, which believes every role that a model tells it.
+"""``sliced``: minimal tensor parallelism, which relies on every role that a model declares.
 
 The harness puts it around a model under test. It splits no embedding, head or expert.
 """
@@ -21,7 +21,7 @@ class SlicedConfig:
 
 @hookimpl
 def nanotrain_register_parallel(register: Register) -> None:
-    """Announce ``sliced``."""
+    """Register ``sliced``."""
     register(
         Component(
             name="sliced",
@@ -34,7 +34,7 @@ def nanotrain_register_parallel(register: Register) -> None:
 
 
 def build(config: SlicedConfig) -> Any:
-    """Return the component."""
+    """Return the wrapper."""
     from nanotrain_core.testing.sliced_layers import Sliced
 
     return Sliced()

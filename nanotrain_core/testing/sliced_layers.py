@@ -1,4 +1,4 @@
-"""What ``sliced`` does: Megatron's f and g around linear layers, and nothing for speed.
+"""The implementation of ``sliced``: Megatron's f and g around linear layers, without optimizations.
 
 Source: Shoeybi et al., arXiv 1909.08053.
 """
@@ -20,7 +20,7 @@ AXES = {Role.COLUMN: {"weight": 0, "bias": 0}, Role.ROW: {"weight": 1}}
 
 
 class SumGradient(torch.autograd.Function):
-    """Identity forward, sum backward: each rank's gradient of what enters the split region is partial."""
+    """Identity forward, all-reduce backward: each rank's gradient of a sharded layer's input is partial."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, mesh: Mesh) -> torch.Tensor:
@@ -35,7 +35,7 @@ class SumGradient(torch.autograd.Function):
 
 
 class SumOutput(torch.autograd.Function):
-    """Sum forward, identity backward: each rank's product with some of the columns is partial."""
+    """All-reduce forward, identity backward: each rank's product with some of the columns is partial."""
 
     @staticmethod
     def forward(ctx: Any, y: torch.Tensor, mesh: Mesh) -> torch.Tensor:
@@ -52,7 +52,7 @@ class Sliced(Parallel):
     """See :class:`~nanotrain_core.contracts.Parallel`. The units of every linear layer must divide."""
 
     def apply(self, part: nn.Module, placements: Placements, mesh: Mesh) -> nn.Module:
-        """Keep this rank's slices of COLUMN and ROW, and note which other gradients are partial."""
+        """Keep this rank's shards of COLUMN and ROW, and record which other gradients are partial."""
         if mesh.size("tp") == 1:
             return part
 
@@ -85,7 +85,7 @@ class Sliced(Parallel):
 def slice_parameter(
     module: nn.Module, key: str, axis: int, name: str, placements: Placements, mesh: Mesh
 ) -> None:
-    """Leave this rank its block along ``axis`` of a parameter or buffer of ``module``, if it has it."""
+    """Leave this rank its block along ``axis`` of a parameter or buffer of ``module``, if it has one."""
     old = getattr(module, key, None)
     if old is None:
         return

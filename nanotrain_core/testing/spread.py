@@ -1,4 +1,4 @@
-"""``spread``: expert parallelism at its plainest, for components tested with nothing else installed.
+"""``spread``: minimal expert parallelism, for components tested without other plugins.
 
 Every case of the harness knows it, as ``summed``. It wants a model with experts, such as ``routed``.
 """
@@ -21,7 +21,7 @@ class SpreadConfig:
 
 @hookimpl
 def nanotrain_register_parallel(register: Register) -> None:
-    """Announce ``spread``."""
+    """Register ``spread``."""
     register(
         Component(
             name="spread",
@@ -34,7 +34,7 @@ def nanotrain_register_parallel(register: Register) -> None:
 
 
 def build(config: SpreadConfig) -> Any:
-    """Return the component."""
+    """Return the wrapper."""
     from nanotrain_core.testing.spread_experts import Spread
 
     return Spread()

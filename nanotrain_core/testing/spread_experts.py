@@ -1,4 +1,4 @@
-"""What ``spread`` does: all-gather tokens along ep, compute one's own experts, reduce-scatter.
+"""The implementation of ``spread``: all-gather tokens along ep, compute local experts, reduce-scatter.
 
 Ranks along ep are data-parallel ones with as many tokens each.
 """
@@ -20,14 +20,14 @@ from nanotrain_core.moe.routing import Routing, run_locally
 
 
 def gathered(x: torch.Tensor, mesh: Mesh) -> torch.Tensor:
-    """Return the rows of all ranks along ep, [ep * B, ...]."""
+    """All-gather: return the rows of all ranks along ep, [ep * B, ...]."""
     found = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(mesh.size("ep"))]
     dist.all_gather(found, x.contiguous(), group=mesh.group("ep"))
     return torch.cat(found)
 
 
 def scattered(x: torch.Tensor, mesh: Mesh) -> torch.Tensor:
-    """Return this rank's rows of the sum over ranks along ep."""
+    """Reduce-scatter: return this rank's rows of the sum over ranks along ep."""
     total = x.clone(memory_format=torch.contiguous_format)
     mesh.all_reduce(total, "ep")
     return total.chunk(mesh.size("ep"))[mesh.coordinate("ep")]

@@ -1,4 +1,4 @@
-"""``staged``: GPipe at its plainest, for components tested in a pipeline with nothing else installed.
+"""``staged``: a minimal GPipe, for components tested in a pipeline without other plugins.
 
 Every case of the harness knows it: ``overrides={"schedule": {"use": "staged"}}``. It imports no torch.
 """
@@ -22,7 +22,7 @@ class StagedConfig:
 
 @hookimpl
 def nanotrain_register_schedule(register: Register) -> None:
-    """Announce ``staged``."""
+    """Register ``staged``."""
     register(
         Component(
             name="staged",
@@ -35,7 +35,7 @@ def nanotrain_register_schedule(register: Register) -> None:
 
 
 def build(config: StagedConfig) -> Any:
-    """Return the component."""
+    """Return the schedule."""
     return Staged()
 
 
@@ -43,7 +43,7 @@ class Staged:
     """See :class:`~nanotrain_core.contracts.Schedule`. Source: Huang et al., arXiv 1811.06965."""
 
     def parts(self, costs: Costs, pp: int) -> tuple[Part, ...]:
-        """Return one stage for each rank, alike in layers but for one.
+        """Return one stage for each rank, with layer counts that differ by at most one.
 
         Raises:
             ValueError: there are fewer layers than ranks.
@@ -65,5 +65,5 @@ class Staged:
         return both
 
     def in_flight(self, pp: int, microbatches: int) -> tuple[int, ...]:
-        """Return how many forward passes each rank holds at most: all of them."""
+        """Return the peak number of forward passes each rank holds: all of them."""
         return (microbatches,) * pp

@@ -1,4 +1,4 @@
-"""``summed``: gradient sync at its plainest, for plugins that are tested with nothing else installed.
+"""``summed``: a minimal gradient sync, for plugins tested without other plugins.
 
 Every case of the harness knows it: ``overrides={"parallel": [{"use": "summed"}]}``.
 """
@@ -21,7 +21,7 @@ class SummedConfig:
 
 @hookimpl
 def nanotrain_register_parallel(register: Register) -> None:
-    """Announce ``summed``."""
+    """Register ``summed``."""
     register(
         Component(
             name="summed",
@@ -35,7 +35,7 @@ def nanotrain_register_parallel(register: Register) -> None:
 
 
 def build(config: SummedConfig) -> Any:
-    """Return the component."""
+    """Return the gradient sync."""
     from nanotrain_core.testing.summed_gradients import SummedGradients
 
     return SummedGradients()

@@ -1,4 +1,4 @@
-"""What ``summed`` builds."""
+"""The implementation of ``summed``."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from nanotrain_core.pipeline.passes import Passes
 
 
 class SummedGradients(LocalGradients, Parallel):
-    """Sums each gradient over the ranks that hold a part of it, one after the other, after backward."""
+    """All-reduces each partial gradient over its ranks, one after the other, after backward."""
 
     def apply(self, part: nn.Module, placements: Placements, mesh: Mesh) -> nn.Module:
-        """Leave the model as it is."""
+        """Return the model unchanged."""
         return part
 
     def attach(
@@ -29,20 +29,20 @@ class SummedGradients(LocalGradients, Parallel):
         dtype: torch.dtype | None,
         passes: Passes | None = None,
     ) -> None:
-        """Remember the mesh."""
+        """Store the mesh."""
         self.mesh = mesh
         super().attach(parameters, mesh, dtype, passes)
         self._sums: dict[nn.Parameter, torch.Tensor] = {}
 
     def check(self, mesh: Mesh) -> None:
-        """Any layout will do."""
+        """Accept any layout."""
 
     def to_sum(self) -> Sequence[PlacedParameter]:
         """Return the parameters whose gradients may be partial: all of them."""
         return self.placed
 
     def finish(self) -> None:
-        """Sum, those that several stages hold last."""
+        """All-reduce all gradients, those that several stages hold last."""
         super().finish()
         spans = [(placed, placed.placement.sync_span(self.mesh.layout)) for placed in self.to_sum()]
         for placed, span in sorted(spans, key=lambda each: each[1].stages):
@@ -57,6 +57,6 @@ class SummedGradients(LocalGradients, Parallel):
         return self._sums[parameter] if parameter in self._sums else super().gradient(parameter)
 
     def zero(self) -> None:
-        """Forget all gradients."""
+        """Clear all gradients."""
         super().zero()
         self._sums.clear()

@@ -1,4 +1,4 @@
-"""What is put around a component under test: every layout, model and precision that it says it admits.
+"""The surroundings of a component under test: every layout, model and precision that it claims to support.
 
 The author names a component and nothing else. ``surroundings_of`` reads its description and yields cases; a
 case that the component declares not to be made for is left out by name, with the reason.
@@ -50,7 +50,7 @@ FEW: Mapping[str, frozenset[str]] = {
 
 @attrs.define(frozen=True)
 class Surrounding:
-    """One case of a component, and what of the checks runs there."""
+    """One case of a component, and which checks run in it."""
 
     name: str
     case: Case
@@ -68,14 +68,14 @@ class Surrounding:
 
 @attrs.define(frozen=True)
 class Skip:
-    """A surrounding that a component is not tested in, by name."""
+    """A surrounding that is skipped for a component, by name."""
 
     name: str
     reason: str
 
 
 def surroundings_of(case: Case, *, quick: bool = False) -> Iterator[Surrounding | Skip]:
-    """Yield where a component is tested, the plainest first.
+    """Yield the surroundings in which a component is tested, the plainest first.
 
     Args:
         case: the component, and what its author puts around it, which is in every surrounding.
@@ -111,7 +111,7 @@ def surroundings_of(case: Case, *, quick: bool = False) -> Iterator[Surrounding 
 
 
 def filled(case: Case) -> Case:
-    """Return the case with a value for each key that its component requires and the tiny recipe knows.
+    """Return the case with a value for each key that its component requires and the tiny recipe has.
 
     Of data for each that the tiny recipe knows, and for ``paths``: it is small there, so that epochs end.
     Where the author gives no key, or not all that are required, the component's example is laid below.
@@ -135,7 +135,7 @@ _examples: dict[str, tuple[TemporaryDirectory[str], Mapping[str, Any]]] = {}
 
 
 def _example_of_text(component: Component) -> Mapping[str, Any]:
-    """Return the keys that name what a component made of the harness's text, once in a process."""
+    """Return the keys that name what a component prepared from the harness's text, once per process."""
     make = component.load_optional("example_of_text")
     if make is None:
         return {}
@@ -147,7 +147,7 @@ def _example_of_text(component: Component) -> Mapping[str, Any]:
 
 
 def _base(case: Case) -> Case:
-    """Return the case with the least around it that makes a recipe; as it is if nothing does.
+    """Return the case with the smallest surrounding that makes a recipe; unchanged if nothing does.
 
     Around a monitor there is text, of which it may read or write some.
     """
@@ -160,7 +160,7 @@ def _base(case: Case) -> Case:
 
 
 def _beside(case: Case) -> Iterator[Tables]:
-    """Yield what may stand beside a component: nothing, or another one that provides what it requires."""
+    """Yield what a component may be combined with: nothing, or another one that provides what it requires."""
     yield {}
     requires = case.component().requires
     for plugin in case.registry().plugins if requires else ():
@@ -183,7 +183,7 @@ def _refusal(case: Case) -> str | None:
 
 
 def _not_here(case: Case) -> str | None:
-    """Return why a run with that option cannot be composed on this machine, as one that needs a GPU."""
+    """Return why a run with that option cannot be composed on this machine, such as one that needs a GPU."""
     from nanotrain_core.testing.probe import make_run  # it imports torch
 
     try:
@@ -205,7 +205,7 @@ def _declined(component: Component, needs: Iterable[str]) -> str | None:
 
 
 def _made(base: Case, wanted: Wanted, given: Mapping[str, Any]) -> Case:
-    """Return the case in a surrounding: what the author gave of its own table stays."""
+    """Return the case in a surrounding: the author's values in its own table are kept."""
     around = {key: value for key, value in wanted.around.items() if key != base.kind or base.listed}
     listed = [*around.get("parallel", ())]
     theirs = base.overrides.get("parallel", ())
@@ -230,7 +230,7 @@ def _made(base: Case, wanted: Wanted, given: Mapping[str, Any]) -> Case:
 
 
 def _own_options(component: Component, given: Mapping[str, Any], where: Wanted) -> Iterator[Wanted]:
-    """Yield every other value of each field that has few: a bool, or one of several words.
+    """Yield every other value of each field with few values: a bool, or one of several words.
 
     On as many ranks as the kind is tested on first.
     """

@@ -1,4 +1,4 @@
-"""Which layouts, models and precisions the harness puts around a component, kind by kind."""
+"""The layouts, models and precisions in which the harness tests a component, by kind."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Scope(Enum):
 
 @attrs.define(frozen=True)
 class Wanted:
-    """A surrounding as it is written down: laid over the author's case, if the component admits it."""
+    """The definition of a surrounding: merged over the author's case, if the component admits it."""
 
     name: str
     topology: Mapping[str, int] = attrs.field(factory=dict)
@@ -89,7 +89,7 @@ def _parallel(component: Component) -> Iterator[Wanted]:
 
 
 def _sync(kind: str, wrappers: Sequence[Tables], extra: frozenset[str] = frozenset()) -> Iterator[Wanted]:
-    """Yield the layouts whose gradients a gradient sync must add up."""
+    """Yield the layouts whose gradients a gradient sync must sum."""
     around: Tables = {"parallel": [*wrappers]}
     cut = {"parallel": [SLICED, *wrappers]}
     tied = merge(STAGED, {**around, "model": {"tied": True}})

@@ -1,4 +1,4 @@
-"""What a process does that runs checks for ``nanotrain conformance``: it may hang, or be killed, alone.
+"""The main function of a process that runs checks for ``nanotrain conformance``: it may hang, or be killed.
 
 It loads the plugin, lists what is to be checked, and runs one check after another, each on pools of ranks of
 its own that it keeps. The command itself never imports the plugin.
@@ -27,7 +27,7 @@ _CORE = Path(__file__).resolve().parent.parent
 
 @attrs.define(frozen=True)
 class Listed:
-    """A check of a case, as another process is told of it."""
+    """A check of a case, in the form sent to another process."""
 
     number: int
     """Its place in the list, which every process makes alike."""
@@ -40,7 +40,7 @@ class Listed:
 
 @attrs.define(frozen=True)
 class Listing:
-    """All that is checked, and what is left out."""
+    """All checks, and what is skipped."""
 
     trials: Sequence[Listed]
     skipped: Sequence[tuple[str, str]]
@@ -49,7 +49,7 @@ class Listing:
 
 @attrs.define(frozen=True)
 class Refusal:
-    """There is nothing to check, and why."""
+    """There is nothing to check, and the reason."""
 
     text: str
     mistake: bool
@@ -58,7 +58,7 @@ class Refusal:
 
 @attrs.define(frozen=True)
 class Outcome:
-    """How a check went."""
+    """The outcome of a check."""
 
     number: int
     error: str | None
@@ -104,7 +104,7 @@ class TrialProcess:
 
 
 def described(error: Exception) -> str:
-    """Return what went wrong; of an error that no line of the core raised, its type and where, too.
+    """Return what went wrong; for an error not raised by the core, its type and location, too.
 
     Where is the innermost line of code that is neither the core's nor installed: most likely the component's.
     """
@@ -136,7 +136,7 @@ def serve(
     environment: Mapping[str, str],
     path: Sequence[str],
 ) -> None:
-    """Answer with a listing, then with the outcome of each number that is asked for.
+    """Answer with a listing, then with the outcome of each requested index.
 
     What the component, its ranks or the log print goes to standard error: the command's own output is its
     results alone, which ``--json`` has others read.

@@ -1,4 +1,4 @@
-"""Triton's interpreter, put right where it does not round as a GPU does."""
+"""Triton's interpreter, corrected where it does not round as a GPU does."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def put_right() -> None:
-    """Have numbers converted as torch converts them, and ``fma`` rounded once, in this process.
+    """Make conversions round as in torch, and ``fma`` round once, in this process.
 
     The interpreter of Triton 3.7 rounds to eight bits and to bfloat16 wrongly (ties away from zero, carries
     lost, NaN made a number), rounds ``fma`` twice, and reads NaN of E4M3 as 480. Call it where
@@ -38,7 +38,7 @@ def _dtype(kind: Any) -> torch.dtype:
 
 
 def _convert(numbers: Any, of: Any, to: Any, rounding: Any) -> Any:
-    """Return the bits of numbers converted as torch does, to nearest even."""
+    """Return the bits of values converted as torch does, to nearest even."""
     source, target = _dtype(of), _dtype(to)
     _, signed = _BITS[source.itemsize]
     own = np.ascontiguousarray(numbers).view(f"{'u' if source.itemsize == 1 else ''}int{8 * source.itemsize}")

@@ -1,4 +1,4 @@
-"""Triton's kernels where no GPU is: compiled for one, and run in Triton's interpreter."""
+"""Tests of Triton kernels without a GPU: compiled for one, and run in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import attrs
 
 @attrs.define(frozen=True, eq=False)
 class Launch:
-    """A launch that was not made."""
+    """A launch that was recorded but not run."""
 
     kernel: Any
     args: tuple[Any, ...]
@@ -31,7 +31,7 @@ class Launch:
         return str(self.kernel.__name__)
 
     def compiled(self, capability: int = 90) -> Any:
-        """Return what Triton's compiler makes of it for a GPU of this compute capability, times 10."""
+        """Return the compiler's output for a GPU of this compute capability, times 10."""
         import triton
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource
@@ -66,7 +66,7 @@ def _is_int(value: object, number: int | None = None) -> bool:
 
 @contextmanager
 def launches() -> Iterator[list[Launch]]:
-    """Collect the launches that are made meanwhile, of tensors on ``meta``, without running them."""
+    """Record launches within the block, with tensors on ``meta``, without running them."""
     from triton.runtime.jit import JITFunction
 
     found: list[Launch] = []
@@ -80,7 +80,7 @@ def launches() -> Iterator[list[Launch]]:
 
 @attrs.define(frozen=True)
 class Resources:
-    """What ``cuobjdump`` says that a compiled kernel takes."""
+    """The resources of a compiled kernel according to ``cuobjdump``."""
 
     registers: int
     """Of each thread, of at most 255."""
@@ -91,7 +91,7 @@ class Resources:
 
 
 def resources(binary: Any, folder: Path) -> Resources:
-    """Return what a compiled kernel takes; ``folder`` is for a file of it."""
+    """Return the resources of a compiled kernel; ``folder`` is for a file of it."""
     from triton import knobs
 
     (folder / "kernel.cubin").write_bytes(binary.asm["cubin"])
@@ -106,14 +106,14 @@ def resources(binary: Any, folder: Path) -> Resources:
 
 
 def instructions(binary: Any, folder: Path) -> Counter[str]:
-    """Return how often each instruction is in a compiled kernel, but those that only fill it up."""
+    """Return how often each instruction occurs in a compiled kernel, except padding."""
     found = Counter(name for _, name, _ in _lines(binary, folder) if name)
     del found["NOP"]
     return found
 
 
 def loops(binary: Any, folder: Path) -> list[Counter[str]]:
-    """Return how often each instruction is in each loop of a compiled kernel, innermost first."""
+    """Return how often each instruction occurs in each loop of a compiled kernel, innermost first."""
     labels: dict[str, int] = {}
     seen: list[str] = []
     found = []
@@ -128,7 +128,7 @@ def loops(binary: Any, folder: Path) -> list[Counter[str]]:
 
 
 def _lines(binary: Any, folder: Path) -> Iterator[tuple[str, str, str]]:
-    """Yield label, instruction, and label that it jumps to, of each line of a kernel; empty where none."""
+    """Yield label, instruction, and target label of each line of a kernel; empty where there is none."""
     from triton import knobs
 
     (folder / "kernel.cubin").write_bytes(binary.asm["cubin"])
@@ -153,7 +153,7 @@ def interpreting() -> dict[str, str]:
 
 
 def run_in_interpreter(path: Path, *options: str) -> None:
-    """Run the tests at ``path`` in a process of their own: Triton reads its variable once, when imported.
+    """Run the tests at ``path`` in a separate process: Triton reads its variable once, when imported.
 
     Raises:
         AssertionError: one failed, or was skipped.

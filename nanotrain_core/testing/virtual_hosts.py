@@ -1,4 +1,4 @@
-"""Several hosts on one machine: each has processes, a name, an address and a /dev/shm of its own.
+"""Several hosts on one machine: each has its own processes, name, address and /dev/shm.
 
 A :class:`Host` is a set of Linux namespaces, so to kill the first process of one kills them all. The hosts
 reach each other through a :class:`Network` in this process, which forwards the packets of one TUN device
@@ -37,7 +37,7 @@ PROGRAMS = ("unshare", "nsenter", "ip", "hostname", "mount", "sleep")
 
 
 def not_here() -> str:
-    """Return why this machine has no virtual hosts: empty if it has."""
+    """Return why this machine cannot run virtual hosts: empty if it can."""
     missing = [program for program in PROGRAMS if shutil.which(program) is None]
     if missing:
         return f"{', '.join(missing)} not installed"
@@ -48,10 +48,10 @@ def not_here() -> str:
 
 
 class Host:
-    """One host; see :class:`Network`, which makes it."""
+    """One host, created by :class:`Network`."""
 
     def __init__(self, name: str, address: str, names: Path) -> None:
-        """Begin, with the file of host names at ``names``."""
+        """Start, with the file of host names at ``names``."""
         self.name, self.address = name, address
         script = (
             f"hostname {name} && mount --bind {names} /etc/hosts && mount -t tmpfs tmpfs /dev/shm && "
@@ -79,24 +79,24 @@ class Host:
         return device
 
     def words(self, folder: Path) -> list[str]:
-        """Return the words before a command that is to run on this host, in ``folder``."""
+        """Return the command prefix that runs a command on this host, in ``folder``."""
         return [*self._into("net", "uts", "mount", "pid"), f"--wdns={folder}", "--"]
 
     def _into(self, *spaces: str) -> list[str]:
         return ["nsenter", f"--target={self._first}", *(f"--{space}" for space in spaces)]
 
     def kill(self) -> None:
-        """Kill all processes of it at once."""
+        """Kill all its processes at once."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._first, signal.SIGKILL)
         self._outside.wait()
 
 
 class Network:
-    """Hosts that reach each other at addresses of their own, and the packets between them."""
+    """Hosts that reach each other at their own addresses, and the packets between them."""
 
     def __init__(self, count: int, *, delay: float = 0.0, loss: float = 0.0, seed: int = 0) -> None:
-        """Make the hosts ``host0``, ``host1``, ... at 10.77.0.1, 10.77.0.2, ...
+        """Create the hosts ``host0``, ``host1``, ... at 10.77.0.1, 10.77.0.2, ...
 
         Args:
             count: how many.
@@ -137,13 +137,13 @@ class Network:
         self._folder.cleanup()
 
     def vanish(self, number: int) -> None:
-        """Have a host lose its power: no process of it runs on, and no packet says that connections end."""
+        """Power off a host: all its processes stop, and no packet closes its connections."""
         with self._changed:
             self._gone.add(number)
         self.hosts[number].kill()
 
     def replace(self, number: int) -> Host:
-        """Return a new host with the name and address of one that has vanished."""
+        """Return a new host with the name and address of one that was powered off."""
         with self._changed:
             os.close(self.hosts[number].device)
             self.hosts[number] = self._host(number)
@@ -151,11 +151,11 @@ class Network:
         return self.hosts[number]
 
     def part(self, some: Sequence[int], others: Sequence[int]) -> None:
-        """Let no packet through between ``some`` hosts and ``others``."""
+        """Drop all packets between ``some`` hosts and ``others``."""
         self._parted |= {pair for one in some for other in others for pair in ((one, other), (other, one))}
 
     def heal(self) -> None:
-        """Let every packet through again."""
+        """Deliver every packet again."""
         self._parted.clear()
 
     # --- packets ------------------------------------------------------------------------------
@@ -171,7 +171,7 @@ class Network:
                 self._deliver()
 
     def _take(self, device: int, source: int) -> None:
-        """Take packets from a host, as far as they are not lost."""
+        """Receive packets from a host, except those that are dropped."""
         for _ in range(_AT_ONCE):
             try:
                 packet = os.read(device, MTU)
@@ -189,7 +189,7 @@ class Network:
         return (source, target) not in self._parted and not self._gone & {source, target}
 
     def _deliver(self) -> None:
-        """Give hosts the packets whose time has come."""
+        """Deliver the packets that are due."""
         while self._waiting and self._waiting[0][0] <= time.monotonic():
             _, _, target, packet = heapq.heappop(self._waiting)
             with contextlib.suppress(OSError):  # its queue is full, or it is gone

@@ -1,4 +1,4 @@
-"""``wide_norms``: a precision of two dtypes, float32 for matrices and float64 for vectors.
+"""``wide_norms``: a precision with two dtypes, float32 for matrices and float64 for vectors.
 
 Norms in a wider dtype than matrices are usual; who keeps all gradients in one buffer must still be right.
 Every case of the harness knows it: ``overrides={"precision": {"use": "wide_norms"}}``.
@@ -22,7 +22,7 @@ class WideNormsConfig:
 
 @hookimpl
 def nanotrain_register_precision(register: Register) -> None:
-    """Announce ``wide_norms``."""
+    """Register ``wide_norms``."""
     register(
         Component(
             name="wide_norms",
@@ -34,7 +34,7 @@ def nanotrain_register_precision(register: Register) -> None:
 
 
 def build(config: WideNormsConfig) -> Any:
-    """Return the component."""
+    """Return the precision."""
     from nanotrain_core.testing.wide_vectors import WideNorms
 
     return WideNorms()

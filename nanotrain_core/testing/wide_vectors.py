@@ -1,4 +1,4 @@
-"""What ``wide_norms`` builds."""
+"""The implementation of ``wide_norms``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class WideNorms(Uniform):
         self.gradient_dtype = None
 
     def convert(self, part: nn.Module) -> nn.Module:
-        """Cast, norms wider than the rest."""
+        """Cast, with norms in float64."""
         cast(part, torch.float32)
         kept = kept_dtypes(part)
         for name, module, found in list(tagged(part)):

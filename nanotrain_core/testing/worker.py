@@ -1,4 +1,4 @@
-"""The other side of :mod:`nanotrain_core.testing.pool`: one rank that runs functions it is sent.
+"""The worker side of :mod:`nanotrain_core.testing.pool`: one rank that runs functions sent to it.
 
 Torch is imported inside functions only; the pool's fork server has it loaded before a worker starts.
 """
@@ -39,7 +39,7 @@ CONSEQUENCES = (
 
 @attrs.define(frozen=True)
 class Target:
-    """A function as a worker finds it: by module name, or by file where the name is not importable."""
+    """A reference to a function: by module name, or by file where the name is not importable."""
 
     module: str
     file: str | None
@@ -73,7 +73,7 @@ class Target:
         return self._load_file()
 
     def _load_file(self) -> ModuleType:
-        """Execute the file under the same name: test modules often are in no package."""
+        """Execute the file under the same name: test modules are often in no package."""
         # A script's file must not run as a script again: the name is multiprocessing's for that.
         name = "__mp_main__" if self.module == "__main__" else self.module
         spec = spec_from_file_location(name, self.file or "")
@@ -99,7 +99,7 @@ class Job:
 
 @attrs.define(frozen=True)
 class Failure:
-    """What became of a rank that did not return."""
+    """The failure of a rank that did not return."""
 
     rank: int
     kind: Literal["raised", "died", "hung"]
@@ -110,7 +110,7 @@ class Failure:
 
     @property
     def consequence(self) -> bool:
-        """Whether the rank only noticed that another had gone."""
+        """Whether the rank only noticed that another was gone."""
         return any(text in self.summary for text in CONSEQUENCES)
 
 
@@ -130,7 +130,7 @@ def serve(connection: Connection, rank: int, world_size: int, stack_file: str) -
 
 
 def _end_with_parent() -> None:
-    """End this rank when the process that has the pool is gone, however it went."""
+    """End this rank when the pool's process is gone, for whatever reason."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()  # of a pool: until the end of a pipe that the parent alone holds is closed
@@ -204,13 +204,13 @@ def signal_name(exit_code: int | None) -> str:
 
 
 def ask_for_stack(pid: int) -> None:
-    """Make the worker ``pid`` write where it is to its stack file."""
+    """Make the worker ``pid`` write its stack to its stack file."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGUSR1)
 
 
 class TensorPickler(pickle.Pickler):
-    """Copies the values of a tensor, in bulk: torch's own pickling writes a small file for each.
+    """Pickles tensors by copying their values in bulk: torch's own pickling writes a small file for each.
 
     The multiprocessing pickler would send a handle of shared memory, gone when this process is killed.
     """

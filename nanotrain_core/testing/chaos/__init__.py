@@ -1,1 +1,1 @@
-"""Breaks a real run in every way of the fault matrix, and measures what it cost. See docs/reliability.md."""
+"""Injects every fault of the fault matrix into a real run, and measures the cost. See docs/reliability.md."""

@@ -1,4 +1,4 @@
-"""Runs ``nanotrain run`` as a user would, hurts it, and reads from its ledger what it cost."""
+"""Runs ``nanotrain run`` as a user would, injects a fault, and reads its cost from the run's ledger."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Ended:
 
 @attrs.define(frozen=True, kw_only=True)
 class Settings:
-    """What every run of a table has in common."""
+    """The common settings of all runs of a table."""
 
     recipe: str
     overrides: tuple[str, ...] = ()
@@ -57,7 +57,7 @@ class Settings:
 
 
 class Bench:
-    """Starts runs of one recipe in folders of their own."""
+    """Starts runs of one recipe in separate folders."""
 
     def __init__(self, settings: Settings, root: Path) -> None:
         self.settings, self.root = settings, root
@@ -86,7 +86,7 @@ class Bench:
 
     @cached_property
     def _saving(self) -> list[str]:
-        """Return what has the recipe's checkpoint component save often enough, and keep everything.
+        """Return the recipe's checkpoint component, set to save often enough and to keep everything.
 
         Raises:
             NanotrainError: its table has no key ``every``.
@@ -104,7 +104,7 @@ class Bench:
         return [f"checkpoint.every={at.every}", *(["checkpoint.keep=99"] if "keep" in keys else [])]
 
     def _changes(self, *, guard: bool, monitors: Sequence[str] = ()) -> list[str]:
-        """Return what these runs change in the recipe."""
+        """Return the changes of these runs to the recipe."""
         at = self.settings
         guards = ['{use="guard", window=16, warmup=4, patience=2}'] if guard else []
         monitors = ['{use="jsonl"}', '{use="replicas", every=1}', *guards, *monitors]
@@ -131,7 +131,7 @@ class Bench:
         return load_plugins(local=self._plugins().local)
 
     def order_of_data(self, steps: int) -> list[set[str]]:
-        """Return the sequences of so many batches, by their marks, in the order in which a run reads them."""
+        """Return the sequences of this many batches, by their marks, in the order a run reads them."""
         recipe = self.recipe()
         data = self.registry.build(recipe.data)
         data.open(length=recipe.batch.length, seed=recipe.run.seed)
@@ -140,7 +140,7 @@ class Bench:
 
     @cached_property
     def baseline(self) -> Trial:
-        """The run that nobody disturbs."""
+        """The reference run, without a fault."""
         trial = Trial(self, "baseline")
         ended = trial.launch()
         if ended.code != 0:
@@ -149,7 +149,7 @@ class Bench:
 
 
 class Trial:
-    """One run that is hurt, and perhaps started again, in a folder of its own."""
+    """One run with a fault, possibly restarted, in a separate folder."""
 
     def __init__(self, bench: Bench, name: str, *, ranks: int | None = None, guard: bool = False) -> None:
         self.bench, self.ranks, self.guard = bench, ranks, guard
@@ -173,7 +173,7 @@ class Trial:
         ranks: int | None = None,
         on_fault: Callable[[int], None] | None = None,
     ) -> Ended:
-        """Start it, let it end, and return how it did.
+        """Start it, wait for its end, and return the result.
 
         Args:
             order: the fault; see :class:`~nanotrain_core.testing.chaos.inject.Order`.
@@ -194,7 +194,7 @@ class Trial:
         ranks: int | None = None,
         before: Sequence[str] = (),
     ) -> subprocess.Popen[str]:
-        """Start it and go on. ``before`` are words that run the command elsewhere, as on another host."""
+        """Start it without waiting. ``before`` is a command prefix, such as for another host."""
         told = Order(ledger=str(self.ledger), launch=self.launches, **(order or {}))
         self.launches += 1
         arguments = self.bench.arguments(
@@ -258,7 +258,7 @@ class Trial:
         return [row for row in read_ledger(self.ledger) if row["event"] in events]
 
     def faults(self) -> list[Mapping[str, Any]]:
-        """Return when and where the fault struck."""
+        """Return when and where the fault was injected."""
         return self.rows("fault")
 
     def _struck_since(self, began: float) -> int:
@@ -278,7 +278,7 @@ class Trial:
         return found
 
     def committed(self) -> dict[int, frozenset[str]]:
-        """Return the sequences of each step that counts: of the last launch and attempt that took it."""
+        """Return the sequences of each effective step: of the last launch and attempt that took it."""
         latest: dict[int, tuple[int, int]] = {}
         seen: dict[tuple[int, tuple[int, int]], set[str]] = {}
         for row in self.trained():
@@ -296,7 +296,7 @@ class Trial:
         return found
 
     def weights(self) -> dict[int, str]:
-        """Return the hash of each rank's weights at the end of the run that was done."""
+        """Return the hash of each rank's weights at the end of the completed run."""
         return {row["rank"]: row["weights"] for row in self.rows("end") if row["reason"] == "done"}
 
     def steps_lost(self) -> int:
@@ -312,7 +312,7 @@ class Trial:
         return lost
 
     def on_its_way(self) -> int:
-        """Return how many steps before the fault a save was begun that was not complete yet, or 0."""
+        """Return how many steps before the fault an incomplete save was begun, or 0."""
         faults = self.faults()
         if not faults:
             return 0
@@ -323,7 +323,7 @@ class Trial:
         return reached - begun if begun > complete else 0
 
     def seconds(self) -> tuple[float | None, float | None]:
-        """Return how long after the fault it was told of, and after how long the run went on.
+        """Return how long after the fault it was reported, and after how long the run continued.
 
         A run that somebody must start again is measured from there.
         """
@@ -351,7 +351,7 @@ class Trial:
         return opened
 
     def false_successes(self) -> list[str]:
-        """Return what was announced as saved and is damaged or gone."""
+        """Return checkpoints that were announced as saved and are damaged or missing."""
         checkpoint = self.checkpoint()
         kept, problems = set(checkpoint.steps()), []
         for step in sorted({row["step"] for row in self.rows("checkpoint")} - self.announced_bad):

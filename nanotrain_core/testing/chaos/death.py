@@ -12,7 +12,7 @@ from nanotrain_core.testing.chaos.row import AGAIN, Row, expect, save_step, some
 
 
 class Kill(Row):
-    """SIGKILL of one rank at a random step; the launcher starts all again."""
+    """SIGKILL of one rank at a random step; the launcher restarts all."""
 
     where: ClassVar[str] = "step"
 
@@ -81,7 +81,7 @@ class Fail(Row):
 
 
 class Hang(Row):
-    """One rank stops making progress; it is named, all are ended and started again."""
+    """One rank stops making progress; it is named, all are ended and restarted."""
 
     act: ClassVar[str]
 

@@ -1,4 +1,4 @@
-"""Rows in which files are damaged, or there is no space for them."""
+"""Rows in which files are damaged, or the disk is full."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from nanotrain_core.testing.chaos.row import RESUME, Row, expect, save_step, som
 
 
 class Damage(Row):
-    """The run dies; a file of its newest checkpoint is damaged; it is resumed from the one before."""
+    """The run dies; a file of its newest checkpoint is damaged; it resumes from the previous one."""
 
     lost = 2
 
     def damage(self, path: Path, random: Random) -> None:
-        """Do it."""
+        """Damage the file."""
         raise NotImplementedError
 
     def hurt(self, trial: Trial, random: Random) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""What is done to the memory snapshots of a rank that is about to die."""
+"""Damages the memory snapshots of a rank that is about to die."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def harm_snapshots(memory: str, rank: int, harm: str) -> None:
-    """Harm the snapshots that a rank has in the folder ``memory``, from within that rank."""
+    """Damage the snapshots that a rank has in the folder ``memory``, from within that rank."""
     (folder,) = Path(memory).glob(f"*-{rank:05d}")
     if harm == "gone":
         shutil.rmtree(folder)

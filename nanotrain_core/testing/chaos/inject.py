@@ -1,4 +1,4 @@
-"""The ``chaos`` monitor: keeps the ledger of a run, and does it harm where the harness asks for it.
+"""The ``chaos`` monitor: keeps the ledger of a run, and injects faults at the harness's request.
 
 What to do stands in the environment, as JSON: training code knows nothing of it. The monitor is the
 last of the run, so that after its ``on_step`` nothing comes but evaluation and checkpoint.
@@ -26,7 +26,7 @@ VARIABLE = "NANOTRAIN_CHAOS"
 
 @attrs.define(frozen=True, kw_only=True)
 class Order:
-    """What the harness wants: where to keep the ledger, and one fault of each attempt."""
+    """The harness's request: where to keep the ledger, and one fault of each attempt."""
 
     ledger: str
     launch: int = 0
@@ -66,7 +66,7 @@ class ChaosConfig:
 
 @hookimpl
 def nanotrain_register_monitor(register: Any) -> None:
-    """Announce ``chaos``."""
+    """Register ``chaos``."""
     register(
         Component(
             name="chaos", config=ChaosConfig, factory=f"{__name__}:build", summary="harms a run to test it"
@@ -75,7 +75,7 @@ def nanotrain_register_monitor(register: Any) -> None:
 
 
 def build(config: ChaosConfig) -> Any:
-    """Return the monitor. Only from here on is torch imported."""
+    """Return the monitor. Only this imports torch."""
     import torch
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -191,7 +191,7 @@ def build(config: ChaosConfig) -> Any:
                 place -= len(part)
 
         def do_full(self) -> None:
-            """No file can grow beyond ``amount`` bytes from now on; after the last step it can again."""
+            """Limit files to ``amount`` bytes from now on, until after the last step."""
             import resource
 
             if self.step < self.order.last:
@@ -205,7 +205,7 @@ def build(config: ChaosConfig) -> Any:
             shutil.rmtree(self.run.folder / "checkpoints", ignore_errors=True)
 
         def gradient(self, gradient: Any) -> Any:
-            """Make a gradient not a number."""
+            """Set a gradient to NaN."""
             return gradient * float("nan") if self.strikes("nan") else None
 
         def before_update(self, optimizer: Any, arguments: Any, options: Any) -> None:
@@ -215,7 +215,7 @@ def build(config: ChaosConfig) -> Any:
                     group["lr"] *= self.order.amount
 
         def strikes(self, act: str) -> bool:
-            """Return whether to harm the step that is being computed: once, unless ``amount`` is negative."""
+            """Return whether to inject the fault in the current step: once, unless ``amount`` is negative."""
             if self.order.act != act or not self.due("data"):
                 return False
             if self.step + 1 <= self.furthest and self.order.amount >= 0:
@@ -226,7 +226,7 @@ def build(config: ChaosConfig) -> Any:
             return True
 
         def arm(self) -> None:
-            """Act at the n-th call that writes, from here on: this step saves a checkpoint."""
+            """Act at the n-th write call from here on: this step saves a checkpoint."""
             number = int(self.order.amount)
             self.write("fault")
             if self.order.act == "write:kill":
@@ -248,7 +248,7 @@ def build(config: ChaosConfig) -> Any:
 
 
 def read_ledger(folder: Path) -> list[Mapping[str, Any]]:
-    """Return what all ranks wrote, in the order of time."""
+    """Return what all ranks wrote, in order of time."""
     rows = []
     for path in sorted(folder.glob("rank-*.jsonl")):
         rows += [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]

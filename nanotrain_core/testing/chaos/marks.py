@@ -1,4 +1,4 @@
-"""Short fingerprints of what a run saw and what became of its weights."""
+"""Short hashes of the data that a run saw and of its weights."""
 
 from __future__ import annotations
 

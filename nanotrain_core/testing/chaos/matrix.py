@@ -1,4 +1,4 @@
-"""The fault matrix: all rows, and what is not tried."""
+"""The fault matrix: all rows, and what is not tested."""
 
 from __future__ import annotations
 

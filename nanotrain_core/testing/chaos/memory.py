@@ -1,4 +1,4 @@
-"""Rows in which ranks go on from what the monitor ``memory_snapshots`` keeps: a step is lost, and no more."""
+"""Rows in which ranks resume from the monitor ``memory_snapshots``: at most one step is lost."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHARED_MEMORY = "/dev/shm"
 
 
 class MemoryRow(Row):
-    """SIGKILL of a rank at a random step, as row 1, but with snapshots."""
+    """SIGKILL of a rank at a random step, as in row 1, but with snapshots."""
 
     lost, steps = 0, 1
     harm: ClassVar[str] = ""
@@ -33,7 +33,7 @@ class MemoryRow(Row):
         return "" if Path(SHARED_MEMORY).is_dir() else f"there is no {SHARED_MEMORY}"
 
     def victim(self, trial: Trial, random: Random) -> int:
-        """Return who is killed."""
+        """Return which rank is killed."""
         return some_rank(trial, random)
 
     def hurt(self, trial: Trial, random: Random) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Rows in which a run is started, or started again, in a way that it cannot be, or in another way."""
+"""Rows in which a run is started or restarted with invalid or with different settings."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class BadRecipe(Row):
 
 
 class OtherLayout(Row):
-    """Dies on n ranks, goes on with another number."""
+    """Dies on n ranks, resumes with another number."""
 
     number, name, same_end = "19", "resumed on another number of ranks", False
     least_ranks = 2

@@ -1,4 +1,4 @@
-"""Rows in which numbers go wrong."""
+"""Rows with numerical errors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class NanOnce(Row):
 
 
 def left_aside(trial: Trial) -> set[int]:
-    """Return the steps whose checkpoints a rollback left aside, and that were not saved again since."""
+    """Return the steps whose checkpoints a rollback set aside, and that were not saved again since."""
     found = set[int]()
     for row in trial.rows("rollback", "checkpoint"):
         if row["event"] == "rollback":
@@ -48,7 +48,7 @@ def taken_since_rollback(trial: Trial) -> dict[int, set[str]]:
 
 
 class RollsBack(Row):
-    """Training goes wrong; the guard goes back to before, and the bad steps' data is left out."""
+    """Training diverges; the guard rolls back, and the bad steps' data is skipped."""
 
     guard, same_end = True, False
     lost = 1e9  # what was undone is not lost but unwanted
@@ -99,7 +99,7 @@ class NanForever(Row):
 
 
 class FlipWeight(Row):
-    """Any bit of what other ranks hold, too; the run that is resumed ends as if nothing had happened."""
+    """Any bit of replicated weights flips; the resumed run ends as if nothing had happened."""
 
     number, name = "16", "one bit of one replica's weights flips"
     least_ranks = 2

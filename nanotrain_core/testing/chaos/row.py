@@ -1,4 +1,4 @@
-"""One row of the fault matrix: what is done to a run, and what must hold of every run.
+"""One row of the fault matrix: the fault injected into a run, and what must hold of every run.
 
 A row gets a fresh :class:`~nanotrain_core.testing.chaos.bench.Trial` and a random generator, hurts the
 run, and returns the launches. What holds for every row (same final weights as the undisturbed run, the
@@ -53,15 +53,15 @@ class Row:
 
     @classmethod
     def not_here(cls, bench: Bench) -> str:
-        """Return why it cannot be tried on this machine: empty if it can."""
+        """Return why it cannot run on this machine: empty if it can."""
         return ""
 
     def hurt(self, trial: Trial, random: Random) -> Iterator[str]:
-        """Run, hurt, perhaps run again; yield what is wrong."""
+        """Run, inject the fault, restart if necessary; yield what is wrong."""
         raise NotImplementedError
 
     def run(self, bench: Bench, folder: str, random: Random) -> Outcome:
-        """Try once."""
+        """Run once."""
         trial = Trial(bench, folder, guard=self.guard)
         outcome = Outcome(list(self.hurt(trial, random)))
         judge(self, trial, outcome)
@@ -96,7 +96,7 @@ def judge(row: Row, trial: Trial, outcome: Outcome) -> None:
 
 
 def expect(ended: Ended, code: int, *texts: str) -> Iterator[str]:
-    """Yield how a launch ended otherwise than it should."""
+    """Yield how a launch's end differs from the expected one."""
     if ended.code != code:
         yield f"exit code {ended.code}, expected {code}: {ended.err.strip()[-400:]}"
     for text in texts:
@@ -107,18 +107,18 @@ def expect(ended: Ended, code: int, *texts: str) -> Iterator[str]:
 
 
 def some_step(trial: Trial, random: Random, *, after: int = 1) -> int:
-    """Return a random step before the last one, ``after`` checkpoints having been due."""
+    """Return a random step before the last one, after ``after`` due checkpoints."""
     return random.randrange(after * trial.bench.settings.every + 1, trial.bench.settings.steps - 1)
 
 
 def save_step(trial: Trial, random: Random, *, after: int = 1) -> int:
-    """Return a random step, not the last, after which a checkpoint is saved, and ``after`` were before."""
+    """Return a random step, not the last, after which a checkpoint is saved, with ``after`` earlier ones."""
     every, steps = trial.bench.settings.every, trial.bench.settings.steps
     return every * random.randrange(after + 1, (steps - 1) // every + 1)
 
 
 def unsettled_step(trial: Trial, random: Random) -> int:
-    """Return a random step well after the first checkpoint, with time to go wrong and to go back."""
+    """Return a random step well after the first checkpoint, early enough to fail and to roll back."""
     return random.randrange(trial.bench.settings.every + 3, trial.bench.settings.steps - 6)
 
 

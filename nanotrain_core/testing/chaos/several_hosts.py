@@ -1,4 +1,4 @@
-"""Rows in which a run has two hosts, of which one is lost, or which lose each other.
+"""Rows in which a run has two hosts, of which one is lost, or which lose their connection.
 
 The hosts are namespaces of this machine; see :mod:`nanotrain_core.testing.virtual_hosts`.
 """
@@ -48,7 +48,7 @@ class Launches:
         self.begun.append(self.on[host])
 
     def replace(self, host: int) -> None:
-        """Start the ranks of a host in the place of one that was lost."""
+        """Start the ranks of a replacement for a lost host."""
         self.network.replace(host)
         self.start(host)
 
@@ -96,7 +96,7 @@ class HostsRow(Row):
             yield f"stderr says none of {self.texts}: {said[-600:]}"
 
     def strike(self, launches: Launches, random: Random) -> None:
-        """Do it, while a rank sleeps."""
+        """Inject the fault, while a rank sleeps."""
 
 
 class HostLost(HostsRow):
@@ -155,7 +155,7 @@ class Partition(HostsRow):
 
 
 class LongPartition(HostsRow):
-    """Longer than ``run.timeout``: the ranks give up and are started again once the hosts meet."""
+    """Longer than ``run.timeout``: the ranks give up and are restarted once the hosts reconnect."""
 
     number, name = "33", "partition longer than run.timeout"
     more = ("run.timeout=6", "run.hang_timeout=120")
@@ -172,7 +172,7 @@ class SlowNetwork(HostsRow):
 
 
 class FewerHosts(HostsRow):
-    """The other host never comes back: the run goes on with the ranks that are left."""
+    """The other host never returns: the run continues with the remaining ranks."""
 
     number, name, same_end = "35", "host lost, on with fewer", False
     words = ("--min-nnodes", "1")

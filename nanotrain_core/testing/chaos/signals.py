@@ -15,7 +15,7 @@ from nanotrain_core.testing.chaos.row import RESUME, Row, expect, save_step, som
 
 
 class Terminate(Row):
-    """SIGTERM; the run saves and says 75, and goes on when it is started again."""
+    """SIGTERM; the run saves, exits with 75, and resumes when it is restarted."""
 
     lost = 0
     order: ClassVar[dict[str, Any]] = {"act": "sleep", "amount": 1.0}
@@ -25,7 +25,7 @@ class Terminate(Row):
         return some_step(trial, random)
 
     def signal(self, launcher: int) -> None:
-        """Send what is to be sent."""
+        """Send the signal."""
 
         os.kill(launcher, signal.SIGTERM)
 

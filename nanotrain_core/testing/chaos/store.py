@@ -1,4 +1,4 @@
-"""Rows in which checkpoints are copied to an object store, which goes away, or is all that is left."""
+"""Rows in which checkpoints are copied to an object store, which fails, or is all that remains."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class StoreDown(StoreRow):
 
 
 class StoreAlone(StoreRow):
-    """The run dies, and what it had saved on the disk with it."""
+    """The run dies, and what it had saved on disk is lost."""
 
     number, name = "27", "run folder lost, resumed from the object store"
     lost = 2  # one may be on its way to the store

@@ -1,4 +1,4 @@
-"""Tries rows of the fault matrix again and again, and draws the table of what came of it."""
+"""Repeats rows of the fault matrix, and formats the table of results."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Tried:
         return sum(not outcome.problems for outcome in self.outcomes)
 
     def cells(self) -> list[str]:
-        """Return what the table shows."""
+        """Return the cells of the table."""
         all_of = self.outcomes
         return [
             self.row.number,
@@ -54,7 +54,7 @@ def _middle(seconds: Sequence[float | None]) -> str:
 def try_rows(
     bench: Bench, rows: Sequence[type[Row]], *, repeat: int, seed: int, tell: Callable[[str], None]
 ) -> list[Tried]:
-    """Try each row ``repeat`` times; ``tell`` a line about each."""
+    """Run each row ``repeat`` times; ``tell`` a line about each."""
     tried = []
     for row in rows:
         if bench.settings.ranks < row.least_ranks:
@@ -72,7 +72,7 @@ def try_rows(
 
 
 def table(tried: Sequence[Tried]) -> Table:
-    """Return the table. Steps lost are the most of any repetition, seconds the median."""
+    """Return the table. Steps lost are the maximum of all repetitions, seconds the median."""
     drawn = Table()
     for name in COLUMNS:
         drawn.add_column(name, no_wrap=name == "fault")
@@ -82,7 +82,7 @@ def table(tried: Sequence[Tried]) -> Table:
 
 
 def markdown(tried: Sequence[Tried]) -> str:
-    """Return the same as a table of Markdown, with the reasons for what was not run."""
+    """Return the same as a Markdown table, with the reasons for rows that were not run."""
     lines = [f"| {' | '.join(COLUMNS)} |", f"|{'---|' * len(COLUMNS)}"]
     lines += [f"| {' | '.join(row.cells())} |" for row in tried]
     lines += ["", "Not run here:", ""]

@@ -1,4 +1,4 @@
-"""A checkpoint is complete or absent, gives back every bit, and notices damage before it touches a run."""
+"""A checkpoint is complete or absent, restores every bit, and detects damage before it modifies a run."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def every_bit_comes_back(case: Case) -> None:
 
 @check("checkpoint", since="0.2")
 def updates_do_not_reach_a_save_on_its_way(case: Case) -> None:
-    """What is saved is what there was at ``save``, however ``settle`` and ``advance`` are timed."""
+    """What is saved is the state at ``save``, whatever the timing of ``settle`` and ``advance``."""
     with temporary_folder() as folder:
         saved = run_ranks(save_then_train, case.world_size, case, folder)
         loaded = run_ranks(load, case.world_size, case, folder, "latest")
@@ -61,7 +61,7 @@ def updates_do_not_reach_a_save_on_its_way(case: Case) -> None:
 
 
 def save_then_train(case: Case, folder: Path) -> dict[str, torch.Tensor]:
-    """Save, change everything as soon as that is allowed, and finish; return what was there at the save."""
+    """Save, modify everything as soon as that is allowed, and finish; return the state at the save."""
     checkpoint, state = open_state(case, folder)
     state = numbered(state, 1)
     before = {name: tensor.clone() for name, tensor in named(state.blocks).items()}
@@ -75,7 +75,7 @@ def save_then_train(case: Case, folder: Path) -> dict[str, torch.Tensor]:
 
 @check("checkpoint", since="0.1")
 def saving_again_writes_the_same_bytes(case: Case) -> None:
-    """What was loaded, saved elsewhere, gives byte-equal files."""
+    """A loaded state, saved elsewhere, gives byte-equal files."""
     with temporary_folder() as one, temporary_folder() as other:
         run_ranks(save_steps, case.world_size, case, one, [3])
         run_ranks(load, case.world_size, case, one, "latest", other)
@@ -111,7 +111,7 @@ def resumed_run_is_the_same_run(case: Case) -> None:
 
 @check("checkpoint", since="0.1", applies=distributed)
 def loads_on_one_process(case: Case) -> None:
-    """What several ranks saved, one process loads: the same whole tensors."""
+    """One process loads what several ranks saved: the same whole tensors."""
     with temporary_folder() as folder:
         saved = run_ranks(save_steps, case.world_size, case, folder, [3])
         (loaded,) = run_ranks(load, 1, case.alone(), folder, "latest")
@@ -128,7 +128,7 @@ def empty_folder_has_no_checkpoint(case: Case) -> None:
 
 @check("checkpoint", since="0.2", applies=lambda case: case.component().listing is not None)
 def listing_shows_what_was_saved(case: Case) -> None:
-    """The listing shows each checkpoint, with what ``nanotrain ckpt`` shows of it, and notices damage."""
+    """The listing shows each checkpoint, with what ``nanotrain ckpt`` shows of it, and detects damage."""
     list_checkpoints = case.component().load_optional("listing")
     with temporary_folder() as folder:
         assert list(list_checkpoints(folder)) == [], "it lists something in an empty folder"
@@ -156,14 +156,14 @@ def cut_in_half(path: Path) -> None:
 
 
 def flip_a_bit(path: Path) -> None:
-    """Change one bit two thirds into a file: in the tensors, where no syntax gives it away."""
+    """Flip one bit two thirds into a file: in the tensors, where no syntax check detects it."""
     data = bytearray(path.read_bytes())
     data[len(data) * 2 // 3] ^= 1
     path.write_bytes(data)
 
 
 def make_empty(path: Path) -> None:
-    """Leave a file without content."""
+    """Truncate a file to zero length."""
     path.write_bytes(b"")
 
 
@@ -191,7 +191,7 @@ def damage_is_noticed(case: Case, damage: str) -> None:
 
 @check("checkpoint", since="0.2", variants=tuple(DAMAGE))
 def falls_back_over_a_damaged_one(case: Case, damage: str) -> None:
-    """``latest`` is the newest that is whole; a damaged one is set aside, and its step can be saved again."""
+    """``latest`` is the newest intact one; a damaged one is set aside, and its step can be saved again."""
     for number in count():
         with temporary_folder() as folder:
             older, _ = (save_files(case, folder, [step]) for step in (1, 2))
@@ -211,7 +211,7 @@ def falls_back_over_a_damaged_one(case: Case, damage: str) -> None:
 
 @check("checkpoint", since="0.2")
 def damaged_ones_stay_if_no_other_is_left(case: Case) -> None:
-    """With all checkpoints damaged, ``latest`` is refused each time: a later launch does not begin anew."""
+    """With all checkpoints damaged, ``latest`` is refused each time: a later launch does not start over."""
     with temporary_folder() as folder:
         run_ranks(save_steps, case.world_size, case, folder, [1, 2])
         for path in (path for path in files(folder) if path.name != ADVISORY):
@@ -247,7 +247,7 @@ def later_steps_are_left_behind(case: Case) -> None:
 
 @check("checkpoint", since="0.2")
 def another_branch_is_left_behind(case: Case) -> None:
-    """A run that goes on from another folder's checkpoint leaves all that its own folder has behind."""
+    """A run that resumes from another folder's checkpoint leaves all those of its own folder behind."""
     with temporary_folder() as folder, temporary_folder() as other:
         run_ranks(save_steps, case.world_size, case, folder, [1, 3])
         path, *_ = run_ranks(path_of_second, case.world_size, case, other)
@@ -270,7 +270,7 @@ def what_the_run_cannot_be_touches_nothing(case: Case) -> None:
 
 
 def load_unaccepted(case: Case, folder: Path) -> tuple[Any, list[str], list[int]]:
-    """Load step 1 and refuse it; return the step that was shown, tensors touched, and steps there are."""
+    """Load step 1 and reject it; return the offered step, modified tensors, and existing steps."""
     checkpoint, state = open_state(case, folder, fill=-1.0)
     shown = []
 
@@ -287,7 +287,7 @@ def load_unaccepted(case: Case, folder: Path) -> tuple[Any, list[str], list[int]
 
 
 def path_of_second(case: Case, folder: Path) -> Path:
-    """Save step 2; return where the checkpoint says it is."""
+    """Save step 2; return the reported path of the checkpoint."""
     checkpoint, state = open_state(case, folder)
     checkpoint.save(2, numbered(state, 2))
     (report,) = checkpoint.advance(wait=True)
@@ -295,7 +295,7 @@ def path_of_second(case: Case, folder: Path) -> Path:
 
 
 def steps_and_latest(case: Case, folder: Path) -> tuple[list[int], Any]:
-    """Return which steps there are, and the one that ``latest`` loads."""
+    """Return the existing steps, and the one that ``latest`` loads."""
     checkpoint, state = open_state(case, folder, fill=-1.0)
     steps = list(checkpoint.steps())
     found = checkpoint.load("latest", state)
@@ -303,7 +303,7 @@ def steps_and_latest(case: Case, folder: Path) -> tuple[list[int], Any]:
 
 
 def save_files(case: Case, folder: Path, steps: list[int]) -> list[Path]:
-    """Save, and return which files there are now."""
+    """Save, and return the existing files."""
     run_ranks(save_steps, case.world_size, case, folder, steps)
     return files(folder)
 
@@ -319,7 +319,7 @@ def load_then_save_second(case: Case, folder: Path) -> tuple[Any, list[int]]:
 
 
 def assert_refused(refusals: list[Refusal], what: str, *, verified: bool = True) -> None:
-    """Check that a load failed on every rank and touched nothing."""
+    """Check that a load failed on every rank and modified nothing."""
     for number, refusal in enumerate(refusals):
         assert refusal.error, f"{what}: rank {number} loaded it"
         assert not refusal.touched, f"{what}: refused on rank {number} after filling {refusal.touched}"

@@ -1,4 +1,4 @@
-"""A checkpoint holds all that a run has, knows steps as numbers, and is due on all ranks alike."""
+"""A checkpoint holds the whole state of a run, orders steps as numbers, and is due on all ranks alike."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ MISSING: Mapping[str, tuple[str, Shape]] = {
 
 @check("checkpoint", since="0.2", variants=tuple(MISSING))
 def a_missing_tensor_is_refused(case: Case, which: str) -> None:
-    """A run with a tensor that was not saved is refused on every rank, and nothing live is touched."""
+    """A run with a tensor that was not saved is rejected on every rank, and no live state is modified."""
     with temporary_folder() as folder:
         run_ranks(save_steps, case.world_size, case, folder, [1])
         refusals = run_ranks(load_with_more, case.world_size, case, folder, *MISSING[which])
@@ -80,7 +80,7 @@ def steps_are_numbers(case: Case) -> None:
 
 @check("checkpoint", since="0.2")
 def an_older_step_sets_later_ones_aside(case: Case) -> None:
-    """After a run went back to a step, no later one is listed on any rank: a resume would go on from it.
+    """After a rollback to a step, no later one is listed on any rank: a resume would continue from it.
 
     So it is where a number outgrows the zeros in front of it.
     """
@@ -95,7 +95,7 @@ def an_older_step_sets_later_ones_aside(case: Case) -> None:
 
 
 def go_back(case: Case, folder: Path) -> tuple[list[int], list[int]]:
-    """Load the oldest step; return all that there were, and all that there are."""
+    """Load the oldest step; return the steps before and after."""
     checkpoint, state = open_state(case, folder, fill=-1.0)
     before = list(checkpoint.steps())
     wait_for_all()
@@ -126,7 +126,7 @@ def due_on_all_ranks_alike(case: Case) -> None:
 
 
 def when_due(case: Case, folder: Path) -> list[int]:
-    """Return after which of 12 steps to save; on all ranks but the first a day passes from look to look."""
+    """Return after which of 12 steps to save; on all ranks but the first a day passes between readings."""
     with other_clock() as clock:
         checkpoint, state = open_state(case, folder)
         save(checkpoint, 1, state)  # whose age may be asked for
@@ -140,7 +140,7 @@ DAY = 86_400.0
 
 @attrs.define
 class Clock:
-    """A clock that stands still, but for so many seconds at every look."""
+    """A clock that stands still, except for this many seconds at every reading."""
 
     seconds: float = 1e-6
     ahead: float = 0.0
@@ -148,7 +148,7 @@ class Clock:
 
 @contextmanager
 def other_clock() -> Iterator[Clock]:
-    """Have every look find a clock that we move, whatever name a module has for it."""
+    """Make every reading use a clock that the check controls, whatever name a module has for it."""
     names = [f"{name}{unit}" for name in ("time", "monotonic", "perf_counter") for unit in ("", "_ns")]
     real: Mapping[str, Callable[[], float]] = {name: getattr(time, name) for name in names}
     began, told = {name: real[name]() for name in names}, Clock()
@@ -183,7 +183,7 @@ def _is_one_of(value: Any, clocks: Mapping[Any, Any]) -> bool:
 
 @check("checkpoint", since="0.3")
 def each_file_has_one_writer(case: Case) -> None:
-    """Where reports say which files ranks wrote, each file is named by the one rank that wrote it."""
+    """Where reports list the files that ranks wrote, each file is listed by the one rank that wrote it."""
     with temporary_folder() as folder:
         ranks = run_ranks(save_and_tell, case.world_size, case, folder)
         path = ranks[0][0]
@@ -198,7 +198,7 @@ def each_file_has_one_writer(case: Case) -> None:
 
 
 def save_and_tell(case: Case, folder: Path) -> tuple[Path, list[Path]]:
-    """Save, and return where the checkpoint is and what this rank says that it wrote of it."""
+    """Save, and return the checkpoint's path and the files that this rank reports."""
     checkpoint, state = open_state(case, folder)
     checkpoint.save(1, state)
     (report,) = checkpoint.advance(wait=True)

@@ -1,4 +1,4 @@
-"""Data is one stream of global batches, whatever the layout, and can be continued where it stopped."""
+"""Data is one stream of global batches, whatever the layout, and can be resumed where it stopped."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def targets_are_the_next_tokens(case: Case) -> None:
 
 @check("data", since="0.1", variants=("2", "3", "4"))
 def shards_make_up_the_global_batch(case: Case, shards: str) -> None:
-    """Side by side, the rows of all shards are the global batch that one process sees, step after step."""
+    """Concatenated, the rows of all shards are the global batch that one process sees, step after step."""
     count = int(shards)
     parts = [batches(opened(case), 3, Shard(index, count)) for index in range(count)]
     assert_equal(torch.cat(parts, dim=2), batches(opened(case), 3), f"{count} shards against one")
@@ -109,14 +109,14 @@ def same_seed_same_batches(case: Case) -> None:
 
 @check("data", since="0.1")
 def batches_differ(case: Case) -> None:
-    """The stream moves on: consecutive batches are not the same."""
+    """The stream advances: consecutive batches are not the same."""
     first, second = batches(opened(case), 2)
     assert not torch.equal(first, second), "the first two batches are equal"
 
 
 @check("data", since="0.1")
 def position_can_be_put_back(case: Case) -> None:
-    """After ``load_meta(meta())``, through JSON, new data goes on with the batch that came next."""
+    """After ``load_meta(meta())``, through JSON, new data continues with the batch that came next."""
     old = opened(case)
     batches(old, 3)
     meta: dict[str, Any] = json.loads(json.dumps(old.meta()))
@@ -145,7 +145,7 @@ def position_is_of_this_data(case: Case) -> None:
 
 @check("data", since="0.1")
 def looking_does_not_advance(case: Case) -> None:
-    """Validation and ``meta`` leave the training stream where it is."""
+    """Validation and ``meta`` do not move the training stream."""
     data = opened(case)
     first = batches(data, 1)
     validation(data, 4)
@@ -202,7 +202,7 @@ def opened_for(case: Case, lengths: Sequence[int]) -> Any:
 
 
 def cut(tokens: torch.Tensor, length: int) -> list[tuple[int, ...]]:
-    """Return the rows of ``tokens`` in stretches of that length."""
+    """Return the rows of ``tokens`` split into pieces of that length."""
     return [tuple(row) for row in tokens.reshape(-1, length).tolist()]
 
 
@@ -241,7 +241,7 @@ def to_set_a_length_does_not_advance(case: Case) -> None:
 
 @check("data", since="0.2", applies=_changes_length, variants=("before", "after"))
 def position_holds_at_any_length(case: Case, when: str) -> None:
-    """A position, saved ``before`` or ``after`` the length changes, goes on as a run that did not stop."""
+    """A position, saved ``before`` or ``after`` the length changes, continues like an uninterrupted run."""
     first, second = lengths_of(case)
     old = opened_for(case, (first, second))
     batches(old, 3)
@@ -261,7 +261,7 @@ def position_holds_at_any_length(case: Case, when: str) -> None:
 
 @check("data", since="0.2", applies=_changes_length)
 def what_is_held_out_at_one_length_is_trained_on_at_none(case: Case) -> None:
-    """Cut into the shorter length, nothing that is held out at one length is trained on at the other."""
+    """Split into the shorter length, nothing held out at one length is trained on at the other."""
     first, second = lengths_of(case)
     data = opened_for(case, (first, second))
     held, trained = {}, {}
@@ -277,7 +277,7 @@ def what_is_held_out_at_one_length_is_trained_on_at_none(case: Case) -> None:
 
 @check("data", since="0.2", applies=lambda case: case.component().survey is not None)
 def survey_is_true(case: Case) -> None:
-    """What its ``survey`` says, without torch and before anything is opened, is what is opened."""
+    """Its ``survey``, without torch and before anything is opened, agrees with the opened data."""
     code = _SURVEY.format(case=case)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr.strip()

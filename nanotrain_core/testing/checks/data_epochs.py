@@ -1,4 +1,4 @@
-"""Data goes on past its end on every rank alike, and knows itself by length and seed."""
+"""Data continues past its end on every rank alike, and its position is tied to length and seed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MOST = 300
 
 
 def first_epoch(case: Case) -> int:
-    """Return how many batches are drawn before sequences come again; :data:`MOST` if none do."""
+    """Return how many batches are drawn before sequences repeat; :data:`MOST` if none do."""
     data = opened(case)
     seen: set[tuple[int, ...]] = set()
     for number in range(MOST):
@@ -42,7 +42,7 @@ def places(epoch: int) -> Iterator[int]:
 
 @check("data", since="0.2")
 def position_in_later_epochs_can_be_put_back(case: Case) -> None:
-    """Wherever it stops, in the second epoch too, new data goes on with the batch that came next."""
+    """Wherever it stops, in the second epoch too, new data continues with the batch that came next."""
     wanted = [*places(first_epoch(case))]
     old: Data = opened(case)
     metas: dict[int, dict[str, Any]] = {}
@@ -60,7 +60,7 @@ def position_in_later_epochs_can_be_put_back(case: Case) -> None:
 
 @check("data", since="0.2", variants=("2", "3"))
 def shards_make_up_later_epochs(case: Case, shards: str) -> None:
-    """In the second epoch and the third too, all shards' rows side by side are what one process sees."""
+    """In the second epoch and the third too, all shards' rows concatenated are what one process sees."""
     count, steps = int(shards), 2 * (first_epoch(case) + 1) + 2
     parts = [batches(opened(case), steps, Shard(index, count)) for index in range(count)]
     joined, whole = torch.cat(parts, dim=2), batches(opened(case), steps)
@@ -96,7 +96,7 @@ print(later_epochs({case!r}))
 
 @check("data", since="0.2", of_component=True)
 def every_process_has_the_same_epochs(case: Case) -> None:
-    """A process of another machine, for which Python's ``hash`` is another, sees the same three epochs."""
+    """A process with another hash seed, so that Python's ``hash`` differs, sees the same three epochs."""
     salt = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
     words, around = [sys.executable, "-c", _EPOCHS.format(case=case)], {**os.environ, "PYTHONHASHSEED": salt}
     done = subprocess.run(words, env=around, capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""What every component of any kind keeps."""
+"""Checks of every component of any kind."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ sys.exit("it imports torch" if "torch" in sys.modules else 0)
 
 @check("every", since="0.1", of_component=True)
 def loads_without_torch(case: Case) -> None:
-    """The plugin's module announces the component without importing torch."""
+    """The plugin's module registers the component without importing torch."""
     code = _LOAD.format(case=case, build=case.kind in TORCH_FREE_KINDS)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{case.kind} '{case.use}': {done.stderr.strip()}"
@@ -39,7 +39,7 @@ def loads_without_torch(case: Case) -> None:
 
 @check("every", since="0.1", of_component=True)
 def describes_itself(case: Case) -> None:
-    """It has a one-line summary, a factory named as ``module:attribute``, and no example that it refuses."""
+    """It has a one-line summary, a factory named as ``module:attribute``, and an example that it accepts."""
     component = case.component()
     assert component.summary, "summary is empty: `nanotrain plugins` has nothing to show"
     assert "\n" not in component.summary, f"summary has several lines: {component.summary!r}"
@@ -53,7 +53,7 @@ def describes_itself(case: Case) -> None:
 
 @check("every", since="0.1", of_component=True)
 def factory_can_be_imported(case: Case) -> None:
-    """The factory's module imports and has the attribute, something to call."""
+    """The factory's module imports and has the attribute, a callable."""
     try:
         case.component().load()
     except PluginError as error:
@@ -62,7 +62,7 @@ def factory_can_be_imported(case: Case) -> None:
 
 @check("every", since="0.1", of_component=True)
 def config_is_frozen_and_documented(case: Case) -> None:
-    """The config is a frozen attrs class, and under each field stands a string that explains it."""
+    """The config is a frozen attrs class, and every field has a docstring that explains it."""
     config = case.component().config
     assert attrs.has(config), f"{config.__name__} is not an attrs class"
     undocumented = [f.name for f in attrs.fields(config) if not field_docs(config).get(f.name)]
@@ -103,7 +103,7 @@ def recipe_survives_writing(case: Case) -> None:
 
 @check("every", since="0.1")
 def schema_accepts_the_recipe(case: Case) -> None:
-    """The JSON Schema made of the installed plugins is valid draft-07, and this recipe is valid under it."""
+    """The JSON Schema of the installed plugins is valid draft-07, and this recipe is valid under it."""
     validator = _schema_validator(case.registry())
     recipe = case.tables()
     errors = list(validator.iter_errors(recipe))

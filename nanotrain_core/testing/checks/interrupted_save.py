@@ -1,4 +1,4 @@
-"""A save that is interrupted, by a death or a full disk, leaves the checkpoint before it or is complete."""
+"""A save interrupted by a death or a full disk leaves the checkpoint before it intact, or is complete."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def killed_rank_leaves_the_last(case: Case, victim: str) -> None:
 
 @check("checkpoint", since="0.2")
 def full_disk_on_one_rank(case: Case) -> None:
-    """A rank without space fails the save on all ranks, and nothing is left, or on none, and it is there."""
+    """A rank without space fails the save on all ranks and leaves nothing, or on none and it is complete."""
     for rank_of_fault in range(case.world_size):
         with temporary_folder() as folder:
             results = run_ranks(save_in_little_space, case.world_size, case, folder, rank_of_fault)
@@ -88,7 +88,7 @@ def save_in_little_space(case: Case, folder: Path, rank_of_fault: int) -> tuple[
 
 @attrs.define(frozen=True)
 class Survivor:
-    """What an interrupted save left behind, as a new process finds it."""
+    """The folder that an interrupted save left behind, as a new process finds it."""
 
     broken: dict[int, list[str]]
     """What is wrong with each checkpoint that is not whole, by step."""
@@ -127,7 +127,7 @@ def _both(block: Block, step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def assert_survived(case: Case, outcomes: Sequence[Outcome], disaster: str) -> None:
-    """Check what interrupted saves left behind, on one process."""
+    """Check what interrupted saves left behind, in one process."""
     folders = [outcome.folder for outcome in outcomes]
     found: list[Survivor] = run_ranks(survivors, 1, case, folders, backend=None)[0]
     for outcome, left in zip(outcomes, found, strict=True):

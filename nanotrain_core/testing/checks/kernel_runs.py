@@ -1,4 +1,4 @@
-"""A run with kernels is that of plain PyTorch, of any model, and knows nothing of another run."""
+"""A run with kernels equals that of plain PyTorch, for any model, and is independent of other runs."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def runs_are_plain_pytorchs(case: Case, variant: str) -> None:
 
 @check("kernels", since="0.2", variants=("transformer", "routed"))
 def parameters_stay_themselves(case: Case, variant: str) -> None:
-    """``apply`` leaves each parameter the object that it is, under its name, on ``meta``; and adds none."""
+    """``apply`` keeps each parameter the same object, under its name, on ``meta``, and adds none."""
     use = {"transformer": GROUPED, "routed": ROUTED}[variant]
     recipe = case.alone().recipe(model=use)
     model: Model = case.registry().build(recipe.model)

@@ -1,4 +1,4 @@
-"""Kernels compute what plain PyTorch does, of any shape, and leave alone what is not theirs."""
+"""Kernels compute what plain PyTorch does, for any shape, and modify nothing else."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def functions(case: Case) -> Iterator[tuple[str, Function, Function]]:
 
 
 def assert_takes_the_arguments(name: str, function: Function, plain: Function) -> None:
-    """Refuse a function that cannot be called with the arguments of ``plain``, optional ones by name.
+    """Reject a function that cannot be called with the arguments of ``plain``, optional ones by name.
 
     Raises:
         AssertionError: with both signatures.
@@ -88,7 +88,7 @@ def results(function: Function, sample: Sample, dtype: torch.dtype, of: set[str]
 
 
 def assert_near(actual: Found, plain: Found, truth: Found, what: str) -> None:
-    """Compare what kernels made with plain PyTorch in the same dtype, and both with float64.
+    """Compare the kernels' results with plain PyTorch in the same dtype, and both with float64.
 
     Raises:
         AssertionError: a dtype or shape differs; or an error is above the bound of the dtype.
@@ -125,7 +125,7 @@ def functions_are_plain_pytorchs(case: Case, dtype: str) -> None:
 
 @check("kernels", since="0.2")
 def inputs_stay_as_they_are(case: Case) -> None:
-    """No function writes to a tensor that it is given, in forward or in backward."""
+    """No function writes to its input tensors, in forward or in backward."""
     for what, sample, function, _ in every_sample(case):
         for dtype in (torch.float64, torch.bfloat16):
             leaves = dict(sample.cast(dtype).leaves)
@@ -151,7 +151,7 @@ def two_calls_have_the_same_bits(case: Case) -> None:
 
 @check("kernels", since="0.2")
 def gradients_may_not_be_wanted(case: Case) -> None:
-    """Of each input alone, of none, and where autograd is off, functions are the same as of all inputs."""
+    """With gradients of each input alone, of none, and without autograd, results are the same as with all."""
     modes: list[Callable[[], Any]] = [torch.no_grad, torch.inference_mode]
     for what, sample, function, plain in every_sample(case):
         expected = results(plain, sample, torch.float64)
@@ -201,7 +201,7 @@ PRODUCTS: list[tuple[int | list[int], int, int]] = [
 
 @check("kernels", since="0.2", variants=("float64", "bfloat16"))
 def products_are_plain_pytorchs(case: Case, dtype: str) -> None:
-    """``gemm()`` makes PyTorch's forward, dgrad and wgrad: of some rows, of none, and of stacked weights."""
+    """``gemm()`` computes PyTorch's forward, dgrad and wgrad: of some rows, none, and stacked weights."""
     used = getattr(torch, dtype)
     for rows, inputs, outputs in PRODUCTS:
         for turned in (False, True):

@@ -1,4 +1,4 @@
-"""A model is the same whole or in parts, says what its layers are, and its loss is a sum."""
+"""A model is the same whole or in parts, declares the roles of its layers, and its loss is a sum."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def model_of(case: Case) -> Model:
 
 
 def on_meta(case: Case, *bounds: int) -> list[nn.Module]:
-    """Build the model cut at ``bounds``."""
+    """Build the model split at ``bounds``."""
     model = model_of(case)
     edges = [0, *bounds, model.layers]
     parts = parts_between(edges, [0] * (len(edges) - 1))
@@ -51,7 +51,7 @@ def on_meta(case: Case, *bounds: int) -> list[nn.Module]:
 
 
 def parts_of(case: Case, *bounds: int, seed: int = 7) -> list[nn.Module]:
-    """Build the model cut at ``bounds``, in float64 with its initial weights."""
+    """Build the model split at ``bounds``, in float64 with its initial weights."""
     parts = [part.to(torch.float64) for part in on_meta(case, *bounds)]
     materialise(parts, place(parts, ONE_RANK), seed, torch.device("cpu"))
     return parts
@@ -63,7 +63,7 @@ def named(parts: list[nn.Module]) -> dict[str, torch.Tensor]:
 
 
 def batch_of(case: Case, *, ignored: bool = True) -> Batch:
-    """Draw 4 random sequences; a third of the targets, unevenly spread, are ignored."""
+    """Draw 4 random sequences; a third of the targets, unevenly distributed, are ignored."""
     vocab, length = model_of(case).vocab_size, case.recipe().batch.length
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(vocab, (4, length + 1), generator=generator)
@@ -102,7 +102,7 @@ def losses_and_gradients(parts: list[nn.Module], batch: Batch) -> tuple[Losses, 
 
 @check("model", since="0.1")
 def weights_do_not_depend_on_the_cut(case: Case) -> None:
-    """Cut anywhere, the parts have the whole model's parameters: same names, bitwise the same values."""
+    """Split anywhere, the parts have the whole model's parameters: same names, bitwise the same values."""
     expected = named(parts_of(case))
     for cut in range(1, model_of(case).layers):
         assert_bitwise(named(parts_of(case, cut)), expected, f"parts cut before layer {cut}")
@@ -149,7 +149,7 @@ def layers_may_be_run_again(case: Case) -> None:
 
 @check("model", since="0.1")
 def every_layer_has_a_role(case: Case) -> None:
-    """Every matrix lies in a module with a role, and linear layers have their own, or no wrapper sees it."""
+    """Every matrix is in a module with a role, and linear layers have their own, or no wrapper sees it."""
     (part,) = on_meta(case)
     layers = [(name, m) for name, m in part.named_modules() if isinstance(m, nn.Linear | nn.Embedding)]
     untagged = [name for name, module in layers if tag_of(module) is None]
@@ -161,7 +161,7 @@ def every_layer_has_a_role(case: Case) -> None:
 
 @check("model", since="0.1")
 def divisibility_is_true(case: Case) -> None:
-    """What the config says of how finely the model splits is true of what is built, and is all there is."""
+    """The divisibility that the config declares is correct and complete for the built model."""
     said = divisibility_of(case.recipe().model.config)
     if said is None:
         return
@@ -177,7 +177,7 @@ def divisibility_is_true(case: Case) -> None:
 
 
 def _rows(module: nn.Module, tag: Tag) -> Iterator[tuple[Role, int]]:
-    """Yield (role, length) of the rows that ranks cut if they split a module."""
+    """Yield (role, length) of the rows that ranks split when they shard a module."""
     for name, parameter in module.named_parameters():
         if tag.role is Role.COLUMN and parameter.dim() == 1:
             yield tag.role, parameter.shape[0]
@@ -186,7 +186,7 @@ def _rows(module: nn.Module, tag: Tag) -> Iterator[tuple[Role, int]]:
 
 
 def _units(module: nn.Module, tag: Tag) -> Iterator[tuple[Role, bool, int]]:
-    """Yield (role, width, units) of what may be split in a module."""
+    """Yield (role, width, units) of what may be sharded in a module."""
     if tag.role in (Role.VOCAB, Role.COLUMN, Role.ROW, Role.HEAD):
         weight = getattr(module, "weight", None)
         if weight is not None:  # a head may be lent the embedding's
@@ -200,7 +200,7 @@ def _units(module: nn.Module, tag: Tag) -> Iterator[tuple[Role, bool, int]]:
 
 @check("model", since="0.1")
 def every_parameter_has_an_initializer(case: Case) -> None:
-    """``initializer`` answers for every parameter, in every part that has it, alike."""
+    """``initializer`` answers for every parameter, in every part that has it, identically."""
     (part,) = on_meta(case)
     answers = {name: part.initializer(name) for name, _ in part.named_parameters()}  # type: ignore[operator]
     wrong = {name: found for name, found in answers.items() if not isinstance(found, Initializer)}
@@ -209,7 +209,7 @@ def every_parameter_has_an_initializer(case: Case) -> None:
 
 @check("model", since="0.1")
 def nothing_but_parameters(case: Case) -> None:
-    """Built on ``meta``, the model has no buffers but those of which ``constant`` gives the numbers."""
+    """Built on ``meta``, the model has only buffers whose values ``constant`` provides."""
     (part,) = on_meta(case)
     buffers = {name: buffer.shape for name, buffer in part.named_buffers()}
     assert not buffers or hasattr(part, "constant"), (
@@ -223,7 +223,7 @@ def nothing_but_parameters(case: Case) -> None:
 
 @check("model", since="0.1")
 def loss_is_a_sum(case: Case) -> None:
-    """The losses and counts of two microbatches add up to those of the batch, ignored targets or not."""
+    """The losses and counts of two microbatches sum to those of the batch, ignored targets or not."""
     parts, model, batch = parts_of(case), model_of(case), batch_of(case)
     whole = {name: loss.item() for name, loss in run_parts(parts, batch).items()}
     halves = [run_parts(parts, half) for half in batch.split(1)]
@@ -251,7 +251,7 @@ def terms_are_weighed_and_counted(case: Case) -> None:
 
 @check("model", since="0.1")
 def weights_may_arrive_at_the_last_moment(case: Case) -> None:
-    """Parameters of a tagged module are read when it is called and not before: an optimizer may be late.
+    """Parameters of a tagged module are not read before it is called: an optimizer may deliver them late.
 
     Those of an embedding, and of what has no tag, may be read from the beginning of the part on.
     """
@@ -311,7 +311,7 @@ def flops_are_counted(case: Case) -> None:
 
 
 def _changed(case: Case) -> Iterator[tuple[str, Any]]:
-    """Yield other values of what a phase may change, where the recipe allows them.
+    """Yield other values of fields that a phase may change, where the recipe allows them.
 
     That is half of a number, and a table with its defaults.
     """
@@ -327,7 +327,7 @@ def _changed(case: Case) -> Iterator[tuple[str, Any]]:
 
 @check("model", since="0.2", applies=lambda case: bool(changeable(type(case.settings()))))
 def changes_in_a_run_are_those_of_a_model_built_so(case: Case) -> None:
-    """After ``change`` weights of losses, losses and what routers do are those of a model of that config."""
+    """After ``change``, loss weights, losses and routers' decisions are those of a model of that config."""
     config = case.settings()
     now = dict(_changed(case))
     config = attrs.evolve(config, **now)

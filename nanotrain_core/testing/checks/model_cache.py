@@ -1,4 +1,4 @@
-"""A model that goes on from a cache computes what it does with the whole text."""
+"""A model that continues from a cache computes the same as with the whole text."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def logits(parts: Sequence[nn.Module], batch: Batch) -> torch.Tensor:
 
 
 def pieces(length: int) -> Iterator[int]:
-    """Yield how many tokens each pass has: several, several after these, then one at a time."""
+    """Yield how many tokens each pass has: several, several more, then one at a time."""
     yield (several := max(1, length // 3))
     yield several
     yield from (1 for _ in range(length - 2 * several))

@@ -1,4 +1,4 @@
-"""What a model says by its roles is true: split as they say, it computes the same."""
+"""The roles that a model declares are correct: sharded by them, it computes the same."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DEGREES = (2, 3, 4, 5)
 
 @check("model", since="0.1")
 def roles_are_true(case: Case) -> None:
-    """With COLUMN and ROW split over ranks in whole units, INNER summed, all gradients are the same."""
+    """With COLUMN and ROW sharded over ranks in whole units, INNER summed, all gradients are the same."""
     (part,) = on_meta(case)
     units = [
         module.weight.shape[found.role is Role.ROW] // found.unit  # type: ignore[index]
@@ -62,7 +62,7 @@ def _assert_roles_at(case: Case, degree: int) -> None:
 
 @check("model", since="0.1")
 def experts_may_be_anywhere(case: Case) -> None:
-    """EXPERTS give the same for a share of tokens, for some of the experts, and added up along ``split``."""
+    """EXPERTS give the same for a share of tokens, for some of the experts, and summed along ``split``."""
     for name, module, found, (x, routing) in _calls_of_experts(case):
         expected = module(x, routing)
         every = len(next(module.parameters()))
@@ -85,7 +85,7 @@ def experts_may_be_anywhere(case: Case) -> None:
 
 
 def _calls_of_experts(case: Case) -> Iterator[tuple[str, nn.Module, Tag, tuple[torch.Tensor, Routing]]]:
-    """Pass a batch through the model and yield (name, module, tag, what it was called with) of EXPERTS."""
+    """Pass a batch through the model and yield (name, module, tag, inputs) of EXPERTS."""
     parts = parts_of(case)
     seen: dict[nn.Module, Any] = {}
     modules = [each for part in parts for each in tagged(part) if each[2].role is Role.EXPERTS]
@@ -137,14 +137,14 @@ def _by_width(module: nn.Module, found: Tag, rows: torch.Tensor, counts: torch.T
 
 
 def _blocks(length: int) -> list[slice]:
-    """Cut a length into as few equal blocks as can be."""
+    """Split a length into as few equal blocks as possible."""
     count = next(iter(divisors_near(length, 1)), 1)
     return [slice(length // count * n, length // count * (n + 1)) for n in range(count)]
 
 
 @contextmanager
 def _holding(module: nn.Module, axes: Mapping[str, int], block: slice) -> Iterator[None]:
-    """Leave a module a block of each parameter in ``axes``, as a wrapper does, and give it the whole back."""
+    """Give a module a block of each parameter in ``axes``, as a wrapper does, and restore it afterwards."""
     whole = {name: module.get_parameter(name) for name in axes}
     for name, axis in axes.items():
         share = whole[name][(*[slice(None)] * axis, block)].clone()

@@ -1,4 +1,4 @@
-"""What a model says is true of what it computes: its logits, its FLOPs, and that it keeps nothing."""
+"""A model's logits and FLOPs agree with what it computes, and it keeps no state."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def a_pass_knows_nothing_of_earlier_ones(case: Case) -> None:
 
 
 def _measured(part: nn.Module, value: torch.Tensor, batch: Batch) -> tuple[float, torch.Tensor | None]:
-    """Return FLOPs per token of a part's forward and backward, and what it hands on."""
+    """Return FLOPs per token of a part's forward and backward, and its output."""
     given = value.detach().requires_grad_(value.is_floating_point())
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:  # others count nothing
         output = part(given, batch)

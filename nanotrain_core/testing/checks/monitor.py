@@ -1,4 +1,4 @@
-"""A monitor watches. With or without it, a run has the same numbers."""
+"""A monitor only observes: with or without it, a run has the same results."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ EVENTS = {"run": {"steps": 20}, "evaluation": {"every": 5, "sequences": 8}}
 
 
 def traces(case: Case, changes: dict[str, Any], **options: Any) -> list[Trace]:
-    """Train in a run folder of its own."""
+    """Train in a separate run folder."""
     with tempfile.TemporaryDirectory() as name:
         found: list[Trace] = run_ranks(
             train, case.world_size, case, changes, folder=Path(name), save_at=2, **options
@@ -74,7 +74,7 @@ def changes_nothing(case: Case) -> None:
 
 @check("monitor", since="0.1")
 def its_failure_does_not_stop_training(case: Case) -> None:
-    """A run in which the monitor fails at every event has the numbers of a run without it."""
+    """A run in which the monitor fails at every event has the results of a run without it."""
     failing = traces(case, EVENTS, failing_monitors=True)
     assert_same_run(failing, unwatched(case))
 
@@ -91,7 +91,7 @@ def works_without_a_folder(case: Case) -> None:
 
 @check("monitor", since="0.2")
 def what_it_remembers_comes_back(case: Case) -> None:
-    """``meta`` is JSON, the same on every rank, and a new monitor that is given it says the same."""
+    """``meta`` is JSON, the same on every rank, and a new monitor that loads it returns the same."""
     with tempfile.TemporaryDirectory() as name:
         ranks = run_ranks(remembered, case.world_size, case, Path(name))
     for rank, (said, again) in enumerate(ranks):
@@ -100,7 +100,7 @@ def what_it_remembers_comes_back(case: Case) -> None:
 
 
 def remembered(case: Case, folder: Path) -> tuple[str, str]:
-    """Return what the monitors of a run say at its end, and what new ones say that were told it."""
+    """Return the monitors' ``meta`` at the end of a run, and that of new ones that loaded it."""
     engine = make_engine(case, EVENTS, folder=folder)
     engine.fit()
     said = _said(engine.run.monitors)
@@ -135,7 +135,7 @@ def publishing_waits_for_nothing(case: Case) -> None:
 
 
 def told(case: Case, changes: dict[str, Any]) -> list[tuple[int, dict[str, Any]]]:
-    """Return by step what monitors published, as a sink is told."""
+    """Return by step what monitors published, as a sink receives it."""
     seen = Published()
     with tempfile.TemporaryDirectory() as folder:
         make_engine(case, changes, folder=Path(folder), callbacks=[seen]).fit()
@@ -143,7 +143,7 @@ def told(case: Case, changes: dict[str, Any]) -> list[tuple[int, dict[str, Any]]
 
 
 class Published(Monitor):
-    """Keeps published metrics but those measured in seconds, which no two runs have alike."""
+    """Keeps published metrics except those measured in seconds, which differ between runs."""
 
     reads_weights = False
 
@@ -157,7 +157,7 @@ class Published(Monitor):
 
 
 def waits(case: Case, changes: dict[str, Any]) -> list[str]:
-    """Return where the monitor reads a number of a tensor in an event in which it publishes."""
+    """Return where the monitor reads a tensor's value in an event in which it publishes."""
     engine = make_engine(case, changes)
     watch = Reads(engine)
     for monitor in engine.events.monitors:
@@ -168,7 +168,7 @@ def waits(case: Case, changes: dict[str, Any]) -> list[str]:
 
 
 class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes calls that read a tensor on the host, of an event that publishes something."""
+    """Records calls that read a tensor on the host, in an event that publishes something."""
 
     def __init__(self, engine: RuntimeEngine) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -177,7 +177,7 @@ class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._now: list[str] = []
 
     def around(self, event: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``event``, watched."""
+        """Return ``event``, wrapped."""
 
         def watched(report: Any) -> Any:
             self._now = []
@@ -199,5 +199,5 @@ class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _reads_host_memory() -> bool:
-    """Return whether it is the core that reads, which does so of tensors in the host's memory alone."""
+    """Return whether the core reads, which it does only for tensors in host memory."""
     return any(frame.f_code is gathered.read.__code__ for frame, _ in traceback.walk_stack(None))

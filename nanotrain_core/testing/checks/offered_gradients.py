@@ -1,4 +1,4 @@
-"""Who owns gradients has them complete when monitors look, not only when the optimizer does."""
+"""The gradient sync has complete gradients when monitors look, not only when the optimizer does."""
 
 from __future__ import annotations
 
@@ -47,6 +47,6 @@ def _tensors(norms: Mapping[str, float]) -> dict[str, torch.Tensor]:
 
 
 def tolerances(trace: Trace) -> tuple[float, float]:
-    """Return how far gradients may be off, absolutely and of their value, by the run's narrowest weight."""
+    """Return the absolute and relative tolerance of gradients, by the run's lowest-precision weight."""
     exact = all(block.tensor.dtype == torch.float64 for block in trace.weights)
     return (EXACT, 0.0) if exact else (1e-5, 1e-5)

@@ -1,4 +1,4 @@
-"""An optimizer sees the whole model's gradient on any layout, and its state can be put back."""
+"""An optimizer uses the whole model's gradient on any layout, and its state can be restored."""
 
 from __future__ import annotations
 
@@ -81,14 +81,14 @@ def clips_to_the_global_norm(case: Case) -> None:
 
 @check("optimizer", since="0.1")
 def small_gradients_are_not_clipped(case: Case) -> None:
-    """A gradient whose norm is below the limit is left alone."""
+    """A gradient whose norm is below the limit is not clipped."""
     limit = 10 * max(driven(case)[0].norms)
     assert_same(weights(driven(case, clip=limit)), weights(driven(case)), "weights, limit not reached")
 
 
 @check("optimizer", since="0.1")
 def loss_scale_divides_out(case: Case) -> None:
-    """Gradients multiplied by the loss scale, with the optimizer told, give the same weights and norms."""
+    """Gradients multiplied by the loss scale, passed to the optimizer, give the same weights and norms."""
     plain, scaled = (driven(case, clip=0.5, loss_scale=scale) for scale in (1.0, 1024.0))
     assert_same(weights(scaled), weights(plain), "weights with a loss scale of 1024")
     assert_numbers(scaled[0].norms, plain[0].norms, "gradient norms", atol=1e-7)
@@ -200,7 +200,7 @@ MANY = 50
 
 
 def drift(case: Case, precision: dict[str, Any]) -> float | None:
-    """Return the mean way of all weights under equal gradients; None if the masters are refused."""
+    """Return the mean change of all weights under equal gradients; None if the masters are rejected."""
     try:
         run = make_run(case, {"precision": precision, "optimizer": {"clip_norm": 0.0}})
     except NanotrainError:

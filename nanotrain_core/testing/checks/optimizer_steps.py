@@ -1,4 +1,4 @@
-"""An optimizer goes by the learning rate of each step, forgets steps that are skipped, and lasts."""
+"""An optimizer uses the learning rate of each step, ignores skipped steps, and stays correct over many."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def learning_rate_of_each_step(case: Case) -> None:
 
 @check("optimizer", since="0.2", variants=("first", "second"))
 def a_skipped_step_leaves_no_trace(case: Case, skipped: str) -> None:
-    """Steps around one that is skipped leave weights, state and meta as if it had not been."""
+    """A skipped step leaves weights, state and meta as if it had not occurred."""
     before = [1.0] if skipped == "second" else []
     scales, last = [*before, 1.0, 3.0, 2.0], case.world_size - 1
     numbers = list(range(len(scales)))

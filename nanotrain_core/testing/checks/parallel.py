@@ -1,4 +1,4 @@
-"""A parallel wrapper changes who computes what, and nothing of what is computed."""
+"""A parallel wrapper changes which rank computes what, but not the results."""
 
 from __future__ import annotations
 
@@ -84,14 +84,14 @@ def weights_equal(case: Case, optimizer: str) -> None:
 
 
 def _dims_to_use(case: Case) -> list[str]:
-    """Return the dimensions of more than one rank that the component says it handles."""
+    """Return the dimensions with more than one rank that the component declares to handle."""
     layout = resolve_layout(case.recipe(), case.registry())
     return sorted(dim for dim in case.component().mesh_dims if dim in layout.dims and layout.size(dim) > 1)
 
 
 @check("parallel", since="0.1", applies=distributed)
 def its_dimensions_are_used(case: Case) -> None:
-    """Along each of its mesh dimensions some parameter is split, or has a gradient that must be summed."""
+    """Along each of its mesh dimensions some parameter is sharded, or has a gradient that must be summed."""
     held = [placement for rank in run_ranks(placements, case.world_size, case) for placement in rank]
     used = {dim for placement in held for dim in placement.sharded | placement.summed}
     idle = [dim for dim in _dims_to_use(case) if dim not in used]
@@ -103,7 +103,7 @@ def its_dimensions_are_used(case: Case) -> None:
 
 @check("parallel", since="0.1", applies=distributed)
 def a_precision_may_replace_modules(case: Case) -> None:
-    """Gradients are right too when a precision puts other modules in the place of all tagged linears."""
+    """Gradients are also right when a precision replaces all tagged linear layers."""
     changes = {"run": {"steps": 1}}
     ranks = run_ranks(train_with_replaced, case.world_size, case, changes)
     alone = one_process(case, **changes)
@@ -119,7 +119,7 @@ def a_precision_may_replace_modules(case: Case) -> None:
 
 @check("parallel", since="0.1", applies=distributed)
 def inner_shared_and_biased_layers(case: Case) -> None:
-    """Gradients are right too with biases, an INNER norm, a scale PER_HEAD, and what heads SHARE."""
+    """Gradients are also right with biases, an INNER norm, a scale PER_HEAD, and SHARED inputs of heads."""
     recipe, around = case.recipe(), case.tables()["parallel"]
     syncs = any("gradient_sync" in case.registry().get(s.kind, s.use).provides for s in recipe.selections())
     changes = {"run": {"steps": 1}, "parallel": around if syncs else [*around, {"use": "summed"}]}

@@ -1,4 +1,4 @@
-"""A precision holds what the optimizer stores, in the dtypes it declares, and loses no run."""
+"""A precision keeps what the optimizer stores, in the dtypes it declares, and resumes exactly."""
 
 from __future__ import annotations
 
@@ -51,16 +51,16 @@ class Mastered:
 
     @property
     def vector(self) -> bool:
-        """Whether it is no matrix."""
+        """Whether it is not a matrix."""
         return len(self.piece.placement.global_shape) < 2
 
     @property
     def form(self) -> tuple[Any, ...]:
-        """What is alike in masters that keep alike: their class, and the weight's class, dtype and shape."""
+        """Key of equivalent masters: their class, and the weight's class, dtype and shape."""
         return type(self.master), type(self.weight), self.weight.dtype, tuple(self.weight.shape)
 
     def rounded(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return what the making of a master leaves of ``weight``."""
+        """Return what creating a master leaves of ``weight``."""
         copy = weight.to(self.weight.dtype, copy=True)
         if isinstance(self.weight, PackedWeight):  # a master may go by how its weight is held
             copy = PackedWeight.of(copy, self.weight.packing)
@@ -76,14 +76,14 @@ def masters_of(case: Case) -> list[Mastered]:
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the distance in units of what is expected."""
+    """Return the distance in units of the expected value."""
     wanted = expected.double()
     return float(torch.dist(actual.double(), wanted) / wanted.norm())
 
 
 @check("precision", since="0.1")
 def parameters_have_the_declared_dtype(case: Case) -> None:
-    """Every matrix of the built model has ``parameter_dtype``; a vector, as a norm's, that or a wider one.
+    """Every matrix of the built model has ``parameter_dtype``; a vector (a norm's) that or a wider one.
 
     What a module keeps by ``keep_dtype`` has the dtype that it was built with.
     """
@@ -116,7 +116,7 @@ def storing_what_was_loaded_changes_nothing(case: Case) -> None:
 
 @check("precision", since="0.1")
 def stored_weights_reach_the_model(case: Case) -> None:
-    """After ``store(x)``, ``load()`` is x as near as the format allows and the parameter is that, rounded.
+    """After ``store(x)``, ``load()`` is x as near as the format allows, and the parameter is that, rounded.
 
     Rounded to its dtype, to the nearest number or to the one on the other side, as stochastic rounding does;
     or, where masters round weights further when they are made, to what they leave alone.
@@ -138,7 +138,7 @@ def stored_weights_reach_the_model(case: Case) -> None:
 
 
 def _assert_neighbour(weight: torch.Tensor, kept: torch.Tensor, what: str) -> None:
-    """Check that each number is one of the two of its dtype that are nearest to what is kept."""
+    """Check that each value is one of the two of its dtype nearest to the stored one."""
     nearest = kept.to(weight.dtype)
     step = 2 * torch.finfo(weight.dtype).eps  # to the next number, relative to a power of two below
     wide, exact = dequantize(weight).double(), kept.double()
@@ -175,7 +175,7 @@ def plain_masters_are_what_they_store(case: Case) -> None:
 
 @check("precision", since="0.2")
 def packed_weights_keep_what_is_written(case: Case) -> None:
-    """Numbers of a packed weight's form come back bit by bit, from all rows, one alone, and a part of one."""
+    """Values of a packed weight's format are restored bit by bit, from all rows, one, and part of one."""
     weights = [placed.parameter for placed in make_run(case.alone(), {}).placed]
     packed = {form_of(weight): weight for weight in weights if isinstance(weight, PackedWeight)}
     for form, weight in packed.items():
@@ -254,7 +254,7 @@ def loss_scale_reacts_to_overflow(case: Case) -> None:
 
 @check("precision", since="0.1")
 def loss_scale_can_be_put_back(case: Case) -> None:
-    """After ``load_meta(meta())`` a new loss scale goes on exactly as the old one would."""
+    """After ``load_meta(meta())`` a new loss scale continues exactly as the old one would."""
     import json
 
     old, new = precision_of(case).loss_scale, precision_of(case).loss_scale

@@ -1,4 +1,4 @@
-"""A precision leaves alone what a module keeps, and its loss scale goes on as if nothing had been."""
+"""A precision respects dtypes that a module keeps, and its loss scale resumes exactly."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def kept_dtypes_are_kept(case: Case) -> None:
 
 @check("precision", since="0.2")
 def kept_dtypes_are_kept_to_the_end(case: Case) -> None:
-    """In a run of experts a router's bias has its dtype when parameters are packed and steps are made."""
+    """In a run of experts a router's bias keeps its dtype when parameters are packed and steps are taken."""
     model = _routed(case)
     built = kept_dtypes(model.build(Part.whole(model.layers)))
     around = {**case.overrides, "model": {"use": "routed"}}
@@ -55,7 +55,7 @@ def kept_dtypes_are_kept_to_the_end(case: Case) -> None:
 
 
 def kept_by_a_run(case: Case) -> dict[str, torch.dtype]:
-    """Return the dtypes of what modules keep, after all steps of the recipe."""
+    """Return the dtypes of kept parameters, after all steps of the recipe."""
     engine = make_engine(case, {})
     engine.fit()
     parts = engine.run.stages.values()
@@ -72,7 +72,7 @@ def _routed(case: Case) -> Model:
 
 @check("precision", since="0.2")
 def loss_scale_grows_when_it_would_have(case: Case) -> None:
-    """Put back from ``meta`` at any step, a scale grows at the very step at which the old one does."""
+    """Restored from ``meta`` at any step, a scale grows at the same step as the old one."""
     for good in (1, 7, 300, STEPS + 3):  # also after it has grown
         old, new = precision_of(case).loss_scale, precision_of(case).loss_scale
         old.update(True)

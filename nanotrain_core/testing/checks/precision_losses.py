@@ -1,4 +1,4 @@
-"""Losses and gradients beside those of float32."""
+"""Losses and gradients compared with those of float32."""
 
 from __future__ import annotations
 

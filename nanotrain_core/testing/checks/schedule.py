@@ -1,4 +1,4 @@
-"""A schedule runs every microbatch through every stage once, in an order that can run to its end."""
+"""A schedule runs every microbatch through every stage once, in an order without deadlock."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ def schedule_of(case: Case) -> Schedule:
 
 
 def microbatch_counts(case: Case) -> list[int]:
-    """Return the numbers of microbatches worth training with: fewer than stages, as many, and many more."""
+    """Return numbers of microbatches to train with: fewer than stages, as many, and many more."""
     p = pipeline_of(case)
     return _admitted(case, {1, max(1, p - 1), p, 2 * p + 1, 18})
 
 
 def many_microbatches(case: Case) -> list[int]:
-    """Return more numbers, for what costs nothing: those on paper."""
+    """Return more numbers, for checks without training."""
     return _admitted(case, {*microbatch_counts(case), 2, 3, 5, 16, 17, 33, 130})
 
 
 def _admitted(case: Case, counts: Set[int]) -> list[int]:
-    """Return those of ``counts`` that there is a schedule for: all, unless the component says otherwise."""
+    """Return the ``counts`` for which the schedule exists: all, unless the component declares otherwise."""
     if case.component().supports.get("any_microbatches", Support.FULL) is Support.FULL:
         return sorted(counts)
     found = [count for count in sorted(counts) if _exists(case, count)]
@@ -68,14 +68,14 @@ def _layers(case: Case) -> int:
 
 @check("schedule", since="0.1")
 def parts_cover_the_layers(case: Case) -> None:
-    """The parts are consecutive and hold every layer once, whatever they cost, with the ends at the ends."""
+    """The parts are consecutive and hold every layer once, whatever the costs, the ends at the ends."""
     layers = _layers(case)
     for costs in (Costs.alike(layers), _uneven(layers)):
         _assert_covered(schedule_of(case).parts(costs, pipeline_of(case)), layers, pipeline_of(case))
 
 
 def _uneven(layers: int) -> Costs:
-    """Return costs of cheap layers, then dear ones, and of a head like several."""
+    """Return costs of cheap layers, then expensive ones, and of a head as expensive as several."""
     return Costs(layers=(1.0, 1.0, *[2.5] * (layers - 2)), head=7.0)
 
 
@@ -105,7 +105,7 @@ def every_pass_happens_once(case: Case) -> None:
 
 @check("schedule", since="0.1")
 def every_rank_gets_the_same(case: Case) -> None:
-    """Asked again, or of another object, it gives the same lists: each rank makes its own."""
+    """Called again, or on another object, it returns the same lists: each rank builds its own."""
     one, other = schedule_of(case), schedule_of(case)
     for count in many_microbatches(case):
         first = one.actions(pipeline_of(case), count)
@@ -116,7 +116,7 @@ def every_rank_gets_the_same(case: Case) -> None:
 
 @check("schedule", since="0.1")
 def order_can_run_to_the_end(case: Case) -> None:
-    """Every action finds what it needs: F the stage before, B its own F and the stage after, W its own B."""
+    """Every action has its inputs: F the previous stage, B its own F and the next stage, W its own B."""
     last = max(stage for mine in stages_of(case) for stage in mine)
     for count in many_microbatches(case):
         queues = [list(mine) for mine in schedule_of(case).actions(pipeline_of(case), count)]
@@ -171,7 +171,7 @@ def edges_keep_one_order(case: Case) -> None:
 
 @check("schedule", since="0.2", promise="uneven_layers")
 def any_number_of_layers_is_cut(case: Case) -> None:
-    """From one layer a stage on, any number is cut into stages, alike in cost or not."""
+    """From one layer per stage on, any number is split into stages, with equal or unequal costs."""
     pp, stages = pipeline_of(case), sum(map(len, stages_of(case)))
     for layers in range(stages, 3 * stages + 2):
         for costs in (Costs.alike(layers), _uneven(layers) if layers > 2 else Costs.alike(layers)):
@@ -204,7 +204,7 @@ def uneven_stages_train_alike(case: Case) -> None:
 
 @check("schedule", since="0.2", applies=lambda case: isinstance(schedule_of(case), SaysInFlight))
 def holds_no_more_than_it_says(case: Case) -> None:
-    """No rank holds more forward passes between F and B, or W, than ``in_flight`` says."""
+    """No rank holds more forward passes between F and B, or W, than ``in_flight`` declares."""
     schedule, pp = schedule_of(case), pipeline_of(case)
     assert isinstance(schedule, SaysInFlight)
     for count in many_microbatches(case):

@@ -1,4 +1,4 @@
-"""A topology lays ranks out so that every rank knows its place, and all derive the same table."""
+"""A topology arranges ranks so that every rank knows its place, and all derive the same table."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Table = dict[str, dict[int, tuple[int, ...]]]
 
 
 def layout_of(case: Case, world_size: int) -> Layout:
-    """Lay out ``world_size`` ranks."""
+    """Return the layout of ``world_size`` ranks."""
     layout: Layout = case.build().layout(world_size)
     return layout
 
@@ -61,7 +61,7 @@ def every_rank_has_its_own_place(case: Case) -> None:
 
 @check("topology", since="0.1")
 def world_that_does_not_fit_is_refused(case: Case) -> None:
-    """Every world size is laid out in full or refused with a ValueError that names the number."""
+    """Every world size is laid out in full or rejected with a ValueError that names the number."""
     for world_size in range(1, 2 * case.world_size + 2):
         try:
             layout = layout_of(case, world_size)
@@ -97,7 +97,7 @@ def _assert_grids(layout: Layout) -> None:
 
 @check("topology", since="0.2")
 def views_fold_the_same_ranks(case: Case) -> None:
-    """Views agree on dimensions that they share, and fold the same ranks along their others."""
+    """Views agree on dimensions that they share, and arrange the same ranks along their others."""
     layout = layout_of(case, case.world_size)
     views = [*layout.views.values()]
     shared = set(views[0].dims).intersection(*(view.dims for view in views))
@@ -146,7 +146,7 @@ def a_run_on_it_equals_one_process(case: Case) -> None:
 
 
 def sums_along_dimensions(case: Case) -> tuple[Table, dict[str, float]]:
-    """Run on every rank: its table, and the sum of rank numbers along each dimension."""
+    """Run on every rank: return its table, and the sum of rank numbers along each dimension."""
     import torch
 
     from nanotrain_core.layout.mesh import Mesh
@@ -176,7 +176,7 @@ def groups_are_real(case: Case) -> None:
 
 
 def groups_in_a_fake_world(case: Case, world_size: int, ranks: list[int]) -> list[Any]:
-    """Run in one process: for each of ``ranks``, the members of the groups it makes."""
+    """Run in one process: for each of ``ranks``, return the members of the groups it creates."""
     import torch.distributed as dist
 
     from nanotrain_core.layout.mesh import Mesh
@@ -196,7 +196,7 @@ def groups_in_a_fake_world(case: Case, world_size: int, ranks: list[int]) -> lis
 
 @check("topology", since="0.1", variants=("64", "4096"))
 def big_world_makes_the_same_groups(case: Case, size: str) -> None:
-    """In a world of many ranks, simulated in one process, each rank makes the groups of the layout."""
+    """In a world of many ranks, simulated in one process, each rank creates the groups of the layout."""
     world_size = int(size) // case.world_size * case.world_size
     ranks = [0, world_size // 3, world_size - 1]
     (found,) = run_ranks(groups_in_a_fake_world, 1, case, world_size, ranks, backend=None)
