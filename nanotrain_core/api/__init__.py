@@ -1,6 +1,6 @@
-"""What a plugin may import without importing torch: components, configs, checks, names of roles.
+"""The names a plugin may import without importing torch: components, configs, checks, roles.
 
-Files of the core may move; these names stay. What needs torch is in :mod:`nanotrain_core.api.torch`.
+Files of the core may move; these names stay. Names that need torch are in :mod:`nanotrain_core.api.torch`.
 """
 
 from nanotrain_core import __version__, hookimpl

@@ -1,4 +1,4 @@
-"""What a command may import that computes on ranks of its own: a job, who starts it, and how ranks meet.
+"""The names for a command that computes on its own ranks: a job, its launcher, and the rendezvous of ranks.
 
 Torch-free until ranks start. Files of the core may move; these names stay.
 """

@@ -1,6 +1,6 @@
-"""What data components and commands may import that turn text into tokens and tokens into text.
+"""The names for data components and commands that convert text to tokens and tokens to text.
 
-Torch-free, but for :func:`draw`. Files of the core may move; these names stay.
+Torch-free, except :func:`draw`. Files of the core may move; these names stay.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -39,7 +39,7 @@ _deprecated = attribute_of(__name__)
 
 
 def __getattr__(name: str) -> Any:
-    if name == "draw":  # the one that computes: who reads tokens alone does without torch
+    if name == "draw":  # the only one that needs torch, which readers of tokens do not import
         from nanotrain_core.models.sampling import draw
 
         return draw

@@ -1,4 +1,4 @@
-"""What a plugin may import where it computes: contracts, placements, layers, GEMM backends, exchanges.
+"""The names for a plugin's computation: contracts, placements, layers, GEMM backends, communication.
 
 Files of the core may move; these names stay.
 """

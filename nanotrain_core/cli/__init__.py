@@ -1,4 +1,4 @@
-"""The ``nanotrain`` command. Each subcommand is one module, imported only when it is the one called."""
+"""The ``nanotrain`` command. Each subcommand is one module, imported only when it is called."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from nanotrain_core.registry.registry import FIRST_PARTY_COMMANDS, Registry, loa
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code; mistakes of the user are printed without a traceback."""
+    """Run one command and return its exit code; user errors are printed without a traceback."""
     words = sys.argv[1:] if argv is None else list(argv)
     try:
         return _call(words)
@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return Exit.INTERRUPTED
     except BrokenPipeError:
-        # The reader, such as `head`, has seen enough. Spare the interpreter its last flush.
+        # The reader, such as `head`, has closed the pipe. Skip the interpreter's last flush.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return Exit.DONE
 
@@ -40,7 +40,7 @@ def _call(words: list[str]) -> int:
     parser.add_argument("--version", action="version", version=f"nanotrain {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     chosen = words[0] if words and not words[0].startswith("-") else None
-    # Plugins are asked for commands only where they may have the one called, or all are listed.
+    # Plugins are searched for commands only where they may have the one called, or all are listed.
     asked = chosen not in CORE_COMMANDS and words != ["--version"]
     registry = load_plugins(**_plugins_among(words[1:])) if asked else None
     added = {name: command.summary for name, command in registry.commands().items()} if registry else {}
@@ -56,7 +56,7 @@ def _call(words: list[str]) -> int:
                     extension.add_arguments(command)
                 from nanotrain_core.cli.common import add_plugin_options
 
-                # A command of a file is there with --plugin alone, whether its module asks for it or not.
+                # A command of a local file exists only with --plugin, whether its module parses that or not.
                 add_plugin_options(command)
             usage = command.format_usage()
     if chosen is not None and module is None:
@@ -83,18 +83,18 @@ def _module(name: str, registry: Registry | None) -> CommandModule:
 
 
 def _plugins_among(words: list[str]) -> dict[str, list[str]]:
-    """Return what ``--plugin`` and ``--no-plugin`` say, wherever they stand: a command may come from one."""
+    """Parse ``--plugin`` and ``--no-plugin``, wherever they stand: a command may come from one."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--plugin", action="append", default=[], dest="local")
     parser.add_argument("--no-plugin", action="append", default=[], dest="block")
     try:
         return vars(parser.parse_known_args(words)[0])
-    except argparse.ArgumentError:  # an option without its value, which the command itself complains about
+    except argparse.ArgumentError:  # an option without its value, which the command itself reports
         return {}
 
 
 def _no_command(word: str, known: list[str], broken: Sequence[PluginInfo]) -> str:
-    """Return what to do about a command that nobody has, and which plugins did not get to announce theirs."""
+    """Return the error for an unknown command, with the plugins that could not register theirs."""
     lines = [f"{plugin} is broken: {plugin.error}" for plugin in broken]
     if word in FIRST_PARTY_COMMANDS:
         package = FIRST_PARTY_COMMANDS[word]
@@ -107,9 +107,9 @@ def _no_command(word: str, known: list[str], broken: Sequence[PluginInfo]) -> st
 
 
 def _unknown(word: str, name: str, usage: str, given: str) -> str:
-    """Return what comes near a word that the command ``name`` does not take, and how to find what does.
+    """Return the nearest option to a word that the command ``name`` does not take, and how to list options.
 
-    ``given``: options that the command is not there without.
+    ``given``: options that the command requires.
     """
     prefix, command = (f"{name}: ", f"nanotrain {name}{given}") if name else ("", "nanotrain")
     lists = f"`{command} --help` lists what it takes"

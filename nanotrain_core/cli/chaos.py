@@ -1,4 +1,4 @@
-"""``nanotrain chaos RECIPE``: hurt a real run in every way of the fault matrix."""
+"""``nanotrain chaos RECIPE``: inject every fault of the fault matrix into a real run."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Try the rows, print the table; 1 if any run was not survived."""
+    """Run the rows, print the table; 1 if any run did not survive."""
     from rich.console import Console
 
     from nanotrain_core.testing.chaos.bench import Bench, Settings

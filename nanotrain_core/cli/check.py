@@ -1,4 +1,4 @@
-"""``nanotrain check RECIPE``: every problem of a recipe, without starting anything."""
+"""``nanotrain check RECIPE``: report every problem of a recipe, without starting anything."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print what would run. Problems end in a RecipeError; memory that is too small is a warning.
+    """Print what would run. Problems raise a RecipeError; insufficient memory is a warning.
 
-    With ``--hardware`` memory is printed even where data or weights are missing here.
+    With ``--hardware`` memory is printed even if data or weights are missing here.
 
     Raises:
         NanotrainError: there is no such hardware, or data or weights are missing.
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"  {line}")
     if memory:
         print(f"  {'memory':11} {memory}", flush=True)
-    refuse(found.merged, missing)  # behind what is known without them
+    refuse(found.merged, missing)  # after everything that is known without them
     return Exit.DONE
 
 
@@ -81,7 +81,7 @@ def phase_lines(recipe: Recipe) -> Iterator[str]:
 
 
 def _value(value: Any) -> str:
-    """Return a number as it is, and a table as a recipe has it: ``{factor = 40.0}``."""
+    """Return a number unchanged, and a table as written in a recipe: ``{factor = 40.0}``."""
     if not attrs.has(type(value)):
         return str(value)
     return f"{{{', '.join(f'{key} = {item}' for key, item in plain(value).items())}}}"

@@ -1,4 +1,4 @@
-"""``nanotrain ckpt``: list, show, verify, convert and replay checkpoints of any kind."""
+"""``nanotrain ckpt``: list, show, verify, convert and replay checkpoints of any format."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do what was asked."""
+    """Run the subcommand."""
     asked = plugin_arguments(args)
     code: int = args.act(args, load_plugins(block=asked.blocked, local=asked.local))
     return code
@@ -63,7 +63,7 @@ def ls(args: argparse.Namespace, registry: Registry) -> int:
 
 
 def show(args: argparse.Namespace, registry: Registry) -> int:
-    """Print what a checkpoint says of itself."""
+    """Print a checkpoint's description."""
     use, saved = find_checkpoints(args.path, registry, args.step)[-1]
     described = saved.describe()
     if args.json:
@@ -77,12 +77,12 @@ def show(args: argparse.Namespace, registry: Registry) -> int:
     return Exit.DONE
 
 
-#: Characters of what a line of ``show`` tells; ``--json`` has all.
+#: Maximum characters per line of ``show``; ``--json`` has everything.
 LONGEST = 1000
 
 
 def summary(described: Mapping[str, Any]) -> list[str]:
-    """Return what is worth a line: everything short, tensors by kind, files."""
+    """Return what fits on a line: everything short, tensors by kind, files."""
     lines = []
     for key, value in described.items():
         if key not in ("meta", "tensors", "files", "sha256"):
@@ -99,7 +99,7 @@ def summary(described: Mapping[str, Any]) -> list[str]:
 
 
 def verify(args: argparse.Namespace, registry: Registry) -> int:
-    """Read checkpoints from end to end; the exit code is 2 if one is not whole."""
+    """Read checkpoints completely; the exit code is 2 if one is damaged."""
     code = Exit.DONE
     found = find_checkpoints(args.path, registry, args.step)
     for number, (_, saved) in enumerate(found, 1):
@@ -111,7 +111,7 @@ def verify(args: argparse.Namespace, registry: Registry) -> int:
 
 
 def convert(args: argparse.Namespace, registry: Registry) -> int:
-    """Write a checkpoint as another kind."""
+    """Write a checkpoint in another format."""
     from nanotrain_core.checkpoint.convert import convert_checkpoint
 
     if args.to in ("huggingface", "nanotrain"):
@@ -131,7 +131,7 @@ def replay(args: argparse.Namespace, registry: Registry) -> int:
 
 
 def size(number: float) -> str:
-    """Return bytes in a unit that fits."""
+    """Return a size in bytes with a suitable unit."""
     for unit in ("B", "kB", "MB", "GB"):
         if number < 1000:
             return f"{number:.4g} {unit}"

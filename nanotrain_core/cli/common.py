@@ -1,4 +1,4 @@
-"""What several commands share: their options, and how they find a checkpoint."""
+"""Shared code of several commands: their options, and how they find a checkpoint."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nanotrain_core.registry.discovery import PluginArguments
 from nanotrain_core.registry.registry import Registry
 from nanotrain_core.run.near import nearby_weights
 
-#: Columns of a table when no terminal limits it: one line for each row, whatever reads it.
+#: Width of a table when no terminal limits it: one line for each row.
 PIPED_WIDTH = 1000
 
 
@@ -25,12 +25,12 @@ def add_plugin_options(parser: argparse.ArgumentParser) -> None:
         ("--plugin", "PATH", "also load this file or folder as a plugin"),
         ("--no-plugin", "NAME", "do not load this plugin"),
     ):
-        with suppress(argparse.ArgumentError):  # of an option that is there
+        with suppress(argparse.ArgumentError):  # the option already exists
             parser.add_argument(option, action="append", default=[], metavar=metavar, help=text)
 
 
 def plugin_arguments(args: argparse.Namespace) -> PluginArguments:
-    """Return what ``--plugin`` and ``--no-plugin`` said."""
+    """Return the values of ``--plugin`` and ``--no-plugin``."""
     return PluginArguments(local=args.plugin, blocked=args.no_plugin)
 
 
@@ -56,28 +56,28 @@ def add_recipe_options(parser: argparse.ArgumentParser) -> None:
 
 
 def positive(text: str) -> int:
-    """Read a number above 0, for ``argparse``."""
+    """Parse a number above 0, for ``argparse``."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a number above 0, got '{text}'")
     return int(text)
 
 
 def count(text: str) -> int:
-    """Read 0 or a number above it, for ``argparse``."""
+    """Parse a number of at least 0, for ``argparse``."""
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"expected 0 or a number above it, got '{text}'")
     return int(text)
 
 
 def ranks(args: argparse.Namespace) -> int | None:
-    """Return the world size that ``--nproc`` and ``--nnodes`` ask for, None if neither does."""
+    """Return the world size requested by ``--nproc`` and ``--nnodes``, None if neither is given."""
     if args.nproc is None and args.nnodes is None:
         return None
     return (args.nproc or 1) * (args.nnodes or 1)
 
 
 def resolve(args: argparse.Namespace) -> Resolution:
-    """Load and check the recipe of a command that has the recipe options; tell its notes on stderr."""
+    """Load and check the recipe of a command that has the recipe options; print its notes to stderr."""
     found = resolve_recipe(args.recipe, overrides=args.set, plugins=plugin_arguments(args), ranks=ranks(args))
     for note in found.notes:
         print(f"nanotrain: note: {note}", file=sys.stderr)
@@ -87,7 +87,7 @@ def resolve(args: argparse.Namespace) -> Resolution:
 def find_checkpoints(
     path: Path, registry: Registry, step: int | None = None
 ) -> list[tuple[str, CheckpointInfo]]:
-    """Return (kind, checkpoint) of all that ``path`` holds, or of one step; oldest first.
+    """Return (format, checkpoint) of all that ``path`` contains, or of one step; oldest first.
 
     Raises:
         CheckpointError: there is none.

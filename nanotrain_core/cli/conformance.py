@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from nanotrain_core.testing.campaign import Options, Result
     from nanotrain_core.testing.trial_process import Listing
 
-#: What stands before a line, by verdict.
+#: Prefix of a line, by verdict.
 MARKS = {
     "passed": "ok     ",
     "failed": "FAILED ",
@@ -113,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _arguments(args: argparse.Namespace) -> dict[str, Any]:
-    """Return those of a :class:`~nanotrain_core.testing.case.Case`."""
+    """Return the arguments of a :class:`~nanotrain_core.testing.case.Case`."""
     kind, use = _component(args.component)
     return {
         "kind": kind,
@@ -127,7 +127,7 @@ def _arguments(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _shown(results: Iterator[Result], *, as_json: bool) -> Iterator[Result]:
-    """Yield results, each printed when it comes."""
+    """Yield results, printing each as it arrives."""
     printed: set[str] = set()
     for result in results:
         if not as_json:
@@ -167,7 +167,7 @@ def _print_list(listing: Listing, options: Options, *, as_json: bool) -> None:
 
 @contextmanager
 def external_service(setup: str | None, teardown: str | None) -> Iterator[None]:
-    """Run a shell command before all checks, and another one behind them, whatever came of them.
+    """Run a shell command before all checks, and another one after them, whatever the result.
 
     Raises:
         NanotrainError: the first one failed.
@@ -186,7 +186,7 @@ def external_service(setup: str | None, teardown: str | None) -> Iterator[None]:
 
 
 def _reason(result: Result, printed: set[str]) -> list[str]:
-    """Return the lines to print under a check; what failed others for the same reason stands there."""
+    """Return the lines to print under a check; checks that failed for the same reason share them."""
     text = "" if result.verdict.value == "skipped" else result.reason
     if text in printed:
         return ["for the same reason"]
@@ -208,7 +208,7 @@ def _component(text: str) -> tuple[str, str]:
 
 
 def _degrees(lines: list[str]) -> dict[str, int]:
-    """Read lines such as ``dp=2``."""
+    """Parse lines such as ``dp=2``."""
     form = "DIM=N such as dp=2"
     degrees = _tables("--degree", lines, form)
     for dim, degree in degrees.items():
@@ -218,7 +218,7 @@ def _degrees(lines: list[str]) -> dict[str, int]:
 
 
 def _tables(option: str, lines: list[str], form: str = "KEY=VALUE as in a recipe") -> dict[str, Any]:
-    """Read lines such as ``batch.length=32`` or ``model.use=mine``, as ``--set`` of a recipe does."""
+    """Parse lines such as ``batch.length=32`` or ``model.use=mine``, like ``--set`` of a recipe."""
     tables: dict[str, Any] = {}
     for number, line in enumerate(lines, start=1):
         try:

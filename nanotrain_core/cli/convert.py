@@ -1,4 +1,4 @@
-"""``nanotrain convert SOURCE OUT``: weights in and out of Hugging Face's files."""
+"""``nanotrain convert SOURCE OUT``: convert weights to and from Hugging Face's format."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _size(text: str) -> float:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Convert, and say what was written."""
+    """Convert, and report what was written."""
     asked = plugin_arguments(args)
     registry = load_plugins(block=asked.blocked, local=asked.local)
 

@@ -17,9 +17,9 @@ held: most microbatches whose activations a rank holds at once{counted}."""
 
 
 def draw(timeline: Timeline, width: int | None = None) -> Iterator[str]:
-    """Yield the lines of a drawing, folded to ``width`` columns if that is given.
+    """Yield the lines of a drawing, wrapped to ``width`` columns if given.
 
-    The timeline's times are whole numbers.
+    The timeline's times are integers.
     """
     letters = {
         stage: letter for rank in range(len(timeline.rows)) for stage, letter in _letters(timeline, rank)
@@ -56,7 +56,7 @@ def _label(action: Action, letters: dict[int, str]) -> str:
 
 
 def _bar(row: Sequence[Slot], labels: Sequence[str], cell: int, units: int) -> str:
-    """Return a rank's cells: an action of several units is drawn out with dashes, a free unit is a dot."""
+    """Return a rank's cells: an action of several units is extended with dashes, an idle unit is a dot."""
     free = ".".ljust(cell)
     bar = ""
     for slot, label in zip(row, labels, strict=True):

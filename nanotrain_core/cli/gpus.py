@@ -1,4 +1,4 @@
-"""Fits a recipe to the GPUs that are here, or says why it does not fit and how it runs all the same."""
+"""Adapts a recipe to the available GPUs, or reports why it does not fit and how it can run."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def gpus_here() -> int:
 
 
 def fit_to_gpus(args: argparse.Namespace, found: Resolution) -> Recipe:
-    """Take as many ranks as there are GPUs where the recipe asks for more: the global batch stays.
+    """Use as many ranks as there are GPUs where the recipe asks for more: the global batch stays.
 
     Raises:
-        RecipeError: it cannot run on so many ranks; the text says why, and the commands that do run it.
+        RecipeError: it cannot run on this many ranks; the text says why, and the commands that do run it.
     """
     recipe = found.recipe
     if recipe.run.device == "cpu" or recipe.run.ranks == 1 or recipe.run.share_device:
@@ -52,7 +52,7 @@ def _load(args: argparse.Namespace, ranks: int) -> Recipe:
 
 
 def _misfits(found: Resolution, ranks: int) -> Iterator[str]:
-    """Yield which degrees do not fit so many ranks: each that does not even alone, else all above 1."""
+    """Yield which degrees do not fit this many ranks: each that does not fit alone, otherwise all above 1."""
     selection = found.recipe.topology
     names = [field.name for field in attrs.fields(type(selection.config))]
     values = {name: getattr(selection.config, name) for name in names}
@@ -67,7 +67,7 @@ def _misfits(found: Resolution, ranks: int) -> Iterator[str]:
 
 
 def _refusal(found: Resolution, degrees: dict[str, int], kept: dict[str, int], ranks: int) -> str:
-    """Return why the topology, of all its ``degrees`` or only those ``kept``, refuses so many ranks."""
+    """Return why the topology, with all its ``degrees`` or only those ``kept``, rejects this many ranks."""
     selection = found.recipe.topology
     if kept:
         changed = attrs.evolve(selection.config, **(dict.fromkeys(degrees, 1) | kept))

@@ -1,4 +1,4 @@
-"""What ``nanotrain check --hardware`` tells of a recipe's memory: the answer of a command that plans it."""
+"""The memory line of ``nanotrain check --hardware``: the result of a command that plans memory."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from nanotrain_core.cli.planned import plan_recipe
 from nanotrain_core.errors import Exit, NanotrainError
 from nanotrain_core.registry.registry import Registry
 
-#: Seconds after which a plan is given up: checking must not hang.
+#: Seconds after which a plan is stopped: checking must not hang.
 LIMIT = 120.0
 
 
 def tell_memory(args: argparse.Namespace, registry: Registry, limit: float = LIMIT) -> str:
-    """Return one line: what the recipe takes of a device, or why nobody knows.
+    """Return one line: the device memory that the recipe needs, or why it is unknown.
 
     Args:
         args: of ``nanotrain check``, with ``hardware``.
-        registry: whose commands are asked.
+        registry: its commands are searched.
         limit: seconds to wait.
 
     Raises:

@@ -1,4 +1,4 @@
-"""``nanotrain metrics``: what the core and the installed monitors measure, and which values are good."""
+"""``nanotrain metrics``: the metrics of the core and the installed monitors, and their good values."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from nanotrain_core.metrics.core import CORE
 from nanotrain_core.metrics.declared import OVER, Metric, may_name
 from nanotrain_core.registry.registry import Registry, load_plugins
 
-#: Columns of sentences, which are wrapped, and how narrow they may become.
+#: Column width of sentences, which are wrapped, and its minimum.
 TEXTS, READABLE = ("what it is", "rule"), 30
 
-#: What a narrow terminal does without, the first first.
+#: Columns that a narrow terminal omits, in this order.
 DROPPED = ("cost", "level", "over ranks", "rule", "of", "group")
 
 COLUMNS = ("metric", "of", "unit", "over ranks", "level", "cost", "what it is", "rule")
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print what is declared."""
+    """Print the declarations."""
     asked = plugin_arguments(args)
     registry = load_plugins(block=asked.blocked, local=asked.local)
     tell_broken(registry)
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def chosen(found: list[tuple[str, Metric]], pattern: str) -> list[tuple[str, Metric]]:
-    """Return the metrics of that group, and those that the pattern may name.
+    """Return the metrics of that group, and those that the pattern can match.
 
     Raises:
         NanotrainError: there are none; the nearest is suggested.
@@ -69,7 +69,7 @@ def chosen(found: list[tuple[str, Metric]], pattern: str) -> list[tuple[str, Met
 
 
 def by_group(registry: Registry) -> list[tuple[str, Metric]]:
-    """Return all metrics, each after who tells it: ``core``, or the name of a monitor."""
+    """Return all metrics, each after its publisher: ``core``, or the name of a monitor."""
     found = [("core", metric) for metric in CORE]
     for use in registry.names("monitor"):
         found += [(use, metric) for metric in registry.get("monitor", use).metrics]
@@ -77,7 +77,7 @@ def by_group(registry: Registry) -> list[tuple[str, Metric]]:
 
 
 def markdown(found: list[tuple[str, Metric]]) -> str:
-    """Return tables under a heading for each group."""
+    """Return tables with a heading for each group."""
     lines: list[str] = []
     for group in dict.fromkeys(metric.group for _, metric in found):
         lines += [f"### {group}", "", f"| {' | '.join(COLUMNS)} |", f"|{'---|' * len(COLUMNS)}"]
@@ -87,7 +87,7 @@ def markdown(found: list[tuple[str, Metric]]) -> str:
 
 
 def _rows(found: list[tuple[str, Metric]]) -> list[tuple[str, ...]]:
-    """Return a row for each metric, and one for all that is reported of a number of each rank."""
+    """Return a row for each metric, and one for all statistics of a per-rank value."""
     names = {metric.name for _, metric in found}
     rows = []
     for of, metric in found:
@@ -110,7 +110,7 @@ def _row(of: str, metric: Metric) -> tuple[str, ...]:
 
 
 def _print_table(found: list[tuple[str, Metric]]) -> None:
-    """Print the columns that a terminal has room for; the name of a metric and its unit are never cut."""
+    """Print the columns that fit the terminal; a metric's name and unit are never truncated."""
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table

@@ -1,4 +1,4 @@
-"""``nanotrain new-plugin NAME --kind KIND``: a plugin that works, to be changed into yours."""
+"""``nanotrain new-plugin NAME --kind KIND``: create a working plugin as a starting point."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the files, and say how to use and to test them."""
+    """Write the files, and print how to use and to test them."""
     if args.kind not in OFFERS:
         near = did_you_mean(args.kind, list(OFFERS))
         raise NanotrainError(f"--kind: there is no kind '{args.kind}'{near}; kinds: {', '.join(OFFERS)}")
@@ -49,10 +49,10 @@ def _installed(plugin: NewPlugin) -> list[str]:
 
 
 def _check_identifier(name: str) -> None:
-    """Refuse a name that is no module's.
+    """Reject a name that is not a module name.
 
     Raises:
-        NanotrainError: with the nearest that is one.
+        NanotrainError: with the nearest valid name.
     """
     if re.fullmatch(r"[a-z][a-z0-9_]*", name) and not keyword.iskeyword(name):
         return
@@ -67,10 +67,10 @@ def _check_identifier(name: str) -> None:
 
 
 def _check_free(plugin: NewPlugin, registry: Registry) -> None:
-    """Refuse the name of something that is there: recipes could not tell which is meant.
+    """Reject the name of something that exists: recipes could not tell them apart.
 
     Raises:
-        NanotrainError: with a name that is free.
+        NanotrainError: with an unused name.
     """
     kind = OFFERS[plugin.kind].kind
     owners = [str(found) for found, _ in registry.offers(kind, plugin.name)]
@@ -93,10 +93,10 @@ def _commands(registry: Registry) -> set[str]:
 
 
 def _write(folder: Path, plugin: NewPlugin) -> None:
-    """Write all files or none, and never over what is there.
+    """Write all files or none, and never overwrite.
 
     Raises:
-        FolderError: something is there, or it cannot be written.
+        FolderError: a file exists, or it cannot be written.
     """
     target = folder / plugin.root
     if target.exists():

@@ -1,6 +1,6 @@
-"""Plans a recipe with the command that can, where one is installed, in another process.
+"""Plans a recipe with an installed planning command, if there is one, in another process.
 
-A command of one plugin reaches that of another so, because plugins do not import each other.
+This is how a command of one plugin calls that of another, because plugins do not import each other.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from nanotrain_core.registry.registry import Registry
 
 @attrs.define(frozen=True)
 class Planned:
-    """What the planning command answered."""
+    """The result of the planning command."""
 
     command: str
     """Its name."""
     code: int | None
-    """Its exit code; None where it was stopped at the time limit."""
+    """Its exit code; None if it was stopped at the time limit."""
     plan: dict[str, Any] | None
     """The object it printed, None if it printed none."""
     errors: str = ""
-    """What it wrote to standard error, stripped."""
+    """Its standard error, stripped."""
 
 
 def planning_command(registry: Registry) -> str | None:
@@ -36,10 +36,10 @@ def planning_command(registry: Registry) -> str | None:
 
 
 def plan_recipe(registry: Registry, words: Sequence[str], limit: float | None = None) -> Planned | None:
-    """Plan a recipe without advice: each piece of advice is a plan of its own, and takes as long.
+    """Plan a recipe without advice: each piece of advice is another plan, and takes as long.
 
     Args:
-        registry: whose commands are asked.
+        registry: its commands are searched.
         words: recipe and options, as ``nanotrain plan`` takes them.
         limit: seconds after which it is stopped.
 

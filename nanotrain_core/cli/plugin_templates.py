@@ -1,7 +1,7 @@
 """The files of a new plugin, made from the template of its kind in ``templates/``.
 
-A template has two halves: what every command imports, with hook and config, and what stands behind the
-factory. One file has the second half in the function ``build``, a package in a module of its own.
+A template has two halves: what every command imports, with hook and config, and what the factory
+loads. A single file has the second half in the function ``build``, a package in a module of its own.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SPLIT = re.compile(r"^# --- behind the factory(, torch-free)?\n", re.MULTILINE)
 
 @attrs.define(frozen=True)
 class Proof:
-    """What a component of a new plugin is tested with, as a ``Case`` and as words of a command line."""
+    """The test settings of a new plugin's component, as a ``Case`` and as command-line words."""
 
     config: Mapping[str, Any] = attrs.field(factory=dict)
     topology: Mapping[str, int] = attrs.field(factory=dict)
@@ -34,7 +34,7 @@ class Proof:
     world_size: int | None = None
 
     def case(self, kind: str, name: str) -> str:
-        """Return it in Python, an argument of ``conformance``."""
+        """Return it as Python code, an argument of ``conformance``."""
         given = {key: value for key, value in attrs.asdict(self, recurse=False).items() if value}
         options = [f"{key}={json.dumps(value)}" for key, value in given.items()]
         words = [f'"{kind}"', f'use="{name}"', *options]
@@ -53,7 +53,7 @@ def _lines(option: str, keys: Mapping[str, Any]) -> list[str]:
 
 
 def toml(value: Any) -> str:
-    """Return a value as a recipe writes it on one line.
+    """Return a value as one line of TOML.
 
     >>> toml([{"use": "summed", "ranks": 2}])
     '[{use="summed",ranks=2}]'
@@ -67,10 +67,10 @@ def toml(value: Any) -> str:
 
 @attrs.define(frozen=True)
 class Offer:
-    """What a new plugin can offer: a kind of component, or something that is announced as one."""
+    """What a new plugin can offer: a kind of component, or something registered as one."""
 
     kind: str
-    """Of the component; empty: it is a command."""
+    """Kind of the component; empty: it is a command."""
     proofs: tuple[Proof, ...] = ()
     run: tuple[str, ...] = ()
     """Words after ``nanotrain run laptop`` that use it; ``NAME`` stands for its name."""
@@ -131,7 +131,7 @@ class NewPlugin:
 
     @property
     def root(self) -> str:
-        """The file or folder that ``--plugin`` is given."""
+        """The file or folder to pass to ``--plugin``."""
         return f"nanotrain-{self.command}" if self.package else f"{self.name}.py"
 
     @property
@@ -160,13 +160,13 @@ class NewPlugin:
         return OFFERS[self.kind].proofs
 
     def run(self) -> str:
-        """Return a command that uses it."""
+        """Return a command line that uses it."""
         words = [word.replace("NAME", self.name) for word in OFFERS[self.kind].run]
         start = ["run", "laptop"] if self.proofs else [self.command, "laptop"]
         return shlex.join(["nanotrain", *start, *words, "--plugin", self.root])
 
     def tests(self) -> list[str]:
-        """Return commands that test it: everywhere, then where a recipe would first have it."""
+        """Return commands that test it: in general, then in a typical recipe."""
         of = f"{OFFERS[self.kind].kind}:{self.name}"
         options = [[], *(proof.words() for proof in self.proofs if proof.words())] if self.proofs else []
         return [
@@ -200,7 +200,7 @@ class NewPlugin:
         )
 
     def _halves(self, factory: str) -> tuple[str, str]:
-        """Return the text before and behind the factory, for a package."""
+        """Return the text before and after the factory, for a package."""
         face, _, body = SPLIT.split(self._fill(self.kind, factory))
         return face, body
 
@@ -230,7 +230,7 @@ class NewPlugin:
 
 
 def _joined(face: str, body: str) -> str:
-    """Return both halves in one module, their imports of the core as one."""
+    """Return both halves in one module, with their imports of the core merged."""
     line = re.compile(r"^from nanotrain_core\.api import (.*)\n", re.MULTILINE)
     names = {name for half in (face, body) for found in line.findall(half) for name in found.split(", ")}
     constants = sorted(name for name in names if name.isupper())

@@ -1,4 +1,4 @@
-"""``nanotrain plugins``: what is installed, what it offers, and what is wrong with it."""
+"""``nanotrain plugins``: what is installed, what it provides, and what is wrong with it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nanotrain_core.hookspecs import HOOKSPEC_VERSION
 from nanotrain_core.registry.discovery import PluginInfo
 from nanotrain_core.registry.registry import Registry, load_plugins
 
-#: Every command imports every plugin's face, and torch takes seconds.
+#: Every command imports every plugin's entry module, and torch takes seconds.
 MOVE_IT = "move that behind the factory (nanotrain_core.contracts imports torch too)"
 
 
@@ -58,7 +58,7 @@ def _print_table(registry: Registry) -> None:
         for row in rows + [("command", command.name, command.summary) for command in plugin.commands]:
             table.add_row(*first, *row)
             first = ("", "")
-    wide = None if sys.stdout.isatty() else PIPED_WIDTH  # one line per component, whatever reads it
+    wide = None if sys.stdout.isatty() else PIPED_WIDTH  # one line per component if piped
     Console(width=wide).print(table)
 
 

@@ -1,4 +1,4 @@
-"""``nanotrain recipes``: the recipes that come with nanotrain."""
+"""``nanotrain recipes``: the recipes included with nanotrain."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _first_comment(path: Path) -> str:
-    """Return what a recipe says of itself in its first line."""
+    """Return a recipe's description from its first line."""
     with path.open(encoding="utf-8") as lines:
         first = lines.readline()
     return first.lstrip("# ").rstrip() if first.startswith("#") else ""
 
 
 def _copy(source: Path, destination: Path) -> Path:
-    """Copy a recipe without ever replacing a file.
+    """Copy a recipe without ever overwriting a file.
 
     Raises:
-        FolderError: there is such a file already, or it cannot be written.
+        FolderError: the file already exists, or it cannot be written.
     """
     target = destination / source.name if destination.is_dir() else destination
     part = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         part.write_bytes(source.read_bytes())
-        os.link(part, target)  # unlike a rename, refuses to replace what is there
+        os.link(part, target)  # unlike a rename, refuses to overwrite
     except OSError as error:
         raise FolderError(f"{target}: {error.strerror}") from None
     finally:

@@ -1,4 +1,4 @@
-"""Proves that a run can be resumed: from one of its checkpoints it arrives at the same bytes again."""
+"""Verifies that a run can be resumed: from one of its checkpoints it reaches the same bytes again."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from nanotrain_core.registry.registry import Registry
 
 
 def replay(args: argparse.Namespace, registry: Registry) -> int:
-    """Resume in a scratch folder, train to the newest step, and compare files, what they say, and losses.
+    """Resume in a scratch folder, train to the newest step, and compare files, their metadata, and losses.
 
-    ``--step`` is the checkpoint to resume from; without it that is the oldest there is.
+    ``--step`` is the checkpoint to resume from; without it that is the oldest.
 
     Raises:
-        CheckpointError: there are not two checkpoints, or the second run has none of that step.
+        CheckpointError: there are fewer than two checkpoints, or the second run has none of that step.
     """
     found = find_checkpoints(args.path, registry)
     _, last = found[-1]
@@ -45,7 +45,7 @@ def replay(args: argparse.Namespace, registry: Registry) -> int:
         said = [saved.describe() for saved in (last, twin)]
         old, new = (_hashes(each["files"]) for each in said)
         differing = _differing(old, new)
-        # The hashes may not be of what a checkpoint says beside its tensors: position, loss scale, history.
+        # The hashes may not cover a checkpoint's other state: position, loss scale, history.
         differing += [f"meta.{key}" for key in _differing(*(each["meta"] for each in said))]
         losses = [final_loss(each.path.resolve().parents[1], last.step) for each in (last, twin)]
     if differing or losses[0] != losses[1]:
@@ -57,7 +57,7 @@ def replay(args: argparse.Namespace, registry: Registry) -> int:
 
 
 def _differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Return the keys under which two mappings do not have the same."""
+    """Return the keys whose values differ between two mappings."""
     return sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
 
 

@@ -109,11 +109,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def fewest_machines(args: argparse.Namespace, recipe: Recipe) -> int:
-    """Return how many machines are enough, having seen that the recipe runs on each number of them.
+    """Return the minimum number of machines, after checking that the recipe runs on each number of them.
 
     Raises:
         RecipeError: it does not, for example because the degrees of a layout do not divide the ranks.
-        NanotrainError: there cannot be so many.
+        NanotrainError: there cannot be this many.
     """
     most = args.nnodes or 1
     least = most if args.min_nnodes is None else args.min_nnodes
@@ -133,14 +133,14 @@ def fewest_machines(args: argparse.Namespace, recipe: Recipe) -> int:
 def is_rank(joined: Ranks, args: argparse.Namespace) -> bool:
     """Return whether this process is one of the ranks that srun or torchrun has started.
 
-    A single task of Slurm, as in `srun --pty bash`, is a shell like any other; so is one on each host, where
-    the command line says how hosts meet: ranks are then started here, as many as the recipe wants.
+    A single Slurm task, as in `srun --pty bash`, is a shell like any other; so is one on each host, if the
+    command line gives the rendezvous of hosts: ranks are then started here, as many as the recipe requires.
     """
     return joined.launcher != "srun" or (joined.world_size > 1 and not args.rdzv_endpoint)
 
 
 def use_weights(args: argparse.Namespace) -> None:
-    """Lay ``--weights`` over the recipe, so that the resolved recipe names them.
+    """Apply ``--weights`` to the recipe, so that the resolved recipe names them.
 
     Raises:
         NanotrainError: the run is to be resumed, with its checkpoint's weights, or there is no such path.

@@ -1,4 +1,4 @@
-"""``nanotrain schedule NAME|RECIPE``: a pipeline schedule drawn as a timeline, without running it."""
+"""``nanotrain schedule NAME|RECIPE``: draw a pipeline schedule as a timeline, without running it."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _listed_layers(config: Any) -> int:
 
 
 def _of_recipe(args: argparse.Namespace) -> tuple[str, Schedule, int, int, Costs]:
-    """Return title, schedule, ranks, microbatches and the model's costs, for which torch is needed."""
+    """Return title, schedule, ranks, microbatches and the model's costs, which require torch."""
     remedies = {
         "pp": "topology.pp",
         "v": "schedule.v",
@@ -109,12 +109,12 @@ def _of_recipe(args: argparse.Namespace) -> tuple[str, Schedule, int, int, Costs
         schedule,
         pipeline_of(found.layout),
         microbatches_of(found.recipe, found.layout),
-        model.flops(Timeline(found.recipe).largest().batch.length),  # for which a run cuts its stages, once
+        model.flops(Timeline(found.recipe).largest().batch.length),  # for which a run splits its stages, once
     )
 
 
 def _contents(part: Part) -> str:
-    """Return what a stage holds, in words."""
+    """Describe the contents of a stage."""
     layers = (
         f"layers {part.first} to {part.last - 1}" if part.last - part.first > 1 else f"layer {part.first}"
     )

@@ -1,4 +1,4 @@
-"""``nanotrain schema``: a JSON Schema of recipes from the installed plugins."""
+"""``nanotrain schema``: print a JSON Schema of recipes from the installed plugins."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Weights as DeepSeek-V3 was released: E4M3, with a float32 scale for each block of 128 x 128 numbers.
+"""Weights in DeepSeek-V3's release format: E4M3, with a float32 scale per block of 128 x 128 elements.
 
-Source: DeepSeek-V3's own ``README_WEIGHTS.md``, "FP8 Weight Documentation": number times scale of its block,
-which its tools, too, round to bfloat16.
+Source: DeepSeek-V3's own ``README_WEIGHTS.md``, "FP8 Weight Documentation": element times scale of its block,
+    which its own tools also round to bfloat16.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from nanotrain_core.hf.mapping import HFError
 
 E4M3 = "F8_E4M3"
 SCALE = "_scale_inv"
-"""What the name of a weight's scales ends in: numbers are multiplied by them, whatever the name says."""
+"""Suffix of the name of a weight's scales: elements are multiplied by them, whatever the name suggests."""
 
 
 class BlockScaled:
-    """The tensors of a folder, those in E4M3 multiplied out as they are read.
+    """The tensors of a folder, with those in E4M3 dequantized as they are read.
 
     Raises:
         CheckpointError: a tensor in E4M3 lacks its scales, or they have another shape.
@@ -42,7 +42,7 @@ class BlockScaled:
         self.dtypes = {name: "BF16" if name in self._narrow else shards.dtypes[name] for name in kept}
 
     def read(self, name: str, index: tuple[slice, ...]) -> torch.Tensor:
-        """Return a block of a tensor; of its scales only those that it needs are read."""
+        """Return a block of a tensor; only the scales that it needs are read."""
         found = self._shards.read(name, index)
         if name not in self._narrow:
             return found

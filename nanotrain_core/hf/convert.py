@@ -1,4 +1,4 @@
-"""Writes the weights of a model as a folder, ours or another library's, one tensor in memory at a time."""
+"""Writes a model's weights to a folder, in our format or another library's, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from nanotrain_core.registry.registry import Registry
 from nanotrain_core.run.files import flush, write_text_atomically
 from nanotrain_core.run.working import working
 
-#: Files that go along with weights as they are.
+#: Files that are copied unchanged along with weights.
 TOKENIZER = (
     "tokenizer*",
     "chat_template.jinja",
@@ -34,18 +34,18 @@ TOKENIZER = (
     "generation_config.json",
 )
 
-#: What can be done with a model that transformers does not know.
+#: Advice for a model that transformers does not support.
 OWN_NAMES = "Under its own names it can be written: --to nanotrain"
 
 Form = Literal["huggingface", "nanotrain"]
 
-#: What each of our parameters is written as, by name.
+#: The dtype in which each of our parameters is written, by name.
 Dtypes = Mapping[str, torch.dtype]
 
 
 @attrs.define(frozen=True)
 class Written:
-    """What a conversion left."""
+    """The result of a conversion."""
 
     model: str
     form: Form
@@ -62,16 +62,16 @@ def convert(
     dtype: torch.dtype | None = None,
     shard_bytes: int = 5 * 10**9,
 ) -> Written:
-    """Write the weights at ``source`` into the new folder ``target``, which appears whole or not at all.
+    """Write the weights at ``source`` to the new folder ``target``, atomically.
 
     Args:
-        source: anything :func:`~nanotrain_core.hf.open_weights.open_weights` knows.
+        source: anything that :func:`~nanotrain_core.hf.open_weights.open_weights` supports.
         target: a folder that does not exist, or is empty.
         registry: finds the model's component.
-        form: whose names to write; None: not those that ``source`` has.
-        dtype: of every weight; None keeps each one's own. State that a model keeps in a dtype of its own, as
-            a router's bias, stays in that.
-        shard_bytes: size of a file at most, unless a single tensor is larger.
+        form: the naming to write; None: the other one than ``source`` has.
+        dtype: of every weight; None keeps each one's own. State that a model keeps in its own dtype, such as
+            a router's bias, is not converted.
+        shard_bytes: maximum size of a file, unless a single tensor is larger.
 
     Raises:
         NanotrainError: ``source`` cannot be read, ``target`` not written, or the model has no mapping.
@@ -120,7 +120,7 @@ def _finite(source: Path, entry: Entry) -> torch.Tensor:
 
 
 def _ours(weights: Weights, registry: Registry, dtypes: Dtypes) -> tuple[list[Entry], str, str]:
-    """Return the tensors, and the name and text of the file that says what they are."""
+    """Return the tensors, and the name and text of the file that describes them."""
     return list(_entries(weights, dtypes)), TABLE, write_model(weights.selection)
 
 

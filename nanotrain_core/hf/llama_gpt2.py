@@ -1,6 +1,6 @@
-"""What transformers calls the parameters and options of GPT-2 and Llama. Never imports torch.
+"""The parameter names and config options of GPT-2 and Llama in transformers. Never imports torch.
 
-Llama's RoPE pairs number i of a head with number i + K/2, K its size, as ours does. GPT-2 stores the matrix
+Llama's RoPE pairs element i of a head with element i + K/2, K its size, as ours does. GPT-2 stores the matrix
 of a linear layer [in, out], and those of queries, keys and values as one.
 """
 
@@ -22,13 +22,13 @@ from nanotrain_core.hf.mapping import (
 )
 from nanotrain_core.hf.rope_scaling import rope_options, rope_table
 
-#: The options in which the two differ, as :class:`TransformerConfig` calls them.
+#: The options in which the two differ, as fields of :class:`TransformerConfig`.
 LLAMA: dict[str, Any] = {"positions": "rope", "norm": "rmsnorm", "activation": "swiglu"}
 GPT2: dict[str, Any] = {"positions": "learned", "norm": "layernorm", "activation": "gelu", "bias": True}
-#: What the last of them means, unless a table says otherwise.
+#: The meaning of the last of them, unless a table overrides it.
 _BIASES = {"attention_bias": True, "ffn_bias": True}
 
-#: What transformers calls GELU's tanh form.
+#: transformers' name of GELU's tanh form.
 TANH_GELU = ("gelu_new", "gelu_pytorch_tanh")
 
 
@@ -40,7 +40,7 @@ class TransformerNames(HFMapping):
     ignored = (r".*\.rotary_emb\.inv_freq", r".*\.attn\.(masked_)?bias")
 
     def table(self, hf: Mapping[str, Any], tensors: Collection[str]) -> dict[str, Any]:
-        """Return the ``[model]`` table; dropout is left out, since there is none here."""
+        """Return the ``[model]`` table; dropout is omitted, since there is none here."""
         return _llama_table(hf) if hf["model_type"] == "llama" else _gpt2_table(hf)
 
     def config(self, config: TransformerConfig) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""How a model's parameters are called in another library's checkpoints. Torch-free.
+"""The names of a model's parameters in another library's checkpoints. Torch-free.
 
-A model component that has a mapping in Hugging Face ``transformers`` names a :class:`HFMapping` in
-``Component.hf``. It only says what is where; reading, writing and all checks are the core's.
+A model component with a mapping to Hugging Face ``transformers`` names a :class:`HFMapping` in
+``Component.hf``. It only describes the mapping; reading, writing and all checks are done by the core.
 """
 
 from __future__ import annotations
@@ -15,29 +15,30 @@ from nanotrain_core.errors import NanotrainError
 
 
 class HFError(NanotrainError):
-    """A model has no mapping on the other side: an option that one of the two does not have."""
+    """A model without a mapping: one side has an option that the other lacks."""
 
 
 @attrs.define(frozen=True)
 class HFTensor:
-    """A tensor of the other library that one of our parameters is, or is some rows of."""
+    """A tensor of the other library to which one of our parameters, or some of its rows, corresponds."""
 
     name: str
     transposed: bool = False
-    """Stored with its two axes exchanged, as GPT-2's are."""
+    """Whether it is stored transposed, as GPT-2's are."""
     rows: Sequence[int] | None = None
-    """Row i of ours is row ``rows[i]`` of theirs, counted after the exchange; None: the same rows.
+    """Row i of ours is row ``rows[i]`` of theirs, counted after the transposition; None: the same rows.
 
-    A ``range`` picks one of several matrices that are stored as one, a list changes the order. All
+    A ``range`` selects one of several matrices that are stored as one, a list changes the order. All
     parameters that share a Hugging Face tensor must together use each of its rows once.
     """
     columns: Sequence[int] | None = None
-    """The same of axis 1. Parameters that share a tensor have other rows each, or other columns, not both."""
+    """The same for axis 1. Parameters that share a tensor have different rows or different columns, not
+    both."""
 
 
 @attrs.define(frozen=True)
 class ParameterMapping:
-    """One of our parameters and where it is over there.
+    """One of our parameters and the corresponding tensors of the other library.
 
     ``ParameterMapping("embed.weight", HFTensor("model.embed_tokens.weight"))``
     """
@@ -49,19 +50,19 @@ class ParameterMapping:
 
 
 class HFMapping:
-    """What ``Component.hf`` names: a base class. Every ``config`` is one of the component's config class."""
+    """The base class of what ``Component.hf`` names. ``config`` is always of the component's config class."""
 
     model_types: Sequence[str]
     """The values of ``model_type`` in a ``config.json`` that this component can represent."""
     ignored: Sequence[str]
-    """Regular expressions of tensors that hold no weights, as masks and frequencies: they are left out."""
+    """Regular expressions of tensors without weights, such as masks and frequencies: they are skipped."""
 
     def table(self, hf: Mapping[str, Any], tensors: Collection[str]) -> dict[str, Any]:
         """Return the ``[model]`` table, without ``use``, for the contents of a ``config.json``.
 
         Args:
-            hf: what ``config.json`` holds.
-            tensors: the names that are there, for what a config promises and files may lack.
+            hf: contents of ``config.json``.
+            tensors: the existing names, for tensors that a config implies and files may lack.
 
         Raises:
             HFError: it has an option that this component cannot represent.
@@ -81,16 +82,16 @@ class HFMapping:
         raise NotImplementedError(f"{type(self).__name__} has no mappings(config)")
 
     def mappings_in(self, config: Any, hf: Mapping[str, Any]) -> Iterable[ParameterMapping]:
-        """Yield the same for files whose ``config.json`` is ``hf``: it may say how a tensor is stored."""
+        """Yield the same for files whose ``config.json`` is ``hf``: it may specify how a tensor is stored."""
         return self.mappings(config)
 
     def empty(self, config: Any) -> Iterable[tuple[str, tuple[int, ...]]]:
-        """Yield name and shape of tensors that the other library has without any number, as of no experts."""
+        """Yield name and shape of tensors that the other library has without elements, as with no experts."""
         return ()
 
 
 def expect(hf: Mapping[str, Any], key: str, *allowed: Any) -> Any:
-    """Return a value of a ``config.json``, the first of ``allowed`` where it has none.
+    """Return a value of a ``config.json``, by default the first of ``allowed``.
 
     Raises:
         HFError: it is none of ``allowed``.
@@ -103,7 +104,7 @@ def expect(hf: Mapping[str, Any], key: str, *allowed: Any) -> Any:
 
 
 def expect_flag(hf: Mapping[str, Any], key: str, default: bool) -> bool:
-    """Return a truth value of a ``config.json``; ``default`` where it has none, false where it says null.
+    """Return a boolean of a ``config.json``; ``default`` if missing, false if null.
 
     Raises:
         HFError: it is something else.
@@ -115,10 +116,10 @@ def expect_flag(hf: Mapping[str, Any], key: str, default: bool) -> bool:
 
 
 def expect_real(hf: Mapping[str, Any], key: str, default: float) -> float:
-    """Return a number of a ``config.json``, ``default`` where it has none.
+    """Return a number of a ``config.json``, ``default`` if missing.
 
     Raises:
-        HFError: it is no finite number.
+        HFError: it is not a finite number.
     """
     value = hf.get(key, default)
     if type(value) not in (int, float) or not abs(value) < 1e300:
@@ -127,10 +128,10 @@ def expect_real(hf: Mapping[str, Any], key: str, default: float) -> float:
 
 
 def expect_size(hf: Mapping[str, Any], key: str) -> int:
-    """Return a size that a ``config.json`` must have.
+    """Return a required size of a ``config.json``.
 
     Raises:
-        HFError: it does not, or it is no number above 0.
+        HFError: it is missing, or not a number above 0.
     """
     value = hf.get(key)
     if type(value) is not int or value < 1:

@@ -1,6 +1,6 @@
-"""Finds out what a path holds and opens its weights, checked against the model they say they are of.
+"""Detects the format of weights at a path and opens them, checked against the model they claim to be.
 
-Known are a folder that ``nanotrain convert`` wrote, a Hugging Face folder, and whatever a checkpoint
+Supported are a folder that ``nanotrain convert`` wrote, a Hugging Face folder, and whatever a checkpoint
 component can open for its weights: a checkpoint, or a run folder.
 """
 
@@ -34,29 +34,29 @@ from nanotrain_core.registry.registry import Registry
 from nanotrain_core.run.near import nearby_weights
 from nanotrain_core.run.working import working
 
-#: The ``[model]`` table of a folder of ours: a recipe can extend it.
+#: The ``[model]`` table of a folder in our format: a recipe can extend it.
 TABLE = "model.toml"
 CONFIG = "config.json"
-#: Times as much as the files hold that a config may describe, for what is missing to be named.
+#: Maximum ratio of the size a config describes to the files' size at which missing tensors are listed.
 MUCH = 4
 
 
 @attrs.define(frozen=True, eq=False)
 class Weights:
-    """A model's weights on disk: every parameter is there, in its shape."""
+    """A model's weights on disk: every parameter is present, in its shape."""
 
     path: Path
     selection: Selection
     reader: WeightReader
     hf: bool
-    """Whether they are stored as another library does."""
+    """Whether they are stored in another library's format."""
 
 
 def open_weights(path: Path, registry: Registry) -> Weights:
-    """Open what ``path`` holds, and compare names and shapes with the model of its table.
+    """Open the weights at ``path``, and compare names and shapes with the model of its table.
 
     Raises:
-        CheckpointError: there are no weights, or they are not those of the model.
+        CheckpointError: there are no weights, or they do not match the model.
         HFError: no component can represent the other library's model.
     """
     if (path / CONFIG).is_file() and not (path / TABLE).is_file():
@@ -68,7 +68,7 @@ def open_weights(path: Path, registry: Registry) -> Weights:
 
 
 def refuse(path: Path, problems: Sequence[str]) -> None:
-    """Raise the first of ``problems``, with their number."""
+    """Raise the first of ``problems``, with their count."""
     if problems:
         count = f" ({len(problems)} problems in all)" if len(problems) > 1 else ""
         raise CheckpointError(f"the weights in {path} do not fit the model: {problems[0]}{count}")
@@ -117,7 +117,7 @@ def known_dtypes(path: Path, shards: Tensors) -> dict[str, torch.dtype]:
     """Return the dtypes of all tensors.
 
     Raises:
-        CheckpointError: one is no floating-point format of 16 bits or more.
+        CheckpointError: one is not a floating-point format of 16 bits or more.
     """
     for name, code in shards.dtypes.items():
         if code not in DTYPES:
@@ -127,7 +127,7 @@ def known_dtypes(path: Path, shards: Tensors) -> dict[str, torch.dtype]:
 
 
 def select(table: Mapping[str, Any], registry: Registry, path: Path) -> Selection:
-    """Give a ``[model]`` table its types.
+    """Resolve a ``[model]`` table's types.
 
     Raises:
         CheckpointError: it does not fit the component as installed.
@@ -202,10 +202,10 @@ def _open_hf(folder: Path, registry: Registry) -> Weights:
 
 
 def _expect_about_as_many(folder: Path, mappings: Iterable[ParameterMapping], shards: Tensors) -> None:
-    """Refuse a config of far more tensors than there are, before a model of ten thousand layers is made.
+    """Reject a config with far more tensors than the files, before a model of ten thousand layers is built.
 
     Raises:
-        CheckpointError: it is one.
+        CheckpointError: it has far more.
     """
     most, named = MUCH * len(shards.shapes), 0
     for mapping in mappings:
@@ -234,10 +234,10 @@ def _read_hf(folder: Path, shards: Tensors, atlas: Atlas, ignored: Sequence[str]
 
 
 def fingerprint(reader: WeightReader) -> str:
-    """Return a SHA-256 over all names and shapes, and over a corner of up to 64 tensors, spread over them.
+    """Return a SHA-256 over all names and shapes, and over a corner of up to 64 tensors, evenly selected.
 
-    It tells weights of one model apart: those of a host's own disk, or of another step of a run that still
-    saves. Those that differ in a few numbers alone may go unnoticed.
+    It distinguishes weights of one model: those on a host's own disk, or of another step of a run that is
+    still saving. Weights that differ in only a few values may go unnoticed.
     """
     names = sorted(reader.shapes)
     digest = sha256(repr([(name, tuple(reader.shapes[name])) for name in names]).encode())
@@ -251,10 +251,10 @@ def fingerprint(reader: WeightReader) -> str:
 def load_weights(
     path: Path, registry: Registry, selection: Selection, placed: Sequence[PlacedParameter], mesh: Mesh
 ) -> None:
-    """Gather: fill this rank's blocks one at a time, reading little more. Rank 0 looks for damage.
+    """Fill this rank's blocks one at a time, reading little more. Rank 0 checks for damage. Collective.
 
     Raises:
-        CheckpointError: the weights are damaged, of another model than the run's, or other ones on some rank.
+        CheckpointError: the weights are damaged, of another model than the run's, or differ on some rank.
     """
     weights = open_weights(path, registry)
     refuse_other_model(model_table(weights.selection), selection, what=f"{path} has weights")
@@ -271,7 +271,7 @@ def load_weights(
         for parameter in placed:
             block = weights.reader.read(parameter.placement.name, parameter.placement.slices)
             parameter.parameter.copy_(block)
-            # Looked at in the host's memory, before it is on the device.
+            # Checked in host memory, before it is on the device.
             if parameter.parameter.requires_grad and not bool(block.isfinite().all()):
                 odd.append(parameter.placement.name)
             advance(parameter.parameter.nbytes)

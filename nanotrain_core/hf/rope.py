@@ -1,7 +1,7 @@
-"""What a ``config.json`` says of rotary embeddings, in the words of older and newer versions. Torch-free.
+"""Rotary embedding options of a ``config.json``, in older and newer formats. Torch-free.
 
 Newer versions of transformers keep everything in ``rope_parameters``, older ones ``rope_theta`` and a table
-``rope_scaling``. An old one would miss the newer form without a word and turn by other angles: both are
+``rope_scaling``. An old version would silently ignore the newer form and rotate by other angles: both are
 written.
 """
 
@@ -14,15 +14,15 @@ from nanotrain_core.hf.mapping import HFError, expect, expect_real
 
 
 def read_rope(hf: Mapping[str, Any], *kinds: str) -> tuple[float, str, dict[str, Any]]:
-    """Return the base of the frequencies, how they are scaled, and the options of that.
+    """Return the base of the frequencies, their scaling, and its options.
 
     Args:
-        hf: what ``config.json`` holds.
-        kinds: the values of ``rope_type`` that can be represented, besides ``default``.
+        hf: contents of ``config.json``.
+        kinds: the values of ``rope_type`` that can be represented, in addition to ``default``.
 
     Raises:
-        HFError: it is another one, or only a part of a head is turned; or there are two forms that
-            disagree: which one is read depends on the reader.
+        HFError: it is another one, or only a part of a head is rotated; or there are two forms that
+        disagree: which one is read depends on the reader.
     """
     newer, older = (_table(hf, name) for name in ("rope_parameters", "rope_scaling"))
     for key in sorted(newer.keys() & older.keys()):
@@ -55,10 +55,10 @@ def write_rope(
 
 
 def expect_number(options: Mapping[str, Any], key: str) -> float:
-    """Return an option that must be there.
+    """Return a required option.
 
     Raises:
-        HFError: it is missing, or no number.
+        HFError: it is missing, or not a number.
     """
     value = options.get(key)
     if type(value) not in (int, float):

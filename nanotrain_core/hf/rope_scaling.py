@@ -1,6 +1,6 @@
-"""What transformers calls the options of a Llama's rotary embeddings. Never imports torch.
+"""The rotary embedding options of a Llama in transformers. Never imports torch.
 
-Defaults, and which of two keys counts, are those of its ``modeling_rope_utils``.
+Defaults, and the precedence of two keys, are those of its ``modeling_rope_utils``.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from nanotrain_core.hf.rope import expect_number, read_rope, write_rope
 
 _ORIGINAL = "original_max_position_embeddings"
 
-#: Of a ``config.json`` that does not say ``max_position_embeddings``.
+#: Default of a ``config.json`` without ``max_position_embeddings``.
 _LONGEST = 2048
 
 
 def rope_table(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of ``[model]`` for what a ``config.json`` says.
+    """Return the keys of ``[model]`` for a ``config.json``.
 
     Raises:
         HFError: it cannot be represented, or means different things to different versions.
@@ -114,7 +114,7 @@ def _write_llama3(scaling: RopeScalingConfig) -> dict[str, Any]:
 
 
 def _write_yarn(scaling: RopeScalingConfig) -> dict[str, Any]:
-    """Leave out an ``attention_factor`` that is unset, so that it is unset when it is read again."""
+    """Omit an ``attention_factor`` that is unset, so that it is unset when read again."""
     found = {
         "factor": scaling.factor,
         _ORIGINAL: scaling.original_length,
@@ -138,7 +138,7 @@ def _longest(hf: Mapping[str, Any]) -> int:
 
 
 def _original(options: Mapping[str, Any], hf: Mapping[str, Any]) -> int:
-    """Return the length before it was stretched; some files have it beside the options."""
+    """Return the length before scaling; some files have it next to the options."""
     found = {name[_ORIGINAL] for name in (options, hf) if name.get(_ORIGINAL) is not None}
     if len(found) > 1:
         both = f"{options[_ORIGINAL]} in its RoPE and {hf[_ORIGINAL]} beside it"

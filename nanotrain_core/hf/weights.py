@@ -1,4 +1,4 @@
-"""Weights of another library read as ours, and ours assembled as theirs, a tensor at a time."""
+"""Reads another library's weights as ours, and assembles ours in its format, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def whole(shape: Iterable[int]) -> Index:
 
 @attrs.define(frozen=True, eq=False)
 class Piece:
-    """A block of one of our parameters, and what it is over there."""
+    """A block of one of our parameters, and the corresponding part of a Hugging Face tensor."""
 
     name: str
     index: Index
@@ -34,16 +34,16 @@ class Piece:
 
     @property
     def shape(self) -> Shape:
-        """As the Hugging Face tensor has it, before an exchange of axes."""
+        """Its shape in the Hugging Face tensor, before transposition."""
         index = self.index[1:] if self.single else self.index
         return tuple(part.stop - part.start for part in index)
 
 
 class Atlas:
-    """Both sides of every tensor of one model.
+    """The mapping of every tensor of one model in both directions.
 
     Raises:
-        PluginError: the mappings are not those of the model's parameters, or leave rows out.
+        PluginError: the mappings do not match the model's parameters, or omit rows.
     """
 
     def __init__(self, mappings: Iterable[ParameterMapping], ours: Mapping[str, Shape]) -> None:
@@ -58,7 +58,7 @@ class Atlas:
             for piece in _pieces(mapping, ours[mapping.name]):
                 self.pieces.setdefault(piece.hf.name, []).append(piece)
         self.upright = {name: _upright(name, pieces) for name, pieces in self.pieces.items()}
-        """Name of a Hugging Face tensor -> shape before an exchange of axes."""
+        """Name of a Hugging Face tensor -> shape before transposition."""
 
     @property
     def theirs(self) -> dict[str, Shape]:
@@ -69,7 +69,7 @@ class Atlas:
     def entries(self, source: WeightReader, dtypes: Mapping[str, torch.dtype]) -> Iterator[Entry]:
         """Yield every Hugging Face tensor, to be assembled from ``source`` when it is written.
 
-        ``dtypes``: what to write each of our parameters as.
+        ``dtypes``: the dtype in which to write each of our parameters.
         """
         for name, shape in self.theirs.items():
             pieces = self.pieces[name]
@@ -94,7 +94,7 @@ def _pieces(mapping: ParameterMapping, shape: Shape) -> list[Piece]:
 
 
 def _upright(name: str, pieces: Sequence[Piece]) -> Shape:
-    """Return the shape that all pieces of a Hugging Face tensor together make up."""
+    """Return the shape that all pieces of a Hugging Face tensor make up together."""
     orders = [(piece.hf.rows, piece.hf.columns) for piece in pieces]
     if orders == [(None, None)]:
         return pieces[0].shape
