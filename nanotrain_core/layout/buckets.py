@@ -22,7 +22,7 @@ DEPTH = 2
 
 
 class BucketExchange(Protocol):
-    """Buckets are flat and have an equal range for each of the R ranks of a group, in rank order.
+    """Collectives of flat buckets with an equal range for each of the R ranks of a group, in rank order.
 
     Every method but :meth:`forget` is collective: all ranks call the same ones, in the same order.
     """

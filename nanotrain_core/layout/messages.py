@@ -90,7 +90,7 @@ class Messages:
 
 
 class EdgeMessages(Messages):
-    """A group for each edge and direction: NCCL handles the messages of a group in order.
+    """Send/recv with a group for each edge and direction: NCCL handles the messages of a group in order.
 
     A schedule runs the microbatches of an edge in the same order at both ends (the harness tests it).
     """

@@ -58,7 +58,7 @@ class SkippedSteps:
 def first_not_finite(blocks: Sequence[Block]) -> str:
     """Return the name of the first block with a NaN or an infinity; empty if there is none."""
     tensors = {block.name: block.tensor for block in blocks if block.tensor.numel()}
-    # Eight-bit floats are codes.
+    # Eight-bit floats are quantized codes.
     floats = {n: t for n, t in tensors.items() if t.is_floating_point() and t.dtype.itemsize > 1}
     if not floats:
         return ""
