@@ -152,7 +152,7 @@ def nanotrain_register_checkpoint(register: Register) -> None:
 
 @hookimpl
 def nanotrain_register_monitor(register: Register) -> None:
-    """Register ``console``, ``jsonl``, ``sample``, ``guard``, ``stragglers``, ``replicas`` and ``bit_flips``."""
+    """Register ``console``, ``jsonl``, ``sample``, ``guard``, ``stragglers``, ``replicas``, ``bit_flips``."""
     register(
         Component(
             name="console",
