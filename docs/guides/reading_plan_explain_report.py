@@ -71,13 +71,13 @@ def planned():
 
 
 def watched(folder):
-    """Train 40 steps of ``lesson.toml``, write its report, and return the losses."""
+    """Train 40 steps of ``lesson.toml``, write its report, and return the losses and the corpus's entropy."""
     lines = ["run.steps=40", 'monitor=[{use="jsonl"}]']
     engine, _ = engine_of(lines, Path(folder))
     engine.fit()
     with contextlib.redirect_stdout(io.StringIO()):
         nanotrain(["report", str(folder)])
-    return dict(read_metrics(Path(folder), ["loss"]).curves["loss"])
+    return dict(read_metrics(Path(folder), ["loss"]).curves["loss"]), engine.run.feed.data.entropy
 
 
 def main():
@@ -94,10 +94,10 @@ def main():
     for name in ("weights", "optimizer", "gradients", "activations"):
         print(f"{name:13}{held[name]:>11,} B")
     with tempfile.TemporaryDirectory() as folder:
-        losses = watched(folder)
+        losses, entropy = watched(folder)
         written = (Path(folder) / "report.html").is_file()
     print(f"\nlosses at steps 1, 10 and 40: {losses[1]:.1f} {losses[10]:.1f} {losses[40]:.1f}")
-    print(f"knowing nothing: ln 64 = {log(64):.2f}; all there is to know: ln 2 = {log(2):.2f}")
+    print(f"knowing nothing: ln 64 = {log(64):.2f}; all there is to know: {entropy:.2f}")
     print("a report was written:", written)
 
 
