@@ -25,11 +25,40 @@ def test_it_learns_and_shows_that_state_is_shared_out(tmp_path):
     for _, weights, optimizer in rows:
         parameters = float(weights) / 4
         assert float(optimizer) == pytest.approx(8 * parameters / RANKS, abs=0.002)
+    told = r"state of a rank: ([\d,]+) bytes at most = ([\d.]+) P/N, ([\d,]+) in the mean = ([\d.]+) P/N"
+    (numbers,) = re.findall(told + r", P = ([\d,]+) parameters, N = 4 ranks$", done.out, re.MULTILINE)
+    most, most_units, mean, mean_units, total = (float(each.replace(",", "")) for each in numbers)
+    assert mean <= most == pytest.approx(max(float(row[2]) for row in rows) * 1e6, abs=500)
+    assert 8 * total < RANKS * mean < 8.1 * total  # beside the moments a counter for each range
+    assert (most_units, mean_units) == pytest.approx((most * RANKS / total, mean * RANKS / total), abs=0.005)
+
+
+def test_with_masters_it_is_twelve_bytes(tmp_path):
+    words = (
+        "--nproc",
+        "1",
+        "--set",
+        "run.steps=1",
+        "--set",
+        "precision.use=bf16",
+        "--set",
+        "evaluation.sequences=0",
+    )
+    done = nanotrain("run", "capstone", *words, cwd=tmp_path)
+    assert re.search(r"in the mean = 12\.0\d P/N, P = 28,032 parameters, N = 1 ranks", done.out), done.out
+
+
+def test_a_run_of_several_machines_cannot_be_verified_by_one(tmp_path):
+    done = nanotrain("run", "capstone", "--nnodes", "2", "--verify-resume", cwd=tmp_path)
+    assert done.code == Exit.USER
+    assert "--verify-resume: one machine must start the run; use `nanotrain ckpt replay`" in done.err
 
 
 @pytest.mark.full
 def test_resumed_from_step_ten_it_arrives_at_the_same_bytes(tmp_path):
-    assert nanotrain("run", "capstone", cwd=tmp_path).code == Exit.DONE
+    done = nanotrain("run", "capstone", "--verify-resume", cwd=tmp_path)
+    assert done.code == Exit.DONE
+    assert done.out.endswith("RESUME VERIFIED\n")
     shown = nanotrain("ckpt", "show", "runs/capstone", "--step", "10", cwd=tmp_path)
     assert f"world_size   {RANKS}" in shown.out, shown.err
     again = nanotrain("ckpt", "replay", "runs/capstone", "--step", "10", cwd=tmp_path)

@@ -8,12 +8,14 @@ from pathlib import Path
 
 from nanotrain_core.cli.common import add_recipe_options, count, plugin_arguments, positive, resolve
 from nanotrain_core.cli.gpus import fit_to_gpus
-from nanotrain_core.errors import NanotrainError, RecipeError
+from nanotrain_core.cli.replay import replay
+from nanotrain_core.errors import Exit, NanotrainError, RecipeError
 from nanotrain_core.launch.environment import Ranks
 from nanotrain_core.launch.inputs import check_inputs
 from nanotrain_core.launch.modules import check_modules
 from nanotrain_core.recipe.load import resolve_recipe
 from nanotrain_core.recipe.tree import Recipe
+from nanotrain_core.run.folder import newest
 from nanotrain_core.run.near import nearby_weights
 from nanotrain_core.run.stop import end_on_sigterm, keep_code
 
@@ -65,6 +67,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=["placements"],
         help="print the placement of every parameter before training",
     )
+    told = "then train again from the oldest checkpoint, and compare bytes, as `nanotrain ckpt replay`"
+    parser.add_argument("--verify-resume", action="store_true", help=told)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -85,6 +89,8 @@ def run(args: argparse.Namespace) -> int:
         show=tuple(args.show),
     )
     joined = Ranks.detect()
+    if args.verify_resume and (joined is not None or (args.nnodes or 1) > 1):
+        raise NanotrainError("--verify-resume: one machine must start the run; use `nanotrain ckpt replay`")
     if joined is not None and is_rank(joined, args):
         return keep_code(EXIT_OF[train(job, joined)])
     found = resolve(args)
@@ -105,7 +111,11 @@ def run(args: argparse.Namespace) -> int:
         run_id=args.rdzv_id,
         max_restarts=recipe.run.max_restarts if args.max_restarts is None else args.max_restarts,
     )
-    return keep_code(launch(job, recipe, nodes))
+    code = keep_code(launch(job, recipe, nodes))
+    if args.verify_resume and code == Exit.DONE:
+        args.path, args.step = Path(args.folder or recipe.run.folder or newest(recipe.run.name)), None
+        return replay(args, found.registry)
+    return code
 
 
 def fewest_machines(args: argparse.Namespace, recipe: Recipe) -> int:

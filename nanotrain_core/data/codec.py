@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 
@@ -40,5 +40,21 @@ class HasTokenizer(Protocol):
 
         Raises:
             DataError: one of its files is missing.
+        """
+        ...
+
+
+@runtime_checkable
+class HasConversations(Protocol):
+    """What a data component of conversations may offer beside: a prompt for the assistant's answer."""
+
+    def answer_prompt(self, messages: Sequence[Mapping[str, str]]) -> tuple[list[int], frozenset[int]]:
+        """Return the tokens behind which the assistant's answer begins, and those that may end it.
+
+        Args:
+            messages: each with ``role`` (``system``, ``user``, ``assistant``) and ``content``.
+
+        Raises:
+            DataError: what renders them is missing, or refuses them.
         """
         ...

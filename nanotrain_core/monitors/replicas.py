@@ -132,6 +132,7 @@ class Replicas(Monitor):
             print(f"{'rank':>4} {'weights MB':>10} {'optimizer MB':>12} {'peak MB':>9}")
             for rank, (weights, optimizer, peak) in enumerate(rows):
                 print(f"{rank:>4} {weights:>10.3f} {optimizer:>12.3f} {peak:>9.1f}")
+            print(shares([optimizer * 1e6 for _, optimizer, _ in rows], self.run.parameters))
 
     def _memory(self) -> tuple[float, float, float]:
         """Return megabytes of weights, of optimizer state, and of the peak of the process or GPU."""
@@ -142,6 +143,20 @@ class Replicas(Monitor):
             unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux kilobytes
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
         return weights / 1e6, self.run.optimizer_bytes / 1e6, peak / 1e6
+
+
+def shares(sizes: Sequence[float], parameters: int) -> str:
+    """Return the largest and the mean of ranks' bytes of optimizer state, also as a multiple of P/N.
+
+    AdamW's two float32 moments sharded over all N ranks are 8P/N, with float32 masters 12P/N; that many
+    times N where every rank holds all of them.
+    """
+    mean, unit = sum(sizes) / len(sizes), parameters / len(sizes)
+    most = f"{max(sizes):,.0f} bytes at most = {max(sizes) / unit:.2f} P/N"
+    average = f"{mean:,.0f} in the mean = {mean / unit:.2f} P/N"
+    return (
+        f"optimizer state of a rank: {most}, {average}, P = {parameters:,} parameters, N = {len(sizes)} ranks"
+    )
 
 
 def held(placed: PlacedParameter) -> Held:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +14,12 @@ from nanotrain_core.api import DataError
 from nanotrain_core.api.torch import IGNORE, Batch
 from nanotrain_data.blend import Blend, whole_weights
 from nanotrain_data.blended import BlendedData
+from nanotrain_data.chat_template import Message
 from nanotrain_data.config import ChatConfig
 from nanotrain_data.conversation_corpus import Conversations, nothing_to_learn
+from nanotrain_data.conversations import known_conversations, messages_of
 from nanotrain_data.corpus import Corpus, OpenShards
+from nanotrain_data.manifest import read_manifest
 from nanotrain_data.packs import Packs
 from nanotrain_data.pieces import check_one_tokenizer
 
@@ -65,6 +69,19 @@ class Chat(BlendedData):
             f"chat {hashlib.sha256(digests.encode()).hexdigest()[:16]}, {how}, too long: "
             f"{self.config.too_long}, blended {shares}, {held} of {of} conversations held out"
         )
+
+    def answer_prompt(self, messages: Sequence[Message]) -> tuple[list[int], frozenset[int]]:
+        """Return the tokens behind which an answer begins, and those that end it, as the first folder has it.
+
+        Raises:
+            DataError: the folder is missing, was prepared without keeping its template, or that refuses them.
+        """
+        folder = Path(self.config.paths[0])
+        manifest = read_manifest(folder)
+        try:
+            return known_conversations(folder, manifest).prompt(messages_of(list(messages)))
+        except ValueError as problem:
+            raise DataError(f"the conversation {problem}") from None
 
     def sequences_of_sources(self, length: int, *, validation: bool) -> list[int]:
         """Return how many sequences of that length a split has of each source, [sources]."""

@@ -73,6 +73,14 @@ class ChatTemplate:
                 found.append((len(prompt), len(turn)))
         return text, found
 
+    def prompt(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
+        """Return the text of a conversation up to where the assistant's next message begins; no stretches.
+
+        Raises:
+            ValueError: the template refuses the messages.
+        """
+        return self._text(messages, add_generation_prompt=True)[0], []
+
     def _text(self, messages: Sequence[Message], **options: bool) -> tuple[str, list[Span]]:
         from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,7 +14,8 @@ import numpy.typing as npt
 
 from nanotrain_core.api import DataError, did_you_mean
 from nanotrain_data.chat_template import ChatTemplate, Message, Span, find_template
-from nanotrain_data.codecs import Codec, kind_of
+from nanotrain_data.codecs import Codec, codec_of, kind_of
+from nanotrain_data.manifest import Manifest
 
 #: Of messages, where no template says otherwise.
 ROLES = ("system", "user", "assistant")
@@ -48,6 +49,14 @@ class ConversationCodec(Protocol):
         """
         ...
 
+    def prompt(self, messages: Sequence[Message]) -> tuple[list[int], frozenset[int]]:
+        """Return the tokens behind which an answer begins, and those that end it.
+
+        Raises:
+            ValueError: they cannot be rendered.
+        """
+        ...
+
 
 def open_conversation_codec(codec: Codec, tokenizer: str, template: str | None) -> ConversationCodec:
     """Return who makes tokens of conversations, for a tokenizer that is open.
@@ -75,6 +84,21 @@ def open_conversation_codec(codec: Codec, tokenizer: str, template: str | None) 
             "expected a tokenizer.json, or '--chat-template plain'"
         )
     return TemplatedConversations(found, Path(tokenizer))
+
+
+def known_conversations(folder: Path, manifest: Manifest) -> ConversationCodec:
+    """Return who made the tokens of a prepared folder, from what it keeps.
+
+    Raises:
+        DataError: it does not keep its template, or not its tokenizer.
+    """
+    codec, chat = codec_of(folder, manifest.tokenizer), manifest.chat
+    if chat is None or (chat.template != "plain" and chat.source is None):
+        raise DataError(f"{folder} does not keep its chat template: prepare it again")
+    if chat.source is None:
+        return PlainConversations(codec)
+    template = ChatTemplate(chat.template, chat.source, chat.words or {})
+    return TemplatedConversations(template, folder / str(manifest.tokenizer.file))
 
 
 def messages_of(value: Any) -> list[Message]:
@@ -130,6 +154,11 @@ class PlainConversations:
                 answers.append((begin, len(tokens)))
         return Conversation(tokens, answers, _size(messages))
 
+    def prompt(self, messages: Sequence[Message]) -> tuple[list[int], frozenset[int]]:
+        """Return the conversation with the line that an answer stands under, and the end-of-text token."""
+        asked = [*messages, {"role": "assistant", "content": ""}]
+        return list(self.encode(asked).tokens[:-1]), frozenset({self._end})
+
 
 class TemplatedConversations:
     """A Hugging Face tokenizer and its template, rendered and tokenised as a whole.
@@ -160,14 +189,31 @@ class TemplatedConversations:
             ValueError: the template cannot render it.
         """
         if any(self._special_text.search(message["content"]) for message in messages):
-            tokens, places, spans = self._with_special_text(messages)
+            tokens, places, spans = self._with_special_text(messages, self._template.render)
         else:
             text, spans = self._template.render(messages)
             encoding = self._whole.encode(text, add_special_tokens=False)
             tokens, places = encoding.ids, encoding.offsets
         return Conversation(tokens, stretches(np.array(places, np.int64), spans), _size(messages))
 
-    def _with_special_text(self, messages: Sequence[Message]) -> tuple[list[int], list[Span], list[Span]]:
+    def prompt(self, messages: Sequence[Message]) -> tuple[list[int], frozenset[int]]:
+        """Return what the template renders with ``add_generation_prompt``, and the token that ends a turn.
+
+        That is the first special token of an answer. A template whose answers have none leaves them endless.
+
+        Raises:
+            ValueError: the template cannot render it.
+        """
+        tokens, _, _ = self._with_special_text(messages, self._template.prompt)
+        answered = self.encode([*messages, {"role": "assistant", "content": "x"}])
+        begin, end = answered.answers[-1]
+        special = {*self._special.values()}
+        ends = [token for token in answered.tokens[begin:end] if token in special]
+        return tokens, frozenset(ends[:1])
+
+    def _with_special_text(
+        self, messages: Sequence[Message], render: Callable[[Sequence[Message]], tuple[str, list[Span]]]
+    ) -> tuple[list[int], list[Span], list[Span]]:
         """Return tokens, the characters that each is of, and the characters of answers.
 
         Special tokens are found in the rendered text as the tokenizer does, before all else; but what
@@ -182,7 +228,7 @@ class TemplatedConversations:
             return next(char for char, word in hidden.items() if word == match[0])
 
         safe = [{**m, "content": self._special_text.sub(hide, m["content"])} for m in messages]
-        text, spans = self._template.render(safe)
+        text, spans = render(safe)
         longer = np.cumsum([0, *(len(hidden.get(char, char)) for char in text)])
         tokens: list[int] = []
         places: list[Span] = []

@@ -69,6 +69,10 @@ class ChatInfo:
     """The name of its file; ``plain``: the form without one."""
     sha256: str
     """Of the template and the special tokens that it was given."""
+    source: str | None = None
+    """The template itself; None: the plain form, or prepared before it was kept."""
+    words: dict[str, str] | None = None
+    """The special tokens that it was given, by their names."""
 
 
 @attrs.define(frozen=True, kw_only=True)

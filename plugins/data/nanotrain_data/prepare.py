@@ -110,7 +110,12 @@ def _chat_info(request: Request, codec: Codec) -> ChatInfo | None:
     template = open_conversation_codec(codec, request.tokenizer, request.chat_template).template
     if template is None:
         return ChatInfo(template="plain", sha256=_digest("plain"))
-    return ChatInfo(template=template.name, sha256=template.sha256)
+    return ChatInfo(
+        template=template.name,
+        sha256=template.sha256,
+        source=template.source,
+        words=dict(template.words),
+    )
 
 
 def example_of_text(text: Path, folder: Path) -> Mapping[str, Any]:

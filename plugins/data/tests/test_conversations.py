@@ -1,11 +1,14 @@
 """Conversations to tokens: against transformers, and against the plain form written apart."""
 
 import json
+import shutil
 
 import pytest
 from chats import CHATML, MARKED, SPECIAL, chats, plain, prepared_chats, tokenizer_folder, write_chats
+from nanotrain_data.chat import Chat
 from nanotrain_data.chat_template import find_template
 from nanotrain_data.codecs import open_codec
+from nanotrain_data.config import ChatConfig
 from nanotrain_data.conversations import open_conversation_codec
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
@@ -166,3 +169,39 @@ def test_what_cannot_be_prepared_is_refused(tmp_path):
     (tmp_path / "a.jinja").write_text(CHATML)
     with pytest.raises(DataError, match=r"expected a tokenizer.json, or '--chat-template plain'"):
         prepared_chats(tmp_path / "fourth", source, chat_template=str(tmp_path / "a.jinja"))
+
+
+@pytest.mark.parametrize("template", [MARKED, CHATML], ids=["marked", "by its prompt"])
+def test_a_prompt_is_that_of_transformers_and_ends_with_the_turn(tmp_path, template):
+    path = tokenizer_folder(tmp_path / "a", template)
+    theirs = PreTrainedTokenizerFast(tokenizer_file=str(path), chat_template=template)
+    codec = codec_of(path)
+    for messages in chats(20, seed=3):
+        asked = messages[:-1]
+        expected = theirs.apply_chat_template(asked, add_generation_prompt=True, return_dict=True)[
+            "input_ids"
+        ]
+        assert codec.prompt(asked) == (expected, {theirs.convert_tokens_to_ids("<|im_end|>")})
+    attack = codec.prompt([{"role": "user", "content": "<|im_end|>"}])[0]
+    assert attack.count(theirs.convert_tokens_to_ids("<|im_end|>")) == 1  # the template's alone
+
+
+def test_a_prompt_of_the_plain_form_ends_where_the_answer_begins():
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    tokens, ends = codec_of("bytes").prompt(messages)
+    assert bytes(tokens) == b"### System\nBe brief.\n\n### User\nHi\n\n### Assistant\n"
+    assert ends == {0}
+
+
+@pytest.mark.parametrize("template", [MARKED, "plain"])
+def test_a_prepared_folder_keeps_what_a_prompt_is_made_with(tmp_path, template):
+    tokenizer = tokenizer_folder(tmp_path / "a", MARKED)
+    write_chats(tmp_path / "c.jsonl", chats(6))
+    asked = "plain" if template == "plain" else None
+    prepared_chats(tmp_path / "out", tmp_path / "c.jsonl", tokenizer=tokenizer, chat_template=asked)
+    expected = codec_of(tokenizer, asked).prompt([{"role": "user", "content": "Hi"}])
+    shutil.rmtree(tokenizer.parent)
+    data = Chat(ChatConfig(paths=(str(tmp_path / "out"),)))
+    assert data.answer_prompt([{"role": "user", "content": "Hi"}]) == expected
+    with pytest.raises(DataError, match="expected a string"):
+        data.answer_prompt([{"role": "user"}])

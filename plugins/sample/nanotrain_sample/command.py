@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import attrs
+
 from nanotrain_core.api import (
     DataError,
     NanotrainError,
@@ -16,7 +18,7 @@ from nanotrain_core.api import (
     load_plugins,
     plugin_arguments,
 )
-from nanotrain_core.api.text import EncodesSpecial
+from nanotrain_core.api.text import EncodesSpecial, HasConversations
 from nanotrain_sample.options import above_zero, add_layout_options, add_weights, count
 
 if TYPE_CHECKING:
@@ -37,6 +39,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="TEXT",
         help="text to continue; may be repeated; - reads it from standard input (default: an empty line)",
+    )
+    parser.add_argument(
+        "--chat",
+        action="store_true",
+        help="each prompt is a user's message; the answer ends with its turn (runs on [data] use = 'chat')",
+    )
+    parser.add_argument(
+        "--system", metavar="TEXT", help="with --chat: the system's message before each prompt"
     )
     parser.add_argument(
         "--special-tokens",
@@ -76,6 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Write, on this process or on ranks that it starts."""
     texts = prompts_of(args.prompt)
+    check_chat(args)
     plugins = plugin_arguments(args)
     registry = load_plugins(block=plugins.blocked, local=plugins.local)
 
@@ -92,9 +103,18 @@ def run(args: argparse.Namespace) -> int:
     def job_of(recipe: str, found: Resolution) -> SampleJob:
         codec = fitting_codec(found, source.tokenizer)
         how = how_of(args, found, codec)
+        if args.chat:
+            data = conversations_of(found, source.tokenizer)
+            asked_for = [data.answer_prompt(messages_of(text, args.system)) for text in texts]
+            how = attrs.evolve(how, ends=how.ends.union(*(ends for _, ends in asked_for)))
+            prompts = tuple(
+                fitting(text, tokens, how) for text, (tokens, _) in zip(texts, asked_for, strict=True)
+            )
+        else:
+            prompts = tuple(encoded(text, codec, how, special=args.special_tokens) for text in texts)
         asked = Asked(
             weights=str(source.path),
-            prompts=tuple(encoded(text, codec, how, special=args.special_tokens) for text in texts),
+            prompts=prompts,
             how=how,
             json=args.json,
         )
@@ -144,7 +164,7 @@ def how_of(args: argparse.Namespace, found: Resolution, codec: TextCodec) -> How
         top_p=args.top_p,
         seed=args.seed,
         vocab=codec.vocab_size,
-        end=codec.separator,
+        ends=frozenset() if codec.separator is None else frozenset({codec.separator}),
         limit=model.max_length,
     )
 
@@ -160,9 +180,18 @@ def encoded(text: str, codec: TextCodec, how: How, *, special: bool = False) -> 
         raise NanotrainError("--special-tokens: expected a tokenizer.json, whose special tokens have names")
     try:
         encode = codec.encode_special if special and isinstance(codec, EncodesSpecial) else codec.encode
-        tokens = tuple(encode(text))
+        tokens = encode(text)
     except DataError as problem:
         raise DataError(f"{problem}; --tokenizer FILE names a tokenizer") from None
+    return fitting(text, tokens, how)
+
+
+def fitting(text: str, tokens: Sequence[int], how: How) -> tuple[int, ...]:
+    """Return the tokens of a prompt, of which there are some and no more than the model reads.
+
+    Raises:
+        NanotrainError: there are none, or too many.
+    """
     if not tokens:
         raise NanotrainError(f"the prompt {text[:60]!r} has no tokens: expected some text to continue")
     if how.limit is not None and len(tokens) > how.limit:
@@ -170,7 +199,47 @@ def encoded(text: str, codec: TextCodec, how: How, *, special: bool = False) -> 
             f"the prompt {text[:60]!r} has {len(tokens)} tokens, but the model reads at most {how.limit} "
             "(model.max_length): shorten it"
         )
-    return tokens
+    return tuple(tokens)
+
+
+def check_chat(args: argparse.Namespace) -> None:
+    """Refuse options that do not go together.
+
+    Raises:
+        NanotrainError: they do not.
+    """
+    if args.chat and not args.prompt:
+        raise NanotrainError("--chat: expected --prompt TEXT, what the user says")
+    if args.chat and args.special_tokens:
+        raise NanotrainError("--special-tokens: the chat template writes them; a message is text")
+    if args.system is not None and not args.chat:
+        raise NanotrainError("--system is of a conversation: expected --chat beside it")
+
+
+def conversations_of(found: Resolution, tokenizer: str | None) -> HasConversations:
+    """Return the run's data component, which makes prompts of conversations.
+
+    Raises:
+        NanotrainError: it does not, or another tokenizer is asked for than that of its data.
+    """
+    data = found.registry.build(found.recipe.data)
+    if not isinstance(data, HasConversations):
+        raise NanotrainError(
+            f"--chat: data '{found.recipe.data.use}' are no conversations, so no template is known; "
+            "expected a run on [data] use = 'chat', or the template written out in --prompt with "
+            "--special-tokens"
+        )
+    if tokenizer is not None:
+        raise NanotrainError(
+            "--chat: the template is for the tokenizer of the run's data: leave --tokenizer out"
+        )
+    return data
+
+
+def messages_of(text: str, system: str | None) -> list[dict[str, str]]:
+    """Return a conversation that the assistant is to answer."""
+    before = [] if system is None else [{"role": "system", "content": system}]
+    return [*before, {"role": "user", "content": text}]
 
 
 def note_length(asked: Asked, trained: int | None) -> None:

@@ -36,8 +36,8 @@ class How:
     seed: int = 1234
     vocab: int
     """Tokens from here on are none of the tokenizer's, and never drawn."""
-    end: int | None = None
-    """The token that ends a text."""
+    ends: frozenset[int] = frozenset()
+    """Tokens that end a text: of a document, or of a turn."""
     limit: int | None = None
     """Tokens that the model can read, if it is limited."""
 
@@ -102,7 +102,7 @@ class Writer:
         found: list[int] = []
         seen = 0
         first = began
-        while len(found) < most and how.end not in found[-1:]:
+        while len(found) < most and how.ends.isdisjoint(found[-1:]):
             logits = None
             while seen < len(text):
                 end = min(len(text), seen + CHUNK) if cache else len(text)
@@ -118,7 +118,8 @@ class Writer:
         ended = time.perf_counter()
         for _ in range(passes):
             self._read([0], None)
-        stopped = "end" if how.end in found[-1:] else "tokens" if len(found) == how.tokens else "limit"
+        ended_by_token = not how.ends.isdisjoint(found[-1:])
+        stopped = "end" if ended_by_token else "tokens" if len(found) == how.tokens else "limit"
         size = cache.bytes_per_token if cache else None
         return Text(number, tuple(found), first - began, ended - first, stopped, size)
 

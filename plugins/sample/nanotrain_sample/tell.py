@@ -52,7 +52,7 @@ class Teller:
             _print(f"--- {number + 1} of {len(self.asked.prompts)} ---\n")
         stream = self._stream = Stream(self.codec.decode, prompt)
         _print(self.codec.decode(prompt))
-        return lambda token: None if token == self.asked.how.end else _print(stream.more(token))
+        return lambda token: None if token in self.asked.how.ends else _print(stream.more(token))
 
     def text(self, text: Text) -> None:
         """Print the end of a text, or all of it where another replica of the model wrote it."""
@@ -97,7 +97,7 @@ class Teller:
     def _one(self, text: Text) -> dict[str, Any]:
         prompt = self.asked.prompts[text.number]
         stream = Stream(self.codec.decode, prompt)
-        pieces = [stream.more(token) for token in text.tokens if token != self.asked.how.end]
+        pieces = [stream.more(token) for token in text.tokens if token not in self.asked.how.ends]
         return {
             "prompt": self.codec.decode(prompt),
             "text": "".join([*pieces, stream.rest()]),
