@@ -51,6 +51,9 @@ def build(config):
         def of_gradient(self, d_y, *, for_weight):
             return super().of_gradient(d_y, for_weight=for_weight).double()
 
+        def of_kept_gradient(self, kept):
+            return super().of_kept_gradient(kept).double()
+
     class Column(Wide):
         """What a rank has of a layer cut by its outputs: some of the weight's rows and of dy's columns."""
 

@@ -192,7 +192,7 @@ SMALL = {
     "optim": 680,
     "phases": 365,
     "pipeline": 570,
-    "precision": 610,
+    "precision": 625,
     "recipe": 1700,
     "registry": 600,
     "run": 2030,

@@ -2,6 +2,7 @@
 
 import pytest
 from compositions import CONTEXT_PARALLEL, MODELS, OPTIMIZERS, VOCAB
+from fp8_models import DEEPSEEK
 from planned import happened, planned, planned_peaks
 
 from nanotrain_core.testing import Case
@@ -98,3 +99,20 @@ def test_every_step_is_as_planned(name, precision):
             precision=precision,
         )
     )
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("schedule", ["zb_h1", "dualpipe_v"])
+def test_what_waits_for_w_passes_in_fp8_is_as_planned(schedule, recompute):
+    """Widths are whole tiles, and a microbatch too."""
+    overrides = {
+        "batch": {"sequences": 6, "microbatch": 1, "length": 128},
+        "model": {**DEEPSEEK, "layers": 4},
+        "data": {"vocab": DEEPSEEK["vocab"]},
+        "optimizer": OPTIMIZERS["adamw"],
+        "schedule": {"use": schedule},
+        "precision": {"use": "fp8_deepseek_v3"},
+        "parallel": [{"use": "recompute"}] if recompute else [],
+    }
+    assert_as_planned(Case("topology", use="grid", topology={"pp": 2}, overrides=overrides))

@@ -5,8 +5,9 @@ Shapes: N rows sorted by expert, E experts on this rank, D width, F width of one
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain, islice
 from typing import Any, cast
 
@@ -18,7 +19,13 @@ from torch.autograd.function import once_differentiable
 from nanotrain_core.layout.roles import tag_of
 from nanotrain_core.models.ops import ops_of
 from nanotrain_core.pipeline.passes import Passes
-from nanotrain_core.precision.gemm_backend import GEMMBackend, Kept, QuantizedActivations, as_prepared
+from nanotrain_core.precision.gemm_backend import (
+    GEMMBackend,
+    Kept,
+    QuantizedActivations,
+    as_prepared,
+    deferred_wgrad,
+)
 
 
 def use_expert_gemms(
@@ -118,19 +125,25 @@ class _Experts(torch.autograd.Function):
         h_NF, d_x_ND = silu_NF.mul_(u_NF), None
         if ctx.needs_input_grad[0]:
             d_x_ND = of_gate.dgrad(d_g_NF, gate).add_(of_up.dgrad(d_u_NF, up))
-        of_weights = (
-            lambda: of_gate.wgrad(d_g_NF, x_gate),
-            lambda: of_up.wgrad(d_u_NF, x_up),
-            lambda: of_down.wgrad(d_y_ND, of_down.keep(h_NF)),
+        operands: tuple[tuple[GEMMBackend, torch.Tensor, Callable[[], Kept]], ...] = (
+            (of_gate, d_g_NF, lambda: x_gate),
+            (of_up, d_u_NF, lambda: x_up),
+            (of_down, d_y_ND, lambda: of_down.keep(h_NF)),
         )
-        to_each = ctx.needs_input_grad[1:7]  # for the weights, or their carriers
-        wanted = zip(weights, of_weights, to_each[:3], to_each[3:], strict=True)
+        to_each = ctx.needs_input_grad[1:7]  # the weights, or their carriers
+        wanted = zip(weights, operands, to_each[:3], to_each[3:], strict=True)
         made = [
-            ctx.passes.weight_gradient(weight, wgrad) if any(needed) else None
-            for weight, wgrad, *needed in wanted
+            ctx.passes.weight_gradient(weight, partial(_wgrad, *of), partial(deferred_wgrad, *of))
+            if any(needed)
+            else None
+            for weight, of, *needed in wanted
         ]
         gradients = [each if needed else None for each, needed in zip(2 * made, to_each, strict=True)]
         return d_x_ND, *gradients, *(None,) * (3 + len(forms))
+
+
+def _wgrad(backend: GEMMBackend, d_y: torch.Tensor, keep: Callable[[], Kept]) -> torch.Tensor:
+    return backend.wgrad(d_y, keep())
 
 
 def _prepared(

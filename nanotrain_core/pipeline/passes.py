@@ -6,7 +6,7 @@ receives it when the run is composed. There is no global state: two runs in one 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -62,12 +62,19 @@ class Passes:
         """Return whether the gradient of ``weight`` is left to a W pass now."""
         return self.deferred is not None and isinstance(weight, nn.Parameter)
 
-    def weight_gradient(self, weight: torch.Tensor, wgrad: Product) -> torch.Tensor | None:
+    def weight_gradient(
+        self, weight: torch.Tensor, wgrad: Product, defer: Callable[[], Product] | None = None
+    ) -> torch.Tensor | None:
         """Return ``wgrad()``, the gradient of ``weight``, or None if it was left to a W pass.
 
         For the backward pass of an autograd function: return what this returns.
+
+        Args:
+            weight: what it is of.
+            wgrad: makes it.
+            defer: returns what makes it in a W pass and holds less memory until then; None: ``wgrad`` does.
         """
         if self.deferred is not None and isinstance(weight, nn.Parameter):
-            self.deferred.add(weight, wgrad)
+            self.deferred.add(weight, wgrad if defer is None else defer())
             return None
         return wgrad()

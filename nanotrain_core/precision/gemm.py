@@ -30,6 +30,7 @@ from nanotrain_core.precision.gemm_backend import (
     QuantizedActivations,
     TorchGEMM,
     as_prepared,
+    deferred_wgrad,
 )
 from nanotrain_core.precision.placed_wgrad import Place
 from nanotrain_core.precision.wgrad_carrier import wgrad_carrier
@@ -220,9 +221,11 @@ class _Linear(torch.autograd.Function):
         if needed and ctx.again:  # begins now and overlaps dgrad
             make = ctx.again(kept[0])
 
+        def keep() -> Kept:
+            return tuple(kept) if make is None else backend.keep(make().reshape(-1, ctx.shape[-1]))
+
         def wgrad() -> torch.Tensor:
-            of_x = tuple(kept) if make is None else backend.keep(make().reshape(-1, ctx.shape[-1]))
-            d_weight: torch.Tensor = backend.wgrad(d_y_MN, of_x)
+            d_weight: torch.Tensor = backend.wgrad(d_y_MN, keep())
             return d_weight
 
         parameter = weight_NK if ctx.parameter is None else ctx.parameter
@@ -232,6 +235,7 @@ class _Linear(torch.autograd.Function):
             if ctx.place is not None and not ctx.passes.defers(parameter):
                 ctx.place.left.append(wgrad)
             else:
-                d_weight_NK = ctx.passes.weight_gradient(parameter, wgrad)
+                defer = partial(deferred_wgrad, backend, d_y_MN, keep)
+                d_weight_NK = ctx.passes.weight_gradient(parameter, wgrad, defer)
         carried, own = (d_weight_NK, None) if to_carrier else (None, d_weight_NK)
         return d_x, own, carried, *(None,) * (5 + ctx.tensors)

@@ -5,8 +5,9 @@ Shapes: M rows, K inputs, N outputs; for stacked weights E.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Protocol, cast
 
 import torch
@@ -20,6 +21,7 @@ from nanotrain_core.moe.grouped_mm import (
     transposed_in_one_kernel,
     transposed_times,
 )
+from nanotrain_core.pipeline.weight_gradients import Product
 
 #: What a backend saves of an input for wgrad.
 Kept = tuple[torch.Tensor, ...]
@@ -56,7 +58,10 @@ class GEMMBackend(Protocol):
 
 
 class QuantizedActivations:
-    """An optional mixin of a :class:`GEMMBackend`: saves activations from which x is computed quantized."""
+    """An optional mixin of a :class:`GEMMBackend`: keeps quantized what a backward pass needs later.
+
+    Activations that x is computed from, and the gradients of outputs that wait for a W pass.
+    """
 
     def quantize(self, made_of_MK: torch.Tensor) -> Kept | None:
         """Return what to save for the backward pass instead of it; None: the tensor itself."""
@@ -65,6 +70,21 @@ class QuantizedActivations:
     def dequantize(self, kept: Kept, dtype: torch.dtype) -> torch.Tensor:
         """Return an approximation of the saved tensor."""
         raise NotImplementedError("quantize returned something, so its class must have dequantize as well")
+
+    def defer_wgrad(self, d_y_MN: torch.Tensor, kept: Kept) -> Product:
+        """Return what makes wgrad in a W pass, the same bits: of dy it holds what wgrad would make of it."""
+        return partial(cast(GEMMBackend, self).wgrad, d_y_MN, kept)
+
+
+def deferred_wgrad(backend: GEMMBackend, d_y_MN: torch.Tensor, keep: Callable[[], Kept]) -> Product:
+    """Return the wgrad of a W pass, which holds as little until then as ``backend`` can.
+
+    ``keep`` returns what wgrad needs of x. One that quantizes is asked for it at once; where x stays as it is
+    it may be recomputed, and is when the W pass comes.
+    """
+    if isinstance(backend, QuantizedActivations):
+        return backend.defer_wgrad(d_y_MN, keep())
+    return lambda: backend.wgrad(d_y_MN, keep())
 
 
 class PreparesWeights:

@@ -71,8 +71,8 @@ class QuantizedSwiGLU:
 class _Inputs:
     """Dequantizes gate and up [M, F]: for the wgrad of the layer that reads them, and for their own dgrad.
 
-    The second directly follows the first and reuses its result, unless weight gradients are deferred: then
-    both dequantize, so that nothing is held in the run's dtype in between.
+    The second follows on the first and finds what that has made, unless the wgrad is made in a W pass: then
+    both dequantize, so that nothing is held in the run's dtype meanwhile.
     """
 
     def __init__(self, backend: QuantizedActivations, passes: Passes, dtype: torch.dtype) -> None:
@@ -84,8 +84,9 @@ class _Inputs:
         gate_MF, up_MF = found = self._dequantized(kept)
         if (
             not torch.compiler.is_compiling()
-        ):  # within its graph a compiler finds common subexpressions by itself
-            self._last = None if self.passes.splits_backward else found
+        ):  # a compiler finds by itself what two of its graph have in common
+            in_w_pass = self.passes.splits_backward and not self.passes.in_backward
+            self._last = None if in_w_pass else found
         return F.silu(gate_MF).mul_(up_MF)
 
     def take(self, kept: Kept) -> tuple[torch.Tensor, torch.Tensor]:

@@ -5,6 +5,9 @@ Shapes: M rows, K inputs, N outputs; for stacked weights E; k tiles along K.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 
 from nanotrain_core.api.torch import Kept, Prepared
@@ -61,8 +64,25 @@ class DryFP8(FP8GEMM):
 
     def wgrad(self, d_y_MN: Tensor, kept: Kept) -> Tensor:
         """Return the transposed dy times x, in float32, of each weight."""
-        left, right = _coded(d_y_MN)[0], kept[0].clone()
-        found = torch.mm(left.T, right).to(torch.float32)
+        return self._of_coded(self._transposed(d_y_MN), kept)
+
+    def defer_wgrad(self, d_y_MN: Tensor, kept: Kept) -> Callable[[], Tensor]:
+        """Return what makes wgrad later, of codes and scales of dy transposed."""
+        return partial(self._of_coded, self._transposed(d_y_MN), kept)
+
+    def _transposed(self, d_y_MN: Tensor) -> Kept:
+        """Return codes [N, P] and scales [N, P / 128]: P is M filled up to whole tiles, of each expert."""
+        M, N = d_y_MN.shape
+        experts = 1 if self.counts_E is None else min(len(self.counts_E), M)
+        tiles = (M + (TILE - 1) * experts) // TILE
+        codes = d_y_MN.new_empty(N, tiles * TILE, dtype=E4M3.dtype)
+        return codes.copy_(d_y_MN.new_empty(()).expand_as(codes)), codes.new_empty(
+            N, tiles, dtype=torch.float32
+        )
+
+    def _of_coded(self, d_y: Kept, kept: Kept) -> Tensor:
+        left, right = d_y[0][:, : len(kept[0])], kept[0].clone()
+        found = torch.mm(left, right).to(torch.float32)
         return found if self.counts_E is None else found.expand(len(self.counts_E), -1, -1).clone()
 
 

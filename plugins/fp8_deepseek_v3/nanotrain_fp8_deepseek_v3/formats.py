@@ -256,6 +256,15 @@ def dequantize(codes: torch.Tensor, scales: torch.Tensor, format_: Format, tile:
     return values.view(R, C // tile, tile).mul_(scales.unsqueeze(-1)).view(R, C)
 
 
+def dequantize_columns(
+    codes_RC: torch.Tensor, scales_rC: torch.Tensor, format_: Format, tile: int = TILE
+) -> torch.Tensor:
+    """Return the values [R, C] of codes [R, C] with scales [r, C] of tiles of one column."""
+    R = len(codes_RC)
+    values, scales = format_.decode(codes_RC), _of_halves(scales_rC, format_)
+    return values.mul_(scales if tile >= R else scales.repeat_interleave(tile, 0)[:R])
+
+
 def _of_halves(scales: torch.Tensor, format_: Format) -> torch.Tensor:
     """Return the factor of decoded values: NaN for infinity, so that all of its tile is NaN."""
     return (scales + scales * 0.0) * format_.half

@@ -9,6 +9,9 @@ Shapes: M rows, K inputs, N outputs; for stacked weights E.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 
 from nanotrain_core.api.torch import Kept, Prepared
@@ -67,17 +70,23 @@ class Rounded(FP8GEMM):
         recipe = self.recipe
         return quantize_rows(d_y_MN, recipe.gradients, power_of_two=recipe.gradient_power_of_two)
 
-    def _transposed(self, d_y_MN: torch.Tensor, kept: Kept, groups: Groups | None) -> tuple[Pair, Pair]:
-        """Return dy and what was saved of x, for the gradient of the weight: tiles are now along M."""
+    def _gradient_transposed(self, d_y_MN: torch.Tensor, groups: Groups | None) -> Pair:
+        """Return dy for the gradient of the weight: tiles now lie along M."""
+        recipe = self.recipe
+        return quantize_transposed(
+            d_y_MN, groups, recipe.gradients, power_of_two=recipe.gradient_power_of_two
+        )
+
+    def _kept_transposed(self, kept: Kept, groups: Groups | None) -> Pair:
+        """Return what was kept of x, for the same."""
         recipe, (codes_MK, scales) = self.recipe, kept
-        form, power_of_two = recipe.gradients, recipe.gradient_power_of_two
         how = "columns", recipe.input_power_of_two, groups
         right: Pair = self.scratch.transposed.get(
             codes_MK,
             how,
             lambda: requantize_transposed(codes_MK, scales, groups, power_of_two=recipe.input_power_of_two),
         )
-        return quantize_transposed(d_y_MN, groups, form, power_of_two=power_of_two), right
+        return right
 
 
 class TritonFP8(Rounded):
@@ -103,11 +112,20 @@ class TritonFP8(Rounded):
 
     def wgrad(self, d_y_MN: torch.Tensor, kept: Kept) -> torch.Tensor:
         """Return the transposed dy times x, in float32."""
-        shape = d_y_MN.shape[1], kept[0].shape[1]
-        if not len(d_y_MN):
-            return d_y_MN.new_zeros(shape, dtype=torch.float32)
-        left, right = self._transposed(d_y_MN, kept, None)
-        return multiply(tiles(left), tiles(right), shape, torch.float32)
+        return self._of_transposed(self._gradient_transposed(d_y_MN, None), d_y_MN.shape[1], kept)
+
+    def defer_wgrad(self, d_y_MN: torch.Tensor, kept: Kept) -> Callable[[], torch.Tensor]:
+        """Return what makes wgrad later, of codes and scales of dy transposed."""
+        left = self._gradient_transposed(d_y_MN, None)
+        return partial(self._of_transposed, left, d_y_MN.shape[1], kept)
+
+    def _of_transposed(self, left: Pair, N: int, kept: Kept) -> torch.Tensor:
+        """Return dy, transposed, times what was kept of x [N, K]."""
+        M, K = kept[0].shape
+        if not M:
+            return kept[1].new_zeros(N, K)
+        right = self._kept_transposed(kept, None)
+        return multiply(tiles(left), tiles(right), (N, K), torch.float32)
 
 
 class TritonExperts(Rounded):
@@ -142,8 +160,19 @@ class TritonExperts(Rounded):
 
     def wgrad(self, d_y_MN: torch.Tensor, kept: Kept) -> torch.Tensor:
         """Return the transposed dy times x, of each weight, in float32."""
-        groups, shape = self.groups(d_y_MN.device), (d_y_MN.shape[1], kept[0].shape[1])
-        return multiply_columns(*self._transposed(d_y_MN, kept, groups), groups, shape)
+        left = self._gradient_transposed(d_y_MN, self.groups(d_y_MN.device))
+        return self._of_transposed(left, d_y_MN.shape[1], kept)
+
+    def defer_wgrad(self, d_y_MN: torch.Tensor, kept: Kept) -> Callable[[], torch.Tensor]:
+        """Return what makes wgrad later, of codes and scales of dy transposed."""
+        left = self._gradient_transposed(d_y_MN, self.groups(d_y_MN.device))
+        return partial(self._of_transposed, left, d_y_MN.shape[1], kept)
+
+    def _of_transposed(self, left: Pair, N: int, kept: Kept) -> torch.Tensor:
+        """Return dy, transposed, times what was kept of x, of each weight [E, N, K]."""
+        groups = self.groups(kept[0].device)
+        right = self._kept_transposed(kept, groups)
+        return multiply_columns(left, right, groups, (N, kept[0].shape[1]))
 
 
 def cropped(pair: Pair, x_RC: torch.Tensor) -> Pair:

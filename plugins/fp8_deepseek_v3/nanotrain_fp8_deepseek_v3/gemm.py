@@ -20,15 +20,30 @@ Source: DeepSeek-V3, arXiv 2412.19437, section 3.3.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import TypeVar
 
 import attrs
 import torch
 
-from nanotrain_core.api.torch import GEMMBackend, Kept, PreparesWeights, QuantizedActivations
+from nanotrain_core.api.torch import (
+    GEMMBackend,
+    Kept,
+    PreparesWeights,
+    QuantizedActivations,
+)
 from nanotrain_fp8_deepseek_v3 import exact
-from nanotrain_fp8_deepseek_v3.formats import E4M3, TILE, Format, Tiled, dequantize, quantize, quantize_groups
+from nanotrain_fp8_deepseek_v3.formats import (
+    E4M3,
+    TILE,
+    Format,
+    Tiled,
+    dequantize,
+    dequantize_columns,
+    quantize,
+    quantize_groups,
+)
 from nanotrain_fp8_deepseek_v3.scratch import Scratch
 
 P = TypeVar("P", bound="Float32GEMM")
@@ -101,21 +116,31 @@ class Float32GEMM(PreparesWeights, GEMMBackend):
 
     def wgrad(self, d_y_MN: torch.Tensor, kept: Kept) -> torch.Tensor:
         """Return the transposed dy times x, in float32."""
-        return self.weight_gradient(d_y_MN, self.kept_by_group(kept))
+        return self.weight_gradient(self.gradients_by_group(d_y_MN), self.kept_by_group(kept))
 
     def input_gradient(self, d_y_MN: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         """Return dy times the weight's operand."""
         return self.rows_times(self.of_gradient(d_y_MN, for_weight=False), right)
 
-    def weight_gradient(self, d_y_MN: torch.Tensor, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the transposed dy times x, given as ``inputs``, each weight's rows."""
+    def gradients_by_group(self, d_y_MN: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Yield dy for the weight's gradient: of each weight, the rows that are its own."""
+        for d_y in torch.split(d_y_MN, self.groups or [len(d_y_MN)]):
+            yield self.of_gradient(d_y, for_weight=True)
+
+    def weight_gradient(
+        self, gradients: Iterable[torch.Tensor], inputs: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        """Return the transposed dy times x, of both each weight's rows, as they are multiplied."""
+        pieces = zip(gradients, inputs, strict=True)
         if self.groups is None:
-            return self.multiply(self.of_gradient(d_y_MN, for_weight=True).T, inputs[0])
-        shape = len(self.groups), d_y_MN.shape[1], inputs[0].shape[1]
-        total = d_y_MN.new_zeros(shape, dtype=inputs[0].dtype)
-        for d_w_NK, d_y, x in zip(total, torch.split(d_y_MN, self.groups), inputs, strict=True):
+            return next(self.multiply(d_y.T, x) for d_y, x in pieces)
+        total: torch.Tensor | None = None
+        for e, (d_y, x) in enumerate(pieces):
+            if total is None:
+                total = x.new_zeros(len(self.groups), d_y.shape[1], x.shape[1])
             if len(d_y):
-                self.multiply(self.of_gradient(d_y, for_weight=True).T, x, out=d_w_NK)
+                self.multiply(d_y.T, x, out=total[e])
+        assert total is not None
         return total
 
     def rows_times(self, rows_MK: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -224,3 +249,22 @@ class EmulatedFP8(FP8GEMM, Float32GEMM):
         if not for_weight:
             return self._rows(d_y_MN, form, power_of_two=power_of_two).values()
         return quantize(d_y_MN, self.along_column, form, power_of_two=power_of_two).values()
+
+    def defer_wgrad(self, d_y_MN: torch.Tensor, kept: Kept) -> Callable[[], torch.Tensor]:
+        """Return what makes wgrad later, of codes and scales of each weight's rows of dy."""
+        coded = [self.keep_gradient(d_y) for d_y in torch.split(d_y_MN, self.groups or [len(d_y_MN)])]
+        return partial(self._of_coded, coded, kept)
+
+    def _of_coded(self, coded: Sequence[Kept], kept: Kept) -> torch.Tensor:
+        return self.weight_gradient(map(self.of_kept_gradient, coded), self.kept_by_group(kept))
+
+    def keep_gradient(self, d_y_MN: torch.Tensor) -> Kept:
+        """Return codes [M, N] and scales [m, N] of dy, for the gradient of the weight."""
+        form, power_of_two = self.recipe.gradients, self.recipe.gradient_power_of_two
+        tiled = quantize(d_y_MN, self.along_column, form, power_of_two=power_of_two)
+        return tiled.codes(), tiled.scales.squeeze((-3, -1))
+
+    def of_kept_gradient(self, kept: Kept) -> torch.Tensor:
+        """Return dy as :meth:`of_gradient` does for the weight."""
+        codes_MN, scales = kept
+        return dequantize_columns(codes_MN, scales, self.recipe.gradients, self.recipe.tile or len(codes_MN))

@@ -73,7 +73,8 @@ def emulated_dgrad(d_y: Tensor, weight: Tensor, counts: Tensor | None, key: str)
 def emulated_wgrad(d_y: Tensor, x: Tensor, counts: Tensor | None, key: str) -> Tensor:
     """Return the transposed dy times x, float32 [N, K] or [E, N, K]."""
     backend = _eager(key, counts)
-    return backend.weight_gradient(d_y, torch.split(x, backend.groups or [len(x)]))
+    of_x = torch.split(x, backend.groups or [len(x)])
+    return backend.weight_gradient(backend.gradients_by_group(d_y), of_x)
 
 
 @emulated_input.register_fake

@@ -14,8 +14,9 @@ Source: DeepSeek-V3, arXiv 2412.19437, section 3.3.2.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -138,24 +139,33 @@ class ScaledFP8(FP8GEMM):
 
     def wgrad(self, d_y_MN: torch.Tensor, kept: Kept) -> torch.Tensor:
         """Return the transposed dy times x, in float32."""
-        pieces = zip(self._split(d_y_MN), kept[::2], kept[1::2], strict=True)
-        found = [self._weight_gradient(d_y, codes, scales) for d_y, codes, scales in pieces]
+        gradients = (self._of_gradient(d_y.T) for d_y in self._split(d_y_MN))
+        return self._weight_gradients(gradients, d_y_MN.shape[1], kept)
+
+    def defer_wgrad(self, d_y_MN: torch.Tensor, kept: Kept) -> Callable[[], torch.Tensor]:
+        """Return what makes wgrad later, of codes and scales of dy transposed."""
+        gradients = [self._of_gradient(d_y.T) for d_y in self._split(d_y_MN)]
+        return partial(self._weight_gradients, gradients, d_y_MN.shape[1], kept)
+
+    def _weight_gradients(self, gradients: Iterable[Coded], N: int, kept: Kept) -> torch.Tensor:
+        """Return dy, transposed, times what was kept of x: tiles lie along M."""
+        pieces = zip(gradients, kept[::2], kept[1::2], strict=True)
+        found = [self._weight_gradient(d_y, N, codes, scales) for d_y, codes, scales in pieces]
         return found[0] if self.groups is None else torch.stack(found)
 
     def _weight_gradient(
-        self, d_y_MN: torch.Tensor, codes_MK: torch.Tensor, scales: torch.Tensor
+        self, d_y: Coded, N: int, codes_MK: torch.Tensor, scales: torch.Tensor
     ) -> torch.Tensor:
-        """Transpose both operands: tiles are now along M."""
-        N, K = d_y_MN.shape[1], codes_MK.shape[1]
+        K = codes_MK.shape[1]
         if not len(codes_MK):
-            return d_y_MN.new_zeros(N, K, dtype=torch.float32)
+            return scales.new_zeros(N, K, dtype=torch.float32)
         if self.groups is None:  # once for all layers that read x
             right = self.scratch.transposed.get(
                 codes_MK, self.recipe, lambda: self._of_kept(codes_MK, scales)
             )
         else:
             right = self._of_kept(codes_MK, scales)
-        return multiply(self._of_gradient(d_y_MN.T), right, (N, K), torch.float32)
+        return multiply(d_y, right, (N, K), torch.float32)
 
     def _of_kept(self, codes_MK: torch.Tensor, scales: torch.Tensor) -> Coded:
         """Return x transposed, rounded once more if there are tiles."""

@@ -19,6 +19,8 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -94,10 +96,21 @@ class TransformerEngineFP8(FP8GEMM):
 
     def wgrad(self, d_y_MN: torch.Tensor, kept: Kept) -> torch.Tensor:
         """Return the transposed dy times x, in float32."""
-        found = []
-        for d_y, x in zip(self._split(d_y_MN), kept, strict=True):
-            q = self._of_gradient(d_y, rows=False) if len(d_y) else d_y
-            found.append(product(x, q, "NT", d_y, (d_y.shape[1], x.shape[1])))
+        d_w: torch.Tensor = self.defer_wgrad(d_y_MN, kept)()
+        return d_w
+
+    def defer_wgrad(self, d_y_MN: torch.Tensor, kept: Kept) -> Callable[[], torch.Tensor]:
+        """Return what makes wgrad later, of dy by columns."""
+        groups = self._split(d_y_MN)
+        rounded: list[Any] = [self._of_gradient(d_y, rows=False) if len(d_y) else d_y for d_y in groups]
+        rows = [d_y.new_empty(len(d_y), 0) for d_y in groups]  # their number and dtype, no memory
+        return partial(self._of_columns, rounded, rows, d_y_MN.shape[1], kept)
+
+    def _of_columns(
+        self, rounded: Sequence[Any], rows: Sequence[torch.Tensor], N: int, kept: Kept
+    ) -> torch.Tensor:
+        pieces = zip(kept, rounded, rows, strict=True)
+        found = [product(x, q, "NT", like, (N, x.shape[1])) for x, q, like in pieces]
         return found[0] if self.groups is None else torch.stack(found)
 
     def _split(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -6,7 +6,7 @@ product's inputs and results are unchanged.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
@@ -121,6 +121,12 @@ class Watched(QuantizedActivations, PreparesWeights, GEMMBackend):
         if self.watch.on and self.recipe.tile:
             self._count_gradient(DY_OF_DW, d_y_MN, self.along_column)
         return self.behind.wgrad(d_y_MN, kept)
+
+    def defer_wgrad(self, d_y_MN: torch.Tensor, kept: Kept) -> Callable[[], torch.Tensor]:
+        """Count dy now: only its codes wait."""
+        if self.watch.on and self.recipe.tile:
+            self._count_gradient(DY_OF_DW, d_y_MN, self.along_column)
+        return self.behind.defer_wgrad(d_y_MN, kept)
 
     # --- counts -----------------------------------------------------------------------------------
 

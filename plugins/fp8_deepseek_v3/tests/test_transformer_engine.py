@@ -108,6 +108,8 @@ def test_products_are_the_emulations(backend, recipe, counts, K, N):
 
     d_w = ours.wgrad(d_y, kept)
     assert torch.equal(d_w, ours.wgrad(d_y, ours.keep(x)))
+    later = ours.defer_wgrad(d_y.clone(), kept)
+    assert torch.equal(later(), d_w)
     exact = once_rounded(x, d_y, counts or [M], recipe)
     torch.testing.assert_close(d_w, exact.view_as(d_w), rtol=1e-5, atol=1e-5)
 

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
+from fp8_operands import normal
 from nanotrain_fp8_deepseek_v3.formats import E4M3
 from nanotrain_fp8_deepseek_v3.fused import TritonFP8
 from nanotrain_fp8_deepseek_v3.gemm import Recipe
 from nanotrain_fp8_deepseek_v3.triton_kernels import experts, quantize_rows, quantize_transposed
 from nanotrain_fp8_deepseek_v3.triton_kernels.layout import Groups
 from nanotrain_fp8_deepseek_v3.triton_kernels.quantize_blocks import quantize_blocks
-from test_gemm import normal
 
 from nanotrain_core.precision.gemm import Prepared
 

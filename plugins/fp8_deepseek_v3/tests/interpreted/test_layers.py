@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from fp8_operands import checked_product, normal, outliers
 from nanotrain_fp8_deepseek_v3 import fused, scaled
 from nanotrain_fp8_deepseek_v3.first_use import disagreement
 from nanotrain_fp8_deepseek_v3.formats import E4M3, TILE, dequantize, quantize
@@ -13,7 +14,7 @@ from nanotrain_fp8_deepseek_v3.triton_kernels.layout import Groups
 from nanotrain_fp8_deepseek_v3.triton_kernels.quantize_blocks import quantize_blocks
 from nanotrain_fp8_deepseek_v3.triton_kernels.quantize_rows import quantize_rows
 from nanotrain_fp8_deepseek_v3.triton_kernels.quantize_transposed import quantize_transposed
-from test_gemm import assert_near, checked_product, layer_of, normal, outliers, products_of_one
+from test_gemm import assert_near, layer_of, products_of_one
 
 COUNTS = pytest.mark.parametrize(
     "counts", [[40, 0, 130, 1, 29], [0, 0, 3], [128, 256], [0, 0], [1] * 5], ids=str
@@ -99,6 +100,19 @@ def test_products_of_one_weight_are_the_emulations(M, K, N, recipe, monkeypatch)
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.shape == theirs.shape
         assert_near(ours, theirs)
+
+
+@SIZES
+@RECIPES
+@pytest.mark.parametrize("counts", [None, [40, 0, 130, 1, 29], [0, 0]], ids=str)
+def test_a_wgrad_that_waited_has_the_same_bits(counts, K, N, recipe, monkeypatch):
+    monkeypatch.setattr(scaled.F, "scaled_mm", checked_product)
+    M, products = 130 if counts is None else sum(counts), TritonFP8(recipe)
+    products = products if counts is None else products.grouped(torch.tensor(counts))
+    x, d_y = outliers(max(M, 4), K)[:M], outliers(max(M, 4), N, seed=2)[:M]
+    at_once, later = products.wgrad(d_y, products.keep(x)), products.defer_wgrad(d_y, products.keep(x))
+    d_y.zero_()
+    assert torch.equal(later(), at_once)
 
 
 def test_a_layer_and_its_gradients_are_the_emulations(monkeypatch):

@@ -1,0 +1,48 @@
+"""Operands for FP8 products, and a stand-in for torch's product of them on tensor cores."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from nanotrain_fp8_deepseek_v3.formats import E5M2
+from nanotrain_fp8_deepseek_v3.gemm import Recipe
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+TILED, WHOLE = Recipe(), Recipe(tile=0, gradients=E5M2)
+POWERS = Recipe(input_power_of_two=True, gradient_power_of_two=True)
+RECIPES = pytest.mark.parametrize("recipe", [TILED, POWERS, WHOLE], ids=["tiled", "powers", "whole"])
+SHAPES = pytest.mark.parametrize("shape", [(96, 128, 256), (130, 200, 72), (5, 384, 16)], ids=str)
+
+
+def normal(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def outliers(*shape, seed=0):
+    x = normal(*shape, seed=seed)
+    x[:, 7] *= 300
+    x[3] *= 1e-3
+    return x
+
+
+def checked_product(left, right, scales_left, recipe_left, scales_right, recipe_right, output_dtype):
+    """Have torch check the operands as those of a CUDA device, then multiply them here."""
+    given = (left, right, scales_left, scales_right)
+    with FakeTensorMode():
+        fake = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cuda") for t in given]
+        MULTIPLY(fake[0], fake[1], fake[2], recipe_left, fake[3], recipe_right, output_dtype=output_dtype)
+    a = left.float() * spread(scales_left, recipe_left, left.shape)
+    b = right.T.float() * spread(scales_right, recipe_right, right.T.shape)
+    return (a @ b.T).to(output_dtype)
+
+
+MULTIPLY = F.scaled_mm
+
+
+def spread(scales, recipe, shape):
+    """Return a scale for every element of [R, C]."""
+    if recipe is F.ScalingType.TensorWise:
+        return scales
+    if recipe is F.ScalingType.BlockWise1x128:
+        return scales.repeat_interleave(128, 1)
+    blocks = scales.T[:, : shape[1] // 128]
+    return blocks.repeat_interleave(128, 0).repeat_interleave(128, 1)
