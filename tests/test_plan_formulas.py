@@ -18,10 +18,10 @@ from nanotrain_core.recipe.load import resolve_recipe
 BF16, FP8, FP32 = 2, 1, 4
 
 
-def planned(name, hardware):
+def planned(name, hardware, *changes):
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
-        main(["plan", name, "--hardware", hardware, "--json"])
+        main(["plan", name, "--hardware", hardware, "--no-advice", "--json", *changes])
     return json.loads(out.getvalue())
 
 
@@ -117,7 +117,9 @@ def test_deepseek_v2_lite_is_that_of_formulas():
 
 @pytest.fixture(scope="module")
 def v3():
-    return resolve_recipe("deepseek_v3_671b").recipe, planned("deepseek_v3_671b", "h800")
+    """Return it under 1F1B, whose memory and bubble have formulas."""
+    plan = planned("deepseek_v3_671b", "h800", "--set", "schedule.use=1f1b")
+    return resolve_recipe("deepseek_v3_671b").recipe, plan
 
 
 @pytest.mark.full
@@ -198,3 +200,23 @@ def test_the_bubble_of_deepseek_v3_is_that_of_1f1b(v3):
     bubble = 1 - microbatches * all_stages / (pp * pipeline["seconds"])
     assert pipeline["bubble"] == pytest.approx(bubble, abs=0.01)
     assert pipeline["bubble"] > (pp - 1) / (microbatches + pp - 1)  # of stages that take equally long
+
+
+@pytest.mark.full
+def test_operands_of_deepseek_v3_wait_for_w_passes_in_fp8():
+    """Under DualPipe-V the rank at the bend puts off the weight gradients of its last pp backward passes.
+
+    It peaks in the last of them. Each layer holds x and dy of every matrix, E4M3 with a scale for 128
+    numbers; matrices that read one tensor hold it once. The router is multiplied at once.
+    """
+    recipe, plan = resolve_recipe("deepseek_v3_671b").recipe, planned("deepseek_v3_671b", "h800")
+    m, S, pp = recipe.model.config, recipe.batch.length, recipe.topology.config.pp
+    key, up = m.nope_size + m.rope_size, m.nope_size + m.value_size
+    attention = m.width + m.q_rank + m.kv_rank + m.rope_size  # x of both down-projections, and their dy
+    attention += m.q_rank + m.heads * key + m.kv_rank + m.heads * up + m.heads * m.value_size + m.width
+    expert = 2 * m.width + 3 * m.expert_ffn  # x, dy of gate and up, silu(gate) up, dy of down
+    of_layer = S * (attention + (m.top_k + m.shared_experts) * expert) * (FP8 + FP32 / 128)
+    bend, stage = plan["memory"]["ranks"][-1], plan["pipeline"]["stages"][pp - 1]
+    layers = stage["last"] - stage["first"]
+    waiting = bend["at_peak"]["activations"]
+    assert waiting == pytest.approx((pp - 1) * layers * of_layer, rel=0.01)
