@@ -43,6 +43,7 @@ from nanotrain_core.errors import (
     Problem,
     RecipeError,
     did_you_mean,
+    nearby,
 )
 from nanotrain_core.hf.mapping import (
     HFError,
@@ -93,7 +94,7 @@ from nanotrain_core.recipe.load import Resolution, resolve_recipe
 from nanotrain_core.recipe.phase import CHANGES
 from nanotrain_core.recipe.ranges import LARGEST_SIZE, MOST_LAYERS, Range
 from nanotrain_core.recipe.settings import flat_settings, is_secret, run_settings, without_secrets
-from nanotrain_core.recipe.source import is_recipe
+from nanotrain_core.recipe.source import is_recipe, shipped_recipes
 from nanotrain_core.recipe.tree import TRAINING, OptimizerConfig, Recipe, Selection, path_field
 from nanotrain_core.recipe.validate import check_combination, find_problems, microbatches_of, pipeline_of
 from nanotrain_core.registry.discovery import PluginArguments
@@ -208,6 +209,7 @@ __all__ = [
     "microbatches_of",
     "multiples_near",
     "natural",
+    "nearby",
     "nearby_run",
     "needs",
     "newest_evaluated",
@@ -229,6 +231,7 @@ __all__ = [
     "running",
     "set_checkpoints_aside",
     "share_tokens",
+    "shipped_recipes",
     "simulate",
     "state_problems",
     "strange_kinds",

@@ -22,7 +22,10 @@ from nanotrain_core.api import (
     json_text,
     load_plugins,
     natural,
+    nearby,
+    nearby_run,
     plugin_arguments,
+    shipped_recipes,
     working,
 )
 
@@ -74,12 +77,23 @@ def run(args: argparse.Namespace) -> int:
     asked = plugin_arguments(args)
     registry = load_plugins(block=asked.blocked, local=asked.local)
 
+    if not Path(args.path).exists():
+        raise NanotrainError(_missing(args.path))
+
     from nanotrain_core.api.torch import open_weights
 
     first = open_weights(Path(args.path), registry)
     if args.other is None:
         return _show(first, args)
     return _compare(first, open_weights(Path(args.other), registry), args)
+
+
+def _missing(word: str) -> str:
+    """Return what to tell of a path where nothing is: the run, file or recipe that may be meant."""
+    recipes = sorted(name.removesuffix(".toml") for name in shipped_recipes() if "/" not in name)
+    near = nearby_run(Path(word)) or nearby(Path(word)) or did_you_mean(word, recipes)
+    known = near or f"; recipes are {', '.join(recipes)}"
+    return f"{word}: there is no such file, folder or recipe{known}"
 
 
 def chosen(names: Iterable[str], patterns: Sequence[str]) -> list[str]:

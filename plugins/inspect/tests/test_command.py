@@ -125,11 +125,18 @@ def test_large_tensors_are_read_in_parts(trained, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["nowhere"], "nowhere: there is no such file or folder"),
+        (["nosuch"], "nosuch: there is no such file, folder or recipe; recipes are "),
+        (["llama_8c"], "llama_8c: there is no such file, folder or recipe (did you mean 'llama_8b'?)"),
+        (["rum/first"], "(did you mean 'runs/first'?)"),
+        (["converte"], "(did you mean 'converted'?)"),
         (["RUN", "--only", "layer.0.attn.q.weight"], "(did you mean 'layers.0.attn.q.weight'?)"),
     ],
 )
-def test_mistakes_are_told_without_a_traceback(trained, capsys, words, text):
+def test_mistakes_are_told_without_a_traceback(trained, capsys, words, text, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "converted").mkdir()
+    (tmp_path / "runs/first").mkdir(parents=True)
+    (tmp_path / "runs/first/metrics.jsonl").touch()
     code, _, err = call(capsys, *(str(trained[0]) if word == "RUN" else word for word in words))
     assert code != 0
     assert text in err

@@ -129,12 +129,13 @@ def make_plan(recipe: Recipe, registry: Registry, layout: Layout, hardware: Hard
     links = Links(hardware, layout)
     told = [traffic(stages, rank, links) for rank in sorted(stages.steps)]
     loudest = max(range(len(told)), key=lambda number: sum(each.exposed for each in told[number]))
+    parameters = count_parameters(recipe, registry)
     return Plan(
         recipe=recipe,
         layout=layout,
         hardware=hardware,
         stages=stages,
-        parameters=count_parameters(recipe, registry),
+        parameters=parameters,
         flops=count_flops(now, registry),
         memory=memory,
         time=step_time(stages, hardware),
@@ -144,11 +145,13 @@ def make_plan(recipe: Recipe, registry: Registry, layout: Layout, hardware: Hard
         checkpoints=checkpoints(recipe, registry, stages, hardware),
         data=data_use(recipe, registry),
         host=host_memory(recipe, registry, stages, hardware, most_on_host(stages)),
-        assumptions=assumptions(recipe, registry, stages, hardware),
+        assumptions=assumptions(recipe, registry, stages, hardware, parameters),
     )
 
 
-def assumptions(recipe: Recipe, registry: Registry, stages: Stages, hardware: Hardware) -> list[str]:
+def assumptions(
+    recipe: Recipe, registry: Registry, stages: Stages, hardware: Hardware, parameters: Parameters
+) -> list[str]:
     """Return what the numbers rest on, for people to read."""
     a, o, links = hardware.achieved, hardware.overlap, hardware.links
     eager = hardware.gloo or recipe.run.compile is False
@@ -162,7 +165,7 @@ def assumptions(recipe: Recipe, registry: Registry, stages: Stages, hardware: Ha
         f"{hardware.devices_per_node} and {links.inter_gb_s:g} GB/s between nodes; "
         f"{links.latency_us:g} us latency; collectives are hidden: dp {o.dp:.0%}, tp {o.tp:.0%}, "
         f"ep {o.ep:.0%}, pp {o.pp:.0%}",
-        "experts get equally many tokens",
+        *(["experts get equally many tokens"] if parameters.by_kind["experts"] else []),
         f"the host takes {hardware.launch_us:g} us to launch an operator"
         + (f", and torch.compile leaves one of {hardware.memory.fusion:g}" if not eager else "")
         + "; a device that is faster waits for it",

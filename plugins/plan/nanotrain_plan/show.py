@@ -64,9 +64,11 @@ def show_sweep(swept: Swept, plan: Plan, console: Console) -> None:
 
 
 def _title(plan: Plan) -> Text:
-    sizes = plan.layout.degrees
+    views = dict(plan.layout.degrees)
+    if not plan.parameters.by_kind["experts"]:
+        views.pop("expert", None)
     degrees = "; ".join(
-        f"{view}: {' x '.join(f'{dim} {n}' for dim, n in dims.items())}" for view, dims in sizes.items()
+        f"{view}: {' x '.join(f'{dim} {n}' for dim, n in dims.items())}" for view, dims in views.items()
     )
     text = Text()
     text.append(plan.recipe.run.name, style="bold")

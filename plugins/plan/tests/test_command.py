@@ -47,6 +47,15 @@ def planned(capsys, *words):
     return code, json.loads(capsys.readouterr().out)
 
 
+def test_nothing_is_said_of_experts_where_there_are_none(recipe, capsys):
+    """The layout has a view of them, which no parameter lies in."""
+    assert main(["plan", recipe, "--ranks", "2", "--hardware", "cpu", "--no-advice"]) in (0, 2)
+    printed = capsys.readouterr().out
+    assert "(dense: dp 2)" in printed
+    assert "expert" not in printed
+    assert "edp" not in printed
+
+
 def test_state_and_flops_are_those_of_arithmetic(recipe, capsys):
     code, plan = planned(capsys, recipe, "--hardware", "cpu")
     D, F, V, S, L = 64, plan["parameters"]["by_kind"]["other"], 256, 32, 3
