@@ -38,6 +38,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_recipe_options(parser)
     parser.add_argument("--nodes", dest="nnodes", type=int, metavar="N", help="machines, as --nnodes")
     parser.add_argument(
+        "--min-nnodes",
+        type=int,
+        metavar="N",
+        help="as of `nanotrain run`: machines that are enough to begin, and to go on with",
+    )
+    parser.add_argument(
         "--option",
         action="append",
         default=[],
@@ -78,6 +84,8 @@ def run(args: argparse.Namespace) -> int:
     _choose_sizes(args)
     found = resolve(args)
     recipe = found.recipe
+    restarts = recipe.run.max_restarts if args.max_restarts is None else args.max_restarts
+    _check_fewest(args, restarts)
     for text in (*_notes(args, recipe, found.layout), *_missing(found)):
         _tell(text)
     if args.target == "ssh":
@@ -92,7 +100,8 @@ def run(args: argparse.Namespace) -> int:
         patience=max(recipe.run.timeout, recipe.run.hang_timeout),
         folder=args.folder or recipe.run.folder or f"runs/{recipe.run.name}",
         changes=_changes(args),
-        max_restarts=recipe.run.max_restarts if args.max_restarts is None else args.max_restarts,
+        max_restarts=restarts,
+        min_nodes=args.min_nnodes,
         environment=environment,
         made_by=shlex.join(["nanotrain", *args.words]),
     )
@@ -122,6 +131,29 @@ def _choose_sizes(args: argparse.Namespace) -> None:
             text = f"run.ranks = {ranks} are not so many on each of {nodes} nodes"
             raise NanotrainError(f"{text}: say how many with --nproc, as the GPUs of a node")
         args.nproc = ranks // nodes
+
+
+def _check_fewest(args: argparse.Namespace, restarts: int) -> None:
+    """See that the recipe runs on every number of machines that ``--min-nnodes`` allows.
+
+    Raises:
+        NanotrainError: it does not, there cannot be so many, or ranks would not be started again.
+    """
+    least = args.min_nnodes
+    if least is None:
+        return
+    if not 1 <= least <= args.nnodes:
+        raise NanotrainError(f"--min-nnodes {least}: expected 1 to --nodes, which is {args.nnodes}")
+    if least < args.nnodes and not restarts:
+        text = "all ranks start again where a machine is lost: give --max-restarts N as well"
+        raise NanotrainError(f"--min-nnodes {least}: {text}")
+    for machines in range(least, args.nnodes):
+        ranks = args.nproc * machines
+        try:
+            resolve_recipe(args.recipe, overrides=args.set, plugins=plugin_arguments(args), ranks=ranks)
+        except NanotrainError as problem:
+            text = f"the recipe does not run on the ranks of {machines}: {problem}"
+            raise NanotrainError(f"--min-nnodes {least}: {text}") from None
 
 
 def _changes(args: argparse.Namespace) -> tuple[str, ...]:

@@ -36,6 +36,8 @@ class Job:
     changes: tuple[str, ...] = ()
     """Further words of ``nanotrain run``: ``--set``, ``--plugin`` and so on."""
     max_restarts: int = 0
+    min_nodes: int | None = None
+    """Nodes that are enough to begin and to go on with; None: all."""
     environment: Mapping[str, str] = attrs.field(factory=dict)
     made_by: str = ""
     """The command that wrote the script."""
@@ -49,6 +51,8 @@ class Job:
     def launcher_words(self) -> list[str]:
         """Return those of a launcher, one on each node, but for where they meet."""
         sizes = ["--nnodes", str(self.nodes), "--nproc", str(self.nproc)]
+        if self.min_nodes is not None:
+            sizes += ["--min-nnodes", str(self.min_nodes)]
         return [*self.words(), *sizes, "--max-restarts", str(self.max_restarts)]
 
     @property

@@ -15,7 +15,7 @@ import yaml
 
 from nanotrain_core.api import Exit
 from nanotrain_launch.job import PORT, Job, text
-from nanotrain_launch.options import COUNT, NAME, PATH, QUANTITY, WORD, Option
+from nanotrain_launch.options import COMMAND, COUNT, NAME, QUANTITY, WORD, Option, command_words
 
 OPTIONS = {
     "image": Option("a container image with nanotrain", WORD, "registry.example/nanotrain:1", required=True),
@@ -40,7 +40,7 @@ OPTIONS = {
     ),
     "port": Option("where pods meet", COUNT, default=str(PORT)),
     "domain": Option("the cluster's domain", NAME, default="cluster.local"),
-    "command": Option("how pods call nanotrain", PATH, "/opt/venv/bin/nanotrain", default="nanotrain"),
+    "command": Option("how pods call nanotrain", COMMAND, "/opt/venv/bin/nanotrain", default="nanotrain"),
 }
 
 #: What would only happen again.
@@ -107,7 +107,7 @@ def _pod(job: Job, options: dict[str, str]) -> dict[str, Any]:
         "name": CONTAINER,
         "image": options["image"],
         # No shell between: SIGTERM reaches the launcher.
-        "command": options["command"].split(),
+        "command": command_words(options["command"]),
         "args": [_literal(word) for word in words],
         "workingDir": options["workdir"],
         "env": [{"name": key, "value": _literal(value)} for key, value in job.environment.items()],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 
 import attrs
@@ -16,6 +17,8 @@ COUNT = r"[1-9]\d*"
 QUANTITY = r"[1-9]\d*(\.\d+)?([KMGT]i?)?"
 NAME = r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?"
 PATH = r"[\w.,:@%+=/ -]+"
+#: Words of a command; a path with a space is quoted.
+COMMAND = r"[\w.,:@%+=/ '\"-]+"
 
 
 @attrs.define(frozen=True)
@@ -72,6 +75,18 @@ def read_hosts(text: str, nodes: int) -> list[str]:
     if len(hosts) != nodes or len(set(hosts)) != nodes:
         raise NanotrainError(f"--option hosts={text}: {len(set(hosts))} hosts, but --nodes {nodes}")
     return hosts
+
+
+def command_words(text: str) -> list[str]:
+    """Return the words of ``--option command=...``, as a shell reads them.
+
+    Raises:
+        NanotrainError: a quotation mark is missing.
+    """
+    try:
+        return shlex.split(text)
+    except ValueError as problem:
+        raise NanotrainError(f"--option command={text}: {str(problem).lower()}") from None
 
 
 def read_environment(pairs: Sequence[str]) -> dict[str, str]:

@@ -15,7 +15,7 @@ import shlex
 
 from nanotrain_core.api import Exit, NanotrainError
 from nanotrain_launch.job import MARGIN, Job, command, exports, text
-from nanotrain_launch.options import COUNT, Option
+from nanotrain_launch.options import COUNT, Option, command_words
 
 #: ``minutes``, ``minutes:seconds``, ``hours:minutes:seconds``, ``days-hours[:minutes[:seconds]]``.
 TIME = r"\d+|\d+:\d+|\d+:\d+:\d+|\d+-\d+(:\d+(:\d+)?)?"
@@ -130,14 +130,16 @@ def _directives(job: Job, options: dict[str, str], seconds: int) -> list[str]:
         lines.append("exclusive")
     lines += [f"{key}={value}" for key, value in options.items() if key not in OWN]
     lines += [f"output={options.get('output', f'{job.label()}-%j.log')}", "open-mode=append"]
+    lines += ["no-kill"] if job.min_nodes is not None else []  # a node that fails ends no job
     return [*lines, f"signal=B:TERM@{seconds}", "requeue"]
 
 
 def _step(job: Job, options: dict[str, str]) -> str:
     """Return the ``srun``: one task a node, with all its cores, none of which is killed for another."""
     srun = ["srun", "--ntasks-per-node=1", "--cpu-bind=none", "--kill-on-bad-exit=0"]
+    srun += ["--no-kill"] if job.min_nodes is not None else []
     srun += [f"--wait={int(job.patience) + MARGIN}", "--label"]
-    words = [*options["command"].split(), *job.launcher_words()]
+    words = [*command_words(options["command"]), *job.launcher_words()]
     launcher = command(words, '--rdzv-endpoint "$endpoint"', '--rdzv-id "$attempt"', indent=" " * 8)
     cores = '--cpus-per-task="$SLURM_CPUS_ON_NODE"'
     return f"{command(srun, cores)} \\\n    {launcher}"

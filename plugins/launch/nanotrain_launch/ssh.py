@@ -9,7 +9,7 @@ import shlex
 import sys
 
 from nanotrain_launch.job import PORT, Job, command, exports, text
-from nanotrain_launch.options import COUNT, PATH, Option, read_hosts
+from nanotrain_launch.options import COMMAND, COUNT, PATH, Option, command_words, read_hosts
 from nanotrain_launch.torchrun import HOSTS
 
 OPTIONS = {
@@ -20,9 +20,9 @@ OPTIONS = {
     ),
     "command": Option(
         "how hosts call nanotrain",
-        PATH,
+        COMMAND,
         "/opt/venv/bin/nanotrain",
-        default=f"{sys.executable} -m nanotrain_core.cli",
+        default=shlex.join([sys.executable, "-m", "nanotrain_core.cli"]),
     ),
 }
 
@@ -91,7 +91,7 @@ def script(job: Job, options: dict[str, str]) -> str:
     hosts = read_hosts(options["hosts"], job.nodes)
     notes, workdir = f"launch-{job.label()}", options["workdir"]
     endpoint = f"{hosts[0].rpartition('@')[2]}:{options['port']}"
-    words = [*options["command"].split(), *job.launcher_words()]
+    words = [*command_words(options["command"]), *job.launcher_words()]
     words += ["--rdzv-endpoint", endpoint, "--rdzv-id", job.label()]
     start = START.format(
         workdir=shlex.quote(workdir),

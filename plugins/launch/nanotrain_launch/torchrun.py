@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import shlex
 
+from nanotrain_core.api import NanotrainError
 from nanotrain_launch.job import PORT, Job, text
-from nanotrain_launch.options import COUNT, PATH, Option, read_hosts
+from nanotrain_launch.options import COMMAND, COUNT, PATH, Option, command_words, read_hosts
 
 HOSTS = Option(
     "the hosts, one for each node; they meet at the first", r"[\w.@,-]+", "node1,node2", required=True
@@ -17,12 +18,21 @@ OPTIONS = {
     "hosts": HOSTS,
     "port": Option("where they meet", COUNT, default=str(PORT)),
     "workdir": Option("the folder to run in; as it is", PATH, "/shared/work"),
-    "command": Option("how nodes call torchrun", PATH, "/opt/venv/bin/torchrun", default="torchrun"),
+    "command": Option("how nodes call torchrun", COMMAND, "/opt/venv/bin/torchrun", default="torchrun"),
 }
 
 
 def script(job: Job, options: dict[str, str]) -> str:
-    """Return the lines."""
+    """Return the lines.
+
+    Raises:
+        NanotrainError: fewer hosts are to be enough.
+    """
+    if job.min_nodes is not None:
+        raise NanotrainError(
+            "--min-nnodes: launchers of nanotrain go on with fewer hosts, torchrun's ranks do not: "
+            "use ssh, slurm or k8s"
+        )
     hosts = read_hosts(options["hosts"], job.nodes)
     environment = {
         # Without it gloo cannot meet a second time after a failure.
@@ -35,7 +45,7 @@ def script(job: Job, options: dict[str, str]) -> str:
     lines = job.header("Each line on its node.")
     for host in hosts:
         words = [
-            *options["command"].split(),
+            *command_words(options["command"]),
             *(f"--nnodes={job.nodes}", f"--nproc-per-node={job.nproc}", f"--max-restarts={job.max_restarts}"),
             *("--rdzv-backend=c10d", f"--rdzv-endpoint={_bare(hosts[0])}:{options['port']}"),
             *(f"--rdzv-id={job.label()}", f"--local-addr={_bare(host)}"),

@@ -30,8 +30,8 @@ def launch(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("tiny.toml").write_text(TINY)
 
-    def launch(target, *words, nodes=2):
-        command = ["launch", target, "tiny.toml", "--nodes", str(nodes), "--no-plan", *NEEDED[target], *words]
+    def launch(target, *words, nodes=2, recipe="tiny.toml"):
+        command = ["launch", target, recipe, "--nodes", str(nodes), "--no-plan", *NEEDED[target], *words]
         code = main(command)
         out, err = capsys.readouterr()
         assert code == 0, err
@@ -48,6 +48,7 @@ SBATCH = {
     "gpus-per-node": r"(\w+:)?\d+",
     "gres": r"[\w:,]+",
     "exclusive": "",
+    "no-kill": "",
     "mem": r"\d+[KMGT]?",
     "cpus-per-task": r"\d+",
     "partition": r"[\w,-]+",
@@ -223,6 +224,44 @@ def test_torchrun_has_a_line_for_each_node(launch):
         assert line[line.index("-m") + 1 : line.index("-m") + 4] == ["nanotrain_core.cli", "run", "tiny.toml"]
 
 
+@pytest.mark.parametrize("target", ["slurm", "ssh", "k8s"])
+def test_a_run_that_may_go_on_with_fewer_hosts_is_not_ended_with_one(launch, target):
+    """sbatch and srun end what a failed node was part of, unless they are told not to."""
+    script = launch(target, "--min-nnodes", "1", "--max-restarts", "3")
+    if target == "k8s":
+        _, job = yaml.safe_load_all(script)
+        words = job["spec"]["template"]["spec"]["containers"][0]["args"]
+    else:
+        words = words_of(script)
+    sizes = after(words, "--nnodes"), after(words, "--min-nnodes"), after(words, "--max-restarts")
+    assert sizes == ("2", "1", "3")
+    if target == "slurm":
+        assert "no-kill" in read_sbatch(script)
+        assert script.count("--no-kill") == 2
+        assert "no-kill" not in launch(target)
+
+
+@pytest.mark.parametrize("target", ["slurm", "torchrun", "ssh", "k8s"])
+def test_paths_with_a_space_are_one_word(launch, target):
+    Path("my recipes").mkdir()
+    Path("my recipes/tiny.toml").write_text(TINY)
+    command = f"command='/my venv/{'torchrun' if target == 'torchrun' else 'nanotrain'}'"
+    more = ["--folder", "my runs/a", "--set", "run.name='b c'", "--option", command]
+    script = launch(target, *more, recipe="my recipes/tiny.toml")
+    if target == "k8s":
+        _, job = yaml.safe_load_all(script)
+        (container,) = job["spec"]["template"]["spec"]["containers"]
+        words = [*container["command"], *container["args"]]
+    elif target == "torchrun":
+        words = shlex.split(script.splitlines()[-1])
+    else:
+        begin = script.rindex("'/my venv")
+        words = shlex.split(re.match(r"(?:.*\\\n)*.*", script[begin:])[0].replace("\\\n", " "))
+    assert shlex.split(command)[0].partition("=")[2] in words
+    assert words[words.index("run") + 1] == "my recipes/tiny.toml"
+    assert after(words, "--folder") == "my runs/a"
+
+
 def test_out_writes_a_file_that_runs(launch, tmp_path):
     assert launch("ssh", "--out", "go.sh") == "wrote go.sh\n"
     assert (tmp_path / "go.sh").stat().st_mode & 0o111
@@ -249,6 +288,13 @@ def test_out_writes_a_file_that_runs(launch, tmp_path):
         ("slurm --nodes 2 --set run.steps=x", "run.steps"),
         ("slurm --nodes 2 --set topology.tp=3", "tp"),
         ("slurm --nodes 2 --max-restarts -1", "--max-restarts"),
+        ("slurm --nodes 2 --min-nnodes 3", "--min-nnodes 3: expected 1 to --nodes, which is 2"),
+        ("slurm --nodes 2 --min-nnodes 1", "--min-nnodes 1: all ranks start again where a machine is lost"),
+        (
+            "torchrun --nodes 2 --min-nnodes 1 --max-restarts 1 --option hosts=a,b",
+            "--min-nnodes: launchers of nanotrain go on with fewer hosts",
+        ),
+        ("slurm --nodes 2 --option command='a", "no closing quotation"),
         ("slurm --nodes 2 --out no/such/folder/x", "--out no/such/folder/x"),
         ("k8s --nodes 2", "k8s needs --option image"),
         ("ssh --nodes 2 --option hosts=a", "1 hosts, but --nodes 2"),
