@@ -175,7 +175,7 @@ ROOMS = {path.parent.name for path in CORE.glob("*/__init__.py")}
 #: What each room of the core may have of code, in lines; "": all that is in none. Not the harness.
 SMALL = {
     "": 950,
-    "api": 610,
+    "api": 615,
     "builtin": 475,
     "checkpoint": 870,
     "cli": 1600,
