@@ -40,13 +40,9 @@ def build(config):
         return out.clone() if torch.is_tensor(out) else out
 
     class FSDP2(AllReduceGradients, Parallel):
-        """What is partial along other dimensions than dp, AllReduceGradients adds up."""
+        """AllReduceGradients reads the shards' gradients, and sums what is partial along other dimensions."""
 
-        reads_dtensors = True
         begun = False  # whether a step is under way: of one that is broken off, torch keeps half
-
-        def apply(self, part, placements, mesh):
-            return part
 
         def shard(self, part, placements, mesh):
             if mesh.device.type == "meta":
@@ -115,16 +111,5 @@ def build(config):
             for placed in self.placed:
                 if placed.dtensor is not None and len(placed.parts) > 1:
                     raise NanotrainError(f"fsdp2: {placed.placement.name} is held by two stages of one rank")
-
-        def microbatch_done(self, parameters):
-            """Add up this rank's shards, in the run's dtype."""
-            for placed in self.placed:
-                if placed.dtensor is not None and placed.dtensor.grad is not None:
-                    mine = placed.dtensor.grad.to_local()
-                    placed.dtensor.grad = None
-                    before = placed.parameter.grad
-                    placed.parameter.grad = (
-                        mine.to(self.dtype or mine.dtype) if before is None else before.add_(mine)
-                    )
 
     return FSDP2()
