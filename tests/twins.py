@@ -137,6 +137,20 @@ FAULTS = (
         "holds_no_more_than_it_says",
     ),
     _fault(
+        "broken_plans",
+        "schedule",
+        "a plan depends on what was asked before",
+        "keeps_its_first_plan never_plans_for_fewer goes_on_from_its_last_plan",
+        "a_plan_knows_nothing_of_earlier_ones",
+    ),
+    _fault(
+        "broken_plans",
+        "schedule",
+        "costs decide whether stages exist",
+        "refuses_dear_heads refuses_what_is_uneven joins_cheap_stages",
+        "stages_exist_whatever_they_cost",
+    ),
+    _fault(
         "broken_stores",
         "checkpoint",
         "a missing tensor is accepted",
