@@ -31,9 +31,12 @@ def nanotrain_register_parallel(register):
 def build(config):
     import torch
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
     from nanotrain_core.api.torch import AllReduceGradients, Parallel, PartOutput
+
+    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        raise NanotrainError(f"fsdp2: expected torch 2.13 or later, got {torch.__version__}")
 
     def no_view(out):
         """Return a copy: torch's hook on a view would be lost where somebody writes to it."""
