@@ -158,6 +158,14 @@ FAULTS = (
         "a_missing_tensor_is_refused",
     ),
     _fault(
+        "broken_fits",
+        "checkpoint",
+        "a tensor of another dtype, or a superfluous one, is accepted",
+        "rounds_on_loading rounds_moments rounds_weights drops_what_is_left drops_moments_that_are_left "
+        "drops_weights_that_are_left",
+        "what_does_not_fit_is_refused",
+    ),
+    _fault(
         "broken_stores",
         "checkpoint",
         "steps are sorted as text",
