@@ -195,6 +195,13 @@ FAULTS = (
         "loss_scale_grows_when_it_would_have loss_scale_can_be_put_back",
     ),
     _fault(
+        "broken_gemms",
+        "precision",
+        "an input that is made anew is another one",
+        "rounds_what_is_made_anew scales_what_is_made_anew cuts_what_is_made_anew",
+        "an_input_that_is_made_anew_is_kept_as_before",
+    ),
+    _fault(
         "broken_late",
         "data",
         "the epoch is lost",
