@@ -104,6 +104,13 @@ FAULTS = (
     _fault(
         "broken_layouts",
         "parallel",
+        "constants of heads are not those of a rank's own heads",
+        "keeps_constants_of_all_heads takes_the_first_heads_constants splits_constants_twice",
+        "inner_shared_and_biased_layers",
+    ),
+    _fault(
+        "broken_layouts",
+        "parallel",
         "parameters are taken for those of the first step",
         "keeps_its_first_list drops_what_comes_later freezes_what_is_unused keeps_what_was_used",
         "a_parameter_may_be_used_later",
