@@ -155,11 +155,10 @@ def _add_roles_and_biases(part: Any) -> None:
 
     part.initializer = initializer
     slopes = {name: len(buffer) for name, buffer in part.named_buffers() if name.endswith(".scales.slopes")}
-    own = getattr(part, "constant", None)
+    own: Callable[[str], torch.Tensor] = getattr(part, "constant", torch.empty)
 
     def constant(name: str) -> torch.Tensor:
-        found: torch.Tensor = torch.linspace(0.5, 1.5, slopes[name]) if name in slopes else own(name)
-        return found
+        return torch.linspace(0.5, 1.5, slopes[name]) if name in slopes else own(name)
 
     part.constant = constant
 
