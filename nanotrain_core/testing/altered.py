@@ -155,10 +155,11 @@ def _add_roles_and_biases(part: Any) -> None:
 
     part.initializer = initializer
     slopes = {name: len(buffer) for name, buffer in part.named_buffers() if name.endswith(".scales.slopes")}
-    own: Callable[[str], torch.Tensor] = getattr(part, "constant", torch.empty)
+    own: Any = getattr(part, "constant", None)
 
     def constant(name: str) -> torch.Tensor:
-        return torch.linspace(0.5, 1.5, slopes[name]) if name in slopes else own(name)
+        found: torch.Tensor = torch.linspace(0.5, 1.5, slopes[name]) if name in slopes else own(name)
+        return found
 
     part.constant = constant
 
