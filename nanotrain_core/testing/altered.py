@@ -87,7 +87,7 @@ def train_with_replaced(case: Case, changes: Mapping[str, Any]) -> Trace:
 
 
 class Scales(nn.Module):
-    """Multiplies each head [..., H, K] by its own factors: ``weight`` and the constant ``slopes``, both [H]."""
+    """Multiplies each head [..., H, K] by its own ``weight`` and by the constant ``slopes``, both [H]."""
 
     def __init__(self, heads: int) -> None:
         super().__init__()
