@@ -384,8 +384,59 @@ def nanotrain_register_parallel(register):
         WantsPairs,
     ):
         register(twin(cls, provides={"gradient_sync"}, mesh_dims={"dp"}))
-    for cls in (AddsBiasesOfFour, PlacesHeadsWhole):
+    for cls in (
+        AddsBiasesOfFour,
+        PlacesHeadsWhole,
+        KeepsConstantsOfAllHeads,
+        TakesTheFirstHeadsConstants,
+        SplitsConstantsTwice,
+    ):
         register(twin(cls, mesh_dims={"tp"}))
+
+
+class KeepsConstantsOfAllHeads(Sliced):
+    """Splits parameters that are PER_HEAD, and leaves their buffers as they are."""
+
+    def __init__(self, config):
+        super().__init__()
+
+    def apply(self, part, placements, mesh):
+        own = [
+            (module, dict(module.named_buffers()))
+            for _, module, found in tagged(part)
+            if found.role is Role.PER_HEAD
+        ]
+        before = {name: placements[name] for name, _ in part.named_buffers()}
+        part = super().apply(part, placements, mesh)
+        for module, buffers in own:
+            for key, buffer in buffers.items():
+                setattr(module, key, buffer)
+        placements.update(before)
+        return part
+
+
+class TakesTheFirstHeadsConstants(KeepsConstantsOfAllHeads):
+    """Splits those, and has every rank take the first heads'."""
+
+    def apply(self, part, placements, mesh):
+        part = super(KeepsConstantsOfAllHeads, self).apply(part, placements, mesh)
+        for name, _ in part.named_buffers():
+            if "tp" in placements[name].sharded:
+                placements[name] = attrs.evolve(placements[name], offset=(0,))
+        return part
+
+
+class SplitsConstantsTwice(KeepsConstantsOfAllHeads):
+    """Splits those at both ends: ranks have the heads of others."""
+
+    def apply(self, part, placements, mesh):
+        part = super(KeepsConstantsOfAllHeads, self).apply(part, placements, mesh)
+        for name, _ in part.named_buffers():
+            here = placements[name]
+            if "tp" in here.sharded:
+                other = here.global_shape[0] - here.offset[0] - here.shape[0]
+                placements[name] = attrs.evolve(here, offset=(other,))
+        return part
 
 
 @hookimpl

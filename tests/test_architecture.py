@@ -184,7 +184,7 @@ SMALL = {
     "data": 780,
     "hf": 860,
     "launch": 1500,
-    "layout": 1120,
+    "layout": 1140,
     "models": 690,
     "moe": 315,
     "metrics": 1160,

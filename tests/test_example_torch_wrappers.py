@@ -8,8 +8,9 @@ import pytest
 import torch
 from examples_of_plugins import PLUGINS, example
 from test_docs import failed
+from torch.distributed.fsdp import FSDPModule
 
-from nanotrain_core.api import Exit
+from nanotrain_core.api import Exit, NanotrainError
 from nanotrain_core.cli import main
 from nanotrain_core.testing import RankFailure, run_ranks
 from nanotrain_core.testing.compare import assert_same, whole
@@ -78,6 +79,12 @@ def test_a_plan_of_what_cannot_run_dry_is_refused_with_what_to_plan_in_its_place
     told = ["--set", f"parallel.0.use={use}", "--plugin", str(PLUGINS / f"{use}.py"), "--ranks", "2"]
     assert main(["plan", "laptop", *told]) == Exit.USER
     assert re.fullmatch(rf"nanotrain: {use}: .* on no meta device: {instead}\n", capsys.readouterr().err)
+
+
+def test_fully_shard_of_an_older_torch_is_refused_by_its_version(monkeypatch):
+    monkeypatch.delattr(FSDPModule, "set_reduce_scatter_unused_params")
+    with pytest.raises(NanotrainError, match=r"fsdp2: expected torch 2\.13 or later, got \d"):
+        fsdp2({}).build()
 
 
 EXPERTS = {"model": {"use": "routed"}, "batch": {"sequences": 8}}

@@ -5,7 +5,7 @@ import torch
 
 from nanotrain_core.errors import PluginError
 from nanotrain_core.layout.dtensors import read_dtensors
-from nanotrain_core.layout.gradients import AllReduceGradients
+from nanotrain_core.layout.gradients import AllReduceGradients, LocalGradients
 from nanotrain_core.layout.layout import Layout, Span, View
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import PlacedParameter, Placement, place, placed_parameters
@@ -136,12 +136,12 @@ def test_a_parameter_whose_wrapper_forgot_its_placement_is_named():
 DP2 = Layout({"dense": View(("dp",), (2,))})
 
 
-def sharded_by_torch(dim):
+def sharded_by_torch(dim, dtype=torch.float32):
     """Return a model of 3 rows that torch's fully_shard has taken, and placements from before."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    part = torch.nn.Linear(4, 3)
+    part = torch.nn.Linear(4, 3, dtype=dtype)
     placements = place([part], DP2)
     fully_shard(part, mesh=init_device_mesh("cpu", (2,), mesh_dim_names=(dim,)))
     return part, placements
@@ -188,8 +188,30 @@ def test_dtensors_that_a_placement_cannot_say_are_refused():
 def test_dtensors_beside_a_gradient_sync_that_does_not_read_them_are_refused():
     weight = torch.nn.Parameter(torch.zeros(2))
     placed = [PlacedParameter(weight, Placement.whole("w", (2,), DP2), dtensor=weight)]
-    sync = AllReduceGradients()
-    with pytest.raises(PluginError, match="w is a DTensor, and AllReduceGradients, the run's gradient sync"):
-        check_dtensors(placed, sync)
-    sync.reads_dtensors = True
-    check_dtensors(placed, sync)
+    with pytest.raises(PluginError, match="w is a DTensor, and LocalGradients, the run's gradient sync"):
+        check_dtensors(placed, LocalGradients())
+    check_dtensors(placed, AllReduceGradients())
+
+
+def gradient_of_shards():
+    """Return what the core's gradient sync makes of two microbatches' gradients in DTensors of bfloat16."""
+    part, placements = sharded_by_torch("dp", torch.bfloat16)
+    read_dtensors([part], placements, DP2)
+    (weight, bias), sync = placed_parameters([part], placements), AllReduceGradients()
+    sync.attach([weight, bias], Mesh(DP2), torch.float32)
+    for microbatch in (1.0, 2**-10):  # whose sum bfloat16 has not
+        part.weight.grad = torch.full_like(part.weight, microbatch)
+        sync.microbatch_done([weight.parameter, bias.parameter])
+    sync.finish()
+    part.weight.grad = torch.zeros_like(part.weight)  # of a step that is broken off
+    totals = [sync.gradient(each.parameter).clone() for each in (weight, bias)]
+    sync.zero()
+    return totals, part.weight.grad, weight.parameter.grad
+
+
+def test_the_core_reads_gradients_of_dtensors_and_adds_microbatches_in_the_runs_dtype():
+    for rank, (totals, *left) in enumerate(run_ranks(gradient_of_shards, 2)):
+        rows = 2 - rank
+        assert torch.equal(totals[0], torch.full((rows, 4), 1 + 2**-10))
+        assert torch.equal(totals[1], torch.zeros(rows))  # no microbatch reached it
+        assert left == [None, None]

@@ -104,6 +104,13 @@ FAULTS = (
     _fault(
         "broken_layouts",
         "parallel",
+        "constants of heads are not those of a rank's own heads",
+        "keeps_constants_of_all_heads takes_the_first_heads_constants splits_constants_twice",
+        "inner_shared_and_biased_layers",
+    ),
+    _fault(
+        "broken_layouts",
+        "parallel",
         "parameters are taken for those of the first step",
         "keeps_its_first_list drops_what_comes_later freezes_what_is_unused keeps_what_was_used",
         "a_parameter_may_be_used_later",
@@ -137,11 +144,33 @@ FAULTS = (
         "holds_no_more_than_it_says",
     ),
     _fault(
+        "broken_plans",
+        "schedule",
+        "a plan depends on what was asked before",
+        "keeps_its_first_plan never_plans_for_fewer goes_on_from_its_last_plan",
+        "a_plan_knows_nothing_of_earlier_ones",
+    ),
+    _fault(
+        "broken_plans",
+        "schedule",
+        "costs decide whether stages exist",
+        "refuses_dear_heads refuses_what_is_uneven joins_cheap_stages",
+        "stages_exist_whatever_they_cost",
+    ),
+    _fault(
         "broken_stores",
         "checkpoint",
         "a missing tensor is accepted",
         "accepts_what_is_missing accepts_missing_moments accepts_missing_vectors fills_in_zeros",
         "a_missing_tensor_is_refused",
+    ),
+    _fault(
+        "broken_fits",
+        "checkpoint",
+        "a tensor of another dtype, or a superfluous one, is accepted",
+        "rounds_on_loading rounds_moments rounds_weights drops_what_is_left drops_moments_that_are_left "
+        "drops_weights_that_are_left",
+        "what_does_not_fit_is_refused",
     ),
     _fault(
         "broken_stores",
@@ -171,6 +200,13 @@ FAULTS = (
         "the loss scale's growth is lost on resume",
         "forgets_its_growth begins_its_growth_anew rounds_its_growth forgets_its_pace",
         "loss_scale_grows_when_it_would_have loss_scale_can_be_put_back",
+    ),
+    _fault(
+        "broken_gemms",
+        "precision",
+        "an input that is made anew is another one",
+        "rounds_what_is_made_anew scales_what_is_made_anew cuts_what_is_made_anew",
+        "an_input_that_is_made_anew_is_kept_as_before",
     ),
     _fault(
         "broken_late",

@@ -17,8 +17,11 @@ class Parallel:
     """A base class: transforms a model part while it is still on ``meta``."""
 
     def apply(self, part: nn.Module, placements: Placements, mesh: Mesh) -> nn.Module:
-        """Return the transformed part (it may be the same object) and update ``placements`` to match."""
-        raise NotImplementedError(f"{type(self).__name__} has no apply(part, placements, mesh)")
+        """Return the transformed part (it may be the same object) and update ``placements`` to match.
+
+        As it is unless this is overridden: a wrapper may only shard, or only complete gradients.
+        """
+        return part
 
     def around(self, mesh: Mesh) -> Mapping[str, Callable[..., torch.Tensor]]:
         """Return wrappers for functions that models call, by field of ``Ops``: none by default.
@@ -51,7 +54,8 @@ class GradientSync(Protocol):
     """Owns every parameter's gradient between backward and the optimizer.
 
     Where parameters are DTensors, autograd accumulates gradients in ``PlacedParameter.dtensor``. A gradient
-    sync that reads them there has an attribute ``reads_dtensors``, which is True.
+    sync that reads them there, as :class:`~nanotrain_core.layout.gradients.AllReduceGradients` does, has an
+    attribute ``reads_dtensors``, which is True.
 
     Provided by the one component of a run that provides ``gradient_sync``; without one the core uses its own
     :class:`~nanotrain_core.layout.gradients.AllReduceGradients`, which reduces after backward.

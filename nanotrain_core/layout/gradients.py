@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from nanotrain_core.errors import NanotrainError
+from nanotrain_core.layout.dtensors import local_of
 from nanotrain_core.layout.layout import Span
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import Piece, PlacedParameter
@@ -147,6 +148,7 @@ class AllReduceGradients(LocalGradients):
     """
 
     needs_gradient_hooks = False
+    reads_dtensors = True
 
     #: Maximum bytes of gradients in one all-reduce, unless a single parameter has more: this much
     #: memory is needed in addition to the gradients.
@@ -162,10 +164,18 @@ class AllReduceGradients(LocalGradients):
         """Register ``parameters``, and fix which of them are all-reduced together, and in which order."""
         super().attach(parameters, mesh, dtype, passes)
         self._waits = mesh.waits
+        self._sharded = [(each.parameter, each.dtensor) for each in parameters if each.dtensor is not None]
         self._sums = [(mesh.group_of(span), members) for span, members in self._joined(mesh)]
 
     def check(self, mesh: Mesh) -> None:
         """Accept any layout."""
+
+    def sums_after_backward(self, placed: PlacedParameter, span: Span) -> bool:
+        """Return whether :meth:`finish` sums this gradient over ``span``. Asked once, by :meth:`attach`.
+
+        A subclass that reduces some gradients while backward runs answers False for these.
+        """
+        return True
 
     def _joined(self, mesh: Mesh) -> Iterator[tuple[Span, list[nn.Parameter]]]:
         """Yield the parameters of each all-reduce, in the same order on all ranks that take part.
@@ -173,7 +183,7 @@ class AllReduceGradients(LocalGradients):
         Those that several pipeline stages hold come last: their ranks have nothing else in common.
         """
         spans = [(p, p.placement.sync_span(mesh.layout)) for p in self.placed if p.parameter.requires_grad]
-        partial = [(placed, span) for placed, span in spans if span]
+        partial = [each for each in spans if each[1] and self.sums_after_backward(*each)]
         partial.sort(key=lambda each: (each[1].stages, each[1].dims, each[0].placement.name))
         members: list[nn.Parameter] = []
         last, size = None, 0
@@ -189,6 +199,14 @@ class AllReduceGradients(LocalGradients):
         if last is not None:
             yield last[0], members
 
+    def microbatch_done(self, parameters: Collection[nn.Parameter]) -> None:
+        """Add a microbatch's gradients, which autograd left in DTensors, to this rank's."""
+        for parameter, dtensor in self._sharded:
+            if dtensor.grad is not None:
+                own, before = local_of(dtensor.grad), parameter.grad
+                dtensor.grad = None
+                parameter.grad = own.to(self.dtype or own.dtype) if before is None else before.add_(own)
+
     def finish(self) -> None:
         """All-reduce all gradients."""
         super().finish()
@@ -199,3 +217,9 @@ class AllReduceGradients(LocalGradients):
             totals = torch.split(flat, [parameter.numel() for parameter in parameters])
             for parameter, total in zip(parameters, totals, strict=True):
                 parameter.grad = total.view(parameter.shape)
+
+    def zero(self) -> None:
+        """Forget all gradients, those of a broken-off step that are in DTensors still included."""
+        super().zero()
+        for _, dtensor in self._sharded:
+            dtensor.grad = None

@@ -87,14 +87,16 @@ def train_with_replaced(case: Case, changes: Mapping[str, Any]) -> Trace:
 
 
 class Scales(nn.Module):
-    """Multiplies each head [..., H, K] by its own factor: ``weight`` [H]."""
+    """Multiplies each head [..., H, K] by its own ``weight`` and by the constant ``slopes``, both [H]."""
 
     def __init__(self, heads: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(heads))
+        self.slopes: torch.Tensor
+        self.register_buffer("slopes", torch.empty(heads), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * (1 + self.weight[:, None])
+        return x * ((1 + self.weight) * self.slopes)[:, None].to(x.dtype)
 
 
 class NormOfUnits(nn.Module):
@@ -152,6 +154,14 @@ def _add_roles_and_biases(part: Any) -> None:
         return known(old) if old in before else Initializer("normal", 0.5)
 
     part.initializer = initializer
+    slopes = {name: len(buffer) for name, buffer in part.named_buffers() if name.endswith(".scales.slopes")}
+    own: Any = getattr(part, "constant", None)
+
+    def constant(name: str) -> torch.Tensor:
+        found: torch.Tensor = torch.linspace(0.5, 1.5, slopes[name]) if name in slopes else own(name)
+        return found
+
+    part.constant = constant
 
 
 # --- a backward pass that is split ------------------------------------------------------------------

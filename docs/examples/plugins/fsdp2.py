@@ -31,22 +31,21 @@ def nanotrain_register_parallel(register):
 def build(config):
     import torch
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
     from nanotrain_core.api.torch import AllReduceGradients, Parallel, PartOutput
+
+    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        raise NanotrainError(f"fsdp2: expected torch 2.13 or later, got {torch.__version__}")
 
     def no_view(out):
         """Return a copy: torch's hook on a view would be lost where somebody writes to it."""
         return out.clone() if torch.is_tensor(out) else out
 
     class FSDP2(AllReduceGradients, Parallel):
-        """What is partial along other dimensions than dp, AllReduceGradients adds up."""
+        """AllReduceGradients reads the shards' gradients, and sums what is partial along other dimensions."""
 
-        reads_dtensors = True
         begun = False  # whether a step is under way: of one that is broken off, torch keeps half
-
-        def apply(self, part, placements, mesh):
-            return part
 
         def shard(self, part, placements, mesh):
             if mesh.device.type == "meta":
@@ -115,16 +114,5 @@ def build(config):
             for placed in self.placed:
                 if placed.dtensor is not None and len(placed.parts) > 1:
                     raise NanotrainError(f"fsdp2: {placed.placement.name} is held by two stages of one rank")
-
-        def microbatch_done(self, parameters):
-            """Add up this rank's shards, in the run's dtype."""
-            for placed in self.placed:
-                if placed.dtensor is not None and placed.dtensor.grad is not None:
-                    mine = placed.dtensor.grad.to_local()
-                    placed.dtensor.grad = None
-                    before = placed.parameter.grad
-                    placed.parameter.grad = (
-                        mine.to(self.dtype or mine.dtype) if before is None else before.add_(mine)
-                    )
 
     return FSDP2()

@@ -44,7 +44,7 @@ def build(config):
     from torch.nn.parallel import DistributedDataParallel
 
     from nanotrain_core.api import NanotrainError
-    from nanotrain_core.api.torch import LocalGradients, Parallel
+    from nanotrain_core.api.torch import AllReduceGradients, Parallel
 
     def summed(group, bucket):
         """All-reduce a bucket. With a communication hook DDP does not divide by the number of ranks."""
@@ -55,13 +55,16 @@ def build(config):
         getattr(default_hooks, f"{config.compress}_compress_wrapper")(summed) if config.compress else summed
     )
 
-    class TorchDDP(LocalGradients, Parallel):
-        def apply(self, part, placements, mesh):
-            return part
+    class TorchDDP(AllReduceGradients, Parallel):
+        needs_gradient_hooks, reads_dtensors = True, False
+
+        def sums_after_backward(self, placed, span):
+            """What is complete only when several parts have run backward."""
+            return bool(span.stages) or len(placed.parts) > 1
 
         def check(self, mesh):
             """Called by `attach`: make a DDP of what each model part sums over the same ranks."""
-            self.mesh, self.late, together = mesh, {}, {}
+            together = {}
             for placed in self.placed:
                 parameter, span = placed.parameter, placed.placement.sync_span(mesh.layout)
                 if not span or not parameter.requires_grad:
@@ -71,9 +74,7 @@ def build(config):
                         f"torch_ddp: {placed.placement.name} is {parameter.dtype}, and its gradient to be "
                         f"{self.dtype}; DDP has both alike: use ddp, or [precision] use = 'fp32'"
                     )
-                if span.stages or len(placed.parts) > 1:  # complete when several parts have run backward
-                    self.late[placed.placement.name] = (parameter, mesh.group_of(span))
-                else:
+                if not self.sums_after_backward(placed, span):
                     together.setdefault((placed.parts[0], span), []).append(parameter)
             if together and mesh.device.type == "meta":
                 raise NanotrainError("torch_ddp: DDP's reducer runs on no meta device: plan with ddp")
@@ -108,13 +109,6 @@ def build(config):
                 missing = [each for each in self.members[ddp] if each not in self.arrived]
                 if missing:
                     torch.autograd.backward(missing, [torch.zeros_like(each) for each in missing])
-
-        def finish(self):
-            super().finish()
-            for _, (parameter, group) in sorted(self.late.items()):
-                parameter.grad = self.gradient(parameter)
-                with self.mesh.waits.collectives:
-                    dist.all_reduce(parameter.grad, group=group)
 
         def zero(self):
             """Forget a last backward pass that was broken off, too: reducers wait for its gradients."""
