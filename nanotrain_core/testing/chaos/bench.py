@@ -101,7 +101,8 @@ class Bench:
                 f"nanotrain chaos says how often to save in checkpoint.every, and '{chosen.use}' has no such "
                 f"key; valid: {', '.join(keys)}"
             )
-        return [f"checkpoint.every={at.every}", *([f"checkpoint.keep={max(99, at.steps)}"] if "keep" in keys else [])]
+        keep = [f"checkpoint.keep={max(99, at.steps)}"] if "keep" in keys else []
+        return [f"checkpoint.every={at.every}", *keep]
 
     def _changes(self, *, guard: bool, monitors: Sequence[str] = ()) -> list[str]:
         """Return the changes of these runs to the recipe."""
