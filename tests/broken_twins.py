@@ -23,7 +23,7 @@ from nanotrain_core.data.synthetic import Synthetic
 from nanotrain_core.layout.grid import Grid
 from nanotrain_core.layout.layout import Layout, View
 from nanotrain_core.layout.roles import Role, tagged
-from nanotrain_core.metrics.declared import Metric
+from nanotrain_core.metrics.declared import Bins, Metric
 from nanotrain_core.models.transformer import Transformer
 from nanotrain_core.optim.adamw import AdamW
 from nanotrain_core.optim.sgd import SGD
@@ -351,6 +351,28 @@ class WaitsToPublish(PublishesAnything):
         self.metrics.scalar("size", sum(g.tensor.abs().sum().item() for g in update.gradients()))
 
 
+class CountsOnOneRank(DrawsNumbers):
+    """Publishes a histogram of what layers return for the sequences of rank 0 alone."""
+
+    on_step = Monitor.on_step
+
+    def on_start(self, run):
+        self.metrics, self.rank = run.metrics, run.rank
+        run.tap(self.look)
+
+    def look(self, name, output):
+        if self.rank == 0:
+            self.metrics.histogram("sizes", output)
+
+
+class MeasuresOnOneRank(CountsOnOneRank):
+    """Publishes a number of these alone."""
+
+    def look(self, name, output):
+        if self.rank == 0:
+            self.metrics.scalar(f"size/{name}", output.abs().mean())
+
+
 class DrawsBeforeSaving(DrawsNumbers):
     on_step = Monitor.on_step
 
@@ -448,6 +470,17 @@ def nanotrain_register_monitor(register):
         register(twin(cls))
     size = Metric(name="size", unit="1", group="gradients", summary="sum of magnitudes", reduce="sum")
     register(attrs.evolve(twin(WaitsToPublish), metrics=[size]))
+    sizes = Metric(
+        name="sizes",
+        unit="1",
+        group="gradients",
+        summary="magnitudes",
+        kind="histogram",
+        bins=Bins(low=1e-9, high=1e3, log=True),
+    )
+    register(attrs.evolve(twin(CountsOnOneRank), metrics=[sizes]))
+    of_layers = attrs.evolve(size, name="size/{block}", reduce="mean", cost="layers")
+    register(attrs.evolve(twin(MeasuresOnOneRank), metrics=[of_layers]))
 
 
 @hookimpl

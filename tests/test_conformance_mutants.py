@@ -209,6 +209,14 @@ FAULTS = [
     (Case("monitor", use="draws_numbers", plugins=TWINS), {"changes_nothing"}),
     (Case("monitor", use="publishes_anything", plugins=TWINS), STRICT_RUNS),
     (Case("monitor", use="waits_to_publish", plugins=TWINS), {"publishing_waits_for_nothing"}),
+    (
+        Case("monitor", use="counts_on_one_rank", plugins=TWINS, topology={"dp": 2}),
+        {"publishes_what_one_process_does"},
+    ),
+    (
+        Case("monitor", use="measures_on_one_rank", plugins=TWINS, topology={"dp": 2}),
+        {"publishes_what_one_process_does"},
+    ),
     (Case("monitor", use="draws_before_saving", plugins=TWINS), {"changes_nothing"}),
     (Case("monitor", use="forgets_by_itself", plugins=TWINS), {"what_it_remembers_comes_back"}),
     (

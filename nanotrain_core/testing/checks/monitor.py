@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
@@ -16,16 +17,20 @@ from nanotrain_core.contracts import MetricsReport, Monitor
 from nanotrain_core.engine import RuntimeEngine
 from nanotrain_core.metrics import gathered
 from nanotrain_core.metrics.declared import Names
+from nanotrain_core.metrics.report import Histogram
 from nanotrain_core.run.events import Events
 from nanotrain_core.run.stop import StopRequest
 from nanotrain_core.testing.case import Case
-from nanotrain_core.testing.checks import check
+from nanotrain_core.testing.checks import check, distributed
 from nanotrain_core.testing.compare import assert_bitwise
 from nanotrain_core.testing.pool import run_ranks
 from nanotrain_core.testing.probe import Trace, make_engine, make_run, train
 from nanotrain_core.testing.saving import named
 
 #: A run in which every event happens, and long enough for what begins late.
+#: By how much a number may differ from that of one process, as a share of it: sums are in another order.
+ROUNDING = 1e-3
+
 EVENTS = {"run": {"steps": 20}, "evaluation": {"every": 5, "sequences": 8}}
 
 
@@ -117,7 +122,7 @@ def _said(monitors: Sequence[Monitor]) -> str:
 def publishes_what_it_declares(case: Case) -> None:
     """Every metric that it publishes is declared, of its kind, the same on every rank, and told under its
     name."""
-    ranks = run_ranks(told, case.world_size, case, EVENTS)
+    ranks = told_to_ranks(case)
     component = case.registry().get("monitor", case.use)
     names = Names(component.metrics)
     for rank, reports in enumerate(ranks):
@@ -126,12 +131,64 @@ def publishes_what_it_declares(case: Case) -> None:
         assert names.find(name), f"'{name}' is published and not declared{names.near(name)}"
 
 
+@check("monitor", since="0.3", applies=distributed)
+def publishes_what_one_process_does(case: Case) -> None:
+    """Of a run on several ranks it publishes the numbers that it publishes of the same run on one.
+
+    Compared are histograms over the same bins, and numbers declared as those of a device, of layers or of
+    weights. What the host has, as times, memory or how many ranks there are, may be different.
+    """
+    component = case.registry().get("monitor", case.use)
+    names = Names(component.metrics)
+    alone = run_ranks(told, 1, case.alone(), EVENTS)[0]
+    of_step: dict[int, dict[str, Any]] = {}
+    for step, published in told_to_ranks(case)[0]:
+        of_step.setdefault(step, {}).update(published)  # a step's, and what an evaluation after it adds
+    for step, want in alone:
+        got = of_step.get(step, {})
+        for name, value in want.items():
+            declared = names.find(name)
+            if isinstance(value, Histogram) or (declared is not None and declared.cost != "host"):
+                problem = _difference(value, got.get(name))
+                assert not problem, f"step {step}: '{name}' {problem}; is it published on every rank?"
+
+
+def _difference(want: Any, got: Any) -> str:
+    """Return how a published value is not that of one process; empty if it is, to rounding."""
+    if got is None:
+        return "is published on one process and not on several ranks"
+    if isinstance(want, Histogram) and isinstance(got, Histogram):
+        counted = [(*each.counts, each.below, each.above, each.nan) for each in (want, got)]
+        same_bins = want.edges == got.edges
+        # Rounding takes few elements over the edge of a bin, and adds none.
+        if same_bins and not math.isclose(sum(counted[0]), sum(counted[1]), rel_tol=ROUNDING):
+            return f"counts {sum(counted[1]):g} elements, on one process {sum(counted[0]):g}"
+        return ""
+    if isinstance(want, float) and not (
+        math.isclose(want, got, rel_tol=ROUNDING, abs_tol=1e-9) or repr(want) == repr(got)
+    ):
+        return f"is {got!r}, on one process {want!r}"
+    return ""
+
+
 @check("monitor", since="0.2")
 def publishing_waits_for_nothing(case: Case) -> None:
     """What it publishes of the device is published as it is: numbers are read by the core, not by the
     monitor."""
     for rank, waited in enumerate(run_ranks(waits, case.world_size, case, EVENTS)):
         assert not waited, f"rank {rank} reads a number of the device while it publishes: {waited[0]}"
+
+
+def told_to_ranks(case: Case) -> list[list[tuple[int, dict[str, Any]]]]:
+    """Return what :func:`told` does of each rank: once for the checks that look at it."""
+    key = repr((case.tables(**EVENTS), case.plugins, case.world_size))
+    if key not in _told:
+        _told.clear()
+        _told[key] = run_ranks(told, case.world_size, case, EVENTS)
+    return _told[key]
+
+
+_told: dict[str, list[list[tuple[int, dict[str, Any]]]]] = {}
 
 
 def told(case: Case, changes: dict[str, Any]) -> list[tuple[int, dict[str, Any]]]:
@@ -181,10 +238,10 @@ class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         def watched(report: Any) -> Any:
             self._now = []
-            before = set(self.engine.watching.board.gathered)
+            before = self.engine.watching.board.so_far()
             with self:
                 answer = event(report)
-            if set(self.engine.watching.board.gathered) - before:
+            if self.engine.watching.board.so_far() != before:
                 self.found += self._now
             return answer
 
