@@ -24,9 +24,9 @@ def bench(tmp_path_factory):
     return Bench(settings, root / "runs")
 
 
-#: Hangs, signals and flipped bits have tests of their own: ``test_hang.py``, ``test_run.py``, and the
-#: harness of checkpoints.
-ELSEWHERE = ("HangStopped", "TerminateLauncher", "FlipBit", "NanOnce")
+#: Hangs, signals, flipped bits and memory snapshots have tests of their own: ``test_hang.py``, ``test_run.py``,
+#: the harness of checkpoints, and ``test_memory_snapshots.py``.
+ELSEWHERE = ("HangStopped", "TerminateLauncher", "FlipBit", "NanOnce", "KillBesideMemory")
 SHORT = [
     pytest.param(row, marks=[pytest.mark.full] * (row.__name__ in ELSEWHERE), id=row.__name__)
     for row in chosen((), short=True)

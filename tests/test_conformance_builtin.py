@@ -29,6 +29,7 @@ test_conformance = conformance(
     Case("monitor", use="console"),
     Case("monitor", use="jsonl"),
     Case("monitor", use="replicas"),
+    Case("monitor", use="bit_flips"),
     Case("monitor", use="guard"),
     Case("monitor", use="stragglers", config={"every": 1}),
     Case("monitor", use="sample", config={"tokens": 4, "every": 1}, overrides=TEXT),

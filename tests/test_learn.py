@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 LESSONS = sorted((ROOT / "docs/examples/learn").glob("[01][0-9]_*.py"))
 NUMBER = re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?=%|[^\w.]|\.?$)")
 #: The others take 5 to 20 seconds each.
-CHEAP = {"01", "02"}
+CHEAP = {"01"}
 
 
 def shown():

@@ -153,7 +153,7 @@ def test_the_resolved_recipe_of_a_run_repeats_it(recipe, tmp_path):
     [
         (signal.SIGINT, Exit.INTERRUPTED, "interrupted", "nanotrain: Ctrl-C: a last step and a checkpoint, "),
         pytest.param(signal.SIGTERM, Exit.PREEMPTED, "preempted", "", marks=pytest.mark.full),  # see the next
-        (signal.SIGHUP, Exit.PREEMPTED, "preempted", ""),
+        pytest.param(signal.SIGHUP, Exit.PREEMPTED, "preempted", "", marks=pytest.mark.full),
     ],
 )
 def test_a_signal_ends_all_ranks_at_a_checkpointed_step(recipe, tmp_path, number, code, reason, told):

@@ -238,10 +238,10 @@ class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         def watched(report: Any) -> Any:
             self._now = []
-            before = self.engine.watching.board.so_far()
+            before = set(self.engine.watching.board.gathered)
             with self:
                 answer = event(report)
-            if self.engine.watching.board.so_far() != before:
+            if set(self.engine.watching.board.gathered) - before:
                 self.found += self._now
             return answer
 

@@ -132,6 +132,7 @@ metric_list:
     return folder
 
 
+@pytest.mark.full  # lm_eval alone takes ten seconds to import
 def test_a_task_of_lm_eval_has_the_accuracy_of_its_definition(trained, task, capsys, monkeypatch):
     """acc: the likeliest choice is right; acc_norm: the likeliest by its mean over characters."""
     pytest.importorskip("lm_eval")

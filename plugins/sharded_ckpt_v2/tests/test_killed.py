@@ -45,7 +45,7 @@ def fall_back_and_save(folder, number):
 @pytest.mark.parametrize(
     ("act", "allowed"),
     [
-        (save_while_one_is_deleted, ([1, 2], [2], [2, 3])),
+        pytest.param(save_while_one_is_deleted, ([1, 2], [2], [2, 3]), marks=pytest.mark.full),
         pytest.param(resume_and_save, ([1, 2, 3, 4], [1, 2, 4], [1, 2], [1, 2, 3]), marks=pytest.mark.full),
         pytest.param(fall_back_and_save, ([1], [1, 2]), marks=pytest.mark.full),
     ],
