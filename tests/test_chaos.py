@@ -24,8 +24,8 @@ def bench(tmp_path_factory):
     return Bench(settings, root / "runs")
 
 
-#: Hangs, signals, flipped bits and memory snapshots have tests of their own: ``test_hang.py``, ``test_run.py``,
-#: the harness of checkpoints, and ``test_memory_snapshots.py``.
+#: Hangs, signals, flipped bits and memory snapshots have tests of their own: ``test_hang.py``,
+#: ``test_run.py``, the harness of checkpoints, and ``test_memory_snapshots.py``.
 ELSEWHERE = ("HangStopped", "TerminateLauncher", "FlipBit", "NanOnce", "KillBesideMemory")
 SHORT = [
     pytest.param(row, marks=[pytest.mark.full] * (row.__name__ in ELSEWHERE), id=row.__name__)

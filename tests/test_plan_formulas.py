@@ -197,7 +197,7 @@ def test_the_bubble_of_deepseek_v3_is_that_of_1f1b(v3):
     microbatches = recipe.batch.sequences // (recipe.run.ranks // pp) // recipe.batch.microbatch
     busiest = sum(plan["time"]["busiest"].values()) / microbatches
     all_stages = (1 - pipeline["bubble"]) * pp * pipeline["seconds"] / microbatches  # of one microbatch
-    # Stages differ, so that some of them are done with their last microbatch a little before the formula says.
+    # Stages differ: some of them finish their last microbatch a little before the formula says.
     assert pipeline["seconds"] == pytest.approx((microbatches - 1) * busiest + all_stages, rel=0.002)
     assert pipeline["bubble"] > (pp - 1) / (microbatches + pp - 1)  # of stages that take equally long
 
