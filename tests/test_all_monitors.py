@@ -74,6 +74,7 @@ def alone():
     return ranks(DP, [])
 
 
+@pytest.mark.full  # each monitor alone has this check in its conformance
 def test_all_monitors_at_once_change_no_bit(alone):
     """But the profiler, which takes its time."""
     assert_same_bits(DP, [name for name in ALL if name != "profiler"], alone)

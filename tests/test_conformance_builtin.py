@@ -40,6 +40,8 @@ test_conformance = conformance(
             "killed_rank_leaves_the_last[first]",
             "killed_rank_leaves_the_last[last]",
             "damage_is_noticed[empty]",
+            "resumed_twice_is_the_same_run",  # sharded_v2 keeps these in the first tier
+            "steps_are_numbers",
             "falls_back_over_a_damaged_one[empty]",
             "falls_back_over_a_damaged_one[truncated]",
         ),

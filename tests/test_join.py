@@ -157,6 +157,7 @@ def test_with_an_endpoint_a_task_of_srun_is_a_launcher(tmp_path, monkeypatch):
     assert begun["world_size"] == 1
 
 
+@pytest.mark.full  # srun's processes join in the same way
 def test_torchrun_itself_starts_ranks(tmp_path):
     (tmp_path / "small.toml").write_text(SMALL)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -81,6 +81,7 @@ def test_one_file_is_written_and_it_is_printed_how_to_use_and_to_test_it(tmp_pat
     ]
 
 
+@pytest.mark.full  # .ci/wheels does it for every kind
 def test_a_package_has_what_it_needs_and_passes_every_check(tmp_path, capsys):
     code, out, _ = call(capsys, "my_thing", "--kind", "data", "--package", "--folder", tmp_path)
     assert code == Exit.DONE

@@ -59,7 +59,8 @@ def test_a_folder_whose_ranks_still_end_is_waited_for_and_then_refused(tmp_path,
     RunFolder.claim("x", folder=str(tmp_path)).release()
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_a_run_whose_folder_is_deleted_ends_and_writes_no_other(tmp_path, ranks):
     """It trained on for nobody; or saved into the folder of the run that had taken its place."""
     (tmp_path / "small.toml").write_text(SMALL)

@@ -115,7 +115,8 @@ def test_sigterm_loses_no_step_though_files_are_written_beside_training(runs):
     assert nanotrain("ckpt", "verify", "stopped", "--step", str(last["step"]), cwd=runs).code == Exit.DONE
 
 
-@pytest.mark.parametrize("ranks", [pytest.param("1", marks=pytest.mark.full), "2"])
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", ["1", "2"])
 def test_a_last_checkpoint_that_cannot_be_saved_is_told_though_a_signal_ended_the_run(tmp_path, ranks):
     """Exit code 75 would say that all is there to go on with."""
     (tmp_path / "sharded.toml").write_text(SHARDED)

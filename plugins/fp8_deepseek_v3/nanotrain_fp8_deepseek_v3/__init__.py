@@ -25,6 +25,7 @@ from nanotrain_core.api import (
 __version__ = "0.1.0"
 
 Reduce = Literal["sum", "mean", "max"]
+Cost = Literal["host", "layers"]
 Backend = Literal["auto", "emulated", "torch", "triton", "te"]
 
 
@@ -82,14 +83,20 @@ class FP8MonitorConfig:
 
 
 def _metric(
-    figure: str, summary: str, *, unit: str = "1", reduce: Reduce = "mean", rule: Rule | None = None
+    figure: str,
+    summary: str,
+    *,
+    unit: str = "1",
+    reduce: Reduce = "mean",
+    cost: Cost = "layers",
+    rule: Rule | None = None,
 ) -> Metric:
     return Metric(
         name=f"fp8/{figure}/{{module}}/{{operand}}",
         unit=unit,
         group="precision",
         level="debug",
-        cost="layers",
+        cost=cost,
         reduce=reduce,
         summary=summary,
         rule=rule,
@@ -102,7 +109,13 @@ OVERFLOW = Rule(
     "lower lr, or keep this module in bf16",
 )
 METRICS = (
-    _metric("elements", "elements of an operand that were counted", unit="elements", reduce="sum"),
+    _metric(
+        "elements",
+        "elements of an operand that were counted, on all ranks: of replicated weights each copy",
+        unit="elements",
+        reduce="sum",
+        cost="host",
+    ),
     _metric("amax", "largest magnitude of an operand", reduce="max"),
     _metric("underflow", "share of an operand's elements that are not zero, and are once rounded"),
     _metric("overflow", "share that is no finite number once rounded", rule=OVERFLOW),
