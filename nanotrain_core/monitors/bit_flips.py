@@ -49,11 +49,10 @@ class BitFlips(Monitor):
         if report.reason != "failed":
             self._compare()
 
-    @staticmethod
-    def _hashes(end: StepEnd) -> torch.Tensor:
-        blocks = end.state().blocks
-        hashes = [hash_bits(block.tensor) for block in blocks]
-        return torch.stack(hashes) if hashes else torch.zeros(0, dtype=torch.int64)
+    def _hashes(self, end: StepEnd) -> torch.Tensor:
+        """Return the hash of each block, on the run's device: offloaded ones are hashed where they are."""
+        hashes = [hash_bits(block.tensor).to(self.run.device) for block in end.state().blocks]
+        return torch.stack(hashes) if hashes else torch.zeros(0, dtype=torch.int64, device=self.run.device)
 
     def _compare(self) -> None:
         """Compare once.
@@ -65,8 +64,8 @@ class BitFlips(Monitor):
             return
         end, self.end = self.end, None
         self.run.together()
-        differs = (self._hashes(end) != self.hashes).cpu()
-        flag = differs.any().long().view(1).to(self.run.device)
+        differs = self._hashes(end) != self.hashes
+        flag = differs.any().long().view(1)
         self.run.mesh.all_reduce(flag, op=dist.ReduceOp.MAX)
         if not flag.item():
             return
