@@ -240,7 +240,7 @@ class Trial:
         reader.start()
         struck = False
         while process.poll() is None and time.time() < began + limit:
-            if on_fault is not None and not struck and self._struck_since(began) >= strikes:
+            if on_fault is not None and not struck and self.struck(began) >= strikes:
                 struck = True
                 on_fault(process.pid)
             time.sleep(0.05)
@@ -262,9 +262,9 @@ class Trial:
         """Return when and where the fault was injected."""
         return self.rows("fault")
 
-    def _struck_since(self, began: float) -> int:
+    def struck(self, since: float = 0.0) -> int:
         """Return in how many attempts faults have struck since then."""
-        return len({(row["launch"], row["attempt"]) for row in self.faults() if row["time"] >= began})
+        return len({(row["launch"], row["attempt"]) for row in self.faults() if row["time"] >= since})
 
     def trained(self) -> list[Mapping[str, Any]]:
         """Return the batches that were trained on: of those read for a step, the last; others are skipped."""

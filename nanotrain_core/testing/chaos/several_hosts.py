@@ -47,6 +47,12 @@ class Launches:
         self.on[host] = self.pool.submit(self.trial.finish, process, on_fault)
         self.begun.append(self.on[host])
 
+    def start_both(self, order: dict[str, Any], on_fault: Callable[[int], None] | None = None) -> None:
+        """Start the run: both hosts' ranks, which the ledger counts as one launch."""
+        self.start(0, order, on_fault)
+        self.trial.launches = 0
+        self.start(1, order)
+
     def replace(self, host: int) -> None:
         """Start the ranks of a replacement for a lost host."""
         self.network.replace(host)
@@ -84,9 +90,7 @@ class HostsRow(Row):
             def strike(process: int) -> None:
                 self.strike(launches, random)
 
-            launches.start(0, order, strike)
-            trial.launches = 0  # both are the same one
-            launches.start(1, order)
+            launches.start_both(order, strike)
             for launch in launches.begun:  # which grows meanwhile
                 launch.result()
             for launch in launches.on.values():
@@ -200,9 +204,7 @@ class BadHost(HostsRow):
                 "rank": last,
                 "then": [again],
             }
-            for host in (0, 1):
-                launches.start(host, order)
-                trial.launches = 0  # both are the same one
+            launches.start_both(order)
             good, bad = (launches.on[host].result() for host in (0, 1))
         yield from expect(good, Exit.DONE, f"rank {last} was killed by SIGKILL")
         yield from expect(bad, Exit.FAILED, "the first to fail 2 times: it leaves the run")

@@ -129,8 +129,7 @@ class Soak(Row):
                 return
             if "Traceback" in ended.err and not any(fault.order["act"] == "fail" for fault in group):
                 yield f"launch {number + 1} shows a traceback: {ended.err[-600:]}"
-        struck = len({(row["launch"], row["attempt"]) for row in trial.faults()})
-        if struck != len(self.faults):
+        if (struck := trial.struck()) != len(self.faults):
             yield f"{struck} faults struck, expected {len(self.faults)}"
 
     def _launch(self, trial: Trial, group: Sequence[Fault], *, resumes: bool) -> Ended:
