@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ from nanotrain_data.blended import BlendedData
 from nanotrain_data.chat_template import Message
 from nanotrain_data.config import ChatConfig
 from nanotrain_data.conversation_corpus import Conversations, nothing_to_learn
-from nanotrain_data.conversations import known_conversations, messages_of
+from nanotrain_data.conversations import ConversationCodec, known_conversations, messages_of
 from nanotrain_data.corpus import Corpus, OpenShards
 from nanotrain_data.manifest import read_manifest
 from nanotrain_data.packs import Packs
@@ -76,12 +77,16 @@ class Chat(BlendedData):
         Raises:
             DataError: the folder is missing, was prepared without keeping its template, or that refuses them.
         """
-        folder = Path(self.config.paths[0])
-        manifest = read_manifest(folder)
         try:
-            return known_conversations(folder, manifest).prompt(messages_of(list(messages)))
+            return self._conversations.prompt(messages_of(list(messages)))
         except ValueError as problem:
             raise DataError(f"the conversation {problem}") from None
+
+    @cached_property
+    def _conversations(self) -> ConversationCodec:
+        """The first folder's template and tokenizer, read once for all prompts."""
+        folder = Path(self.config.paths[0])
+        return known_conversations(folder, read_manifest(folder))
 
     def sequences_of_sources(self, length: int, *, validation: bool) -> list[int]:
         """Return how many sequences of that length a split has of each source, [sources]."""
