@@ -113,3 +113,19 @@ def test_what_does_not_fit_is_refused(cluster, capsys):
 def test_what_fits_is_told_in_the_script(cluster, capsys):
     assert main(["launch", "slurm", "small.toml", "--nodes", "2", "--nproc", "1"]) == 0
     assert " GB of a rank on cpu, " in capsys.readouterr().out
+
+
+def test_fewer_machines_must_be_able_to_run_the_recipe(cluster, capsys):
+    sizes = ["--nodes", "3", "--nproc", "2", "--min-nnodes", "1", "--max-restarts", "1"]
+    layout = [
+        "--set",
+        "topology.tp=3",
+        "--set",
+        "parallel=[{use='tp'}, {use='ddp'}]",
+        "--set",
+        "model.heads=6",
+    ]
+    layout += ["--set", "model.width=24", "--set", "batch.sequences=12"]
+    words = ["launch", "ssh", "small.toml", "--option", "hosts=a,b,c", "--no-plan", *sizes, *layout]
+    assert main(words) == Exit.USER
+    assert "--min-nnodes 1: the recipe does not run on the ranks of 1: " in capsys.readouterr().err

@@ -27,6 +27,7 @@ from nanotrain_core.cli.common import (
     resolve,
 )
 from nanotrain_core.cli.drawing import draw as draw_timeline
+from nanotrain_core.cli.machines import fewest_machines
 from nanotrain_core.cli.planned import plan_recipe
 from nanotrain_core.command import Command
 from nanotrain_core.compile.eager import KeptEager, kept_eager
@@ -189,6 +190,7 @@ __all__ = [
     "expect_number",
     "expect_real",
     "expect_size",
+    "fewest_machines",
     "find_checkpoints",
     "find_problems",
     "flat_settings",

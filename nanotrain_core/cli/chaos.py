@@ -29,9 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--only", action="append", default=[], metavar="ROW", help="a row's number, or a part of its name"
     )
-    parser.add_argument(
-        "--soak", type=positive, metavar="N", help="N random faults in one run, in place of the rows"
-    )
+    parser.add_argument("--soak", type=positive, metavar="N", help="N random faults in one run, no rows")
     parser.add_argument("--short", action="store_true", help="the few rows that the tests run")
     parser.add_argument(
         "--hang-timeout", type=float, default=12.0, metavar="S", help="run.hang_timeout; default 12"

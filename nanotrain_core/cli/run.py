@@ -8,13 +8,12 @@ from pathlib import Path
 
 from nanotrain_core.cli.common import add_recipe_options, count, plugin_arguments, positive, resolve
 from nanotrain_core.cli.gpus import fit_to_gpus
+from nanotrain_core.cli.machines import fewest_machines
 from nanotrain_core.cli.replay import replay
-from nanotrain_core.errors import Exit, NanotrainError, RecipeError
+from nanotrain_core.errors import Exit, NanotrainError
 from nanotrain_core.launch.environment import Ranks
 from nanotrain_core.launch.inputs import check_inputs
 from nanotrain_core.launch.modules import check_modules
-from nanotrain_core.recipe.load import resolve_recipe
-from nanotrain_core.recipe.tree import Recipe
 from nanotrain_core.run.folder import newest
 from nanotrain_core.run.near import nearby_weights
 from nanotrain_core.run.stop import end_on_sigterm, keep_code
@@ -116,28 +115,6 @@ def run(args: argparse.Namespace) -> int:
         args.path, args.step = Path(args.folder or recipe.run.folder or newest(recipe.run.name)), None
         return replay(args, found.registry)
     return code
-
-
-def fewest_machines(args: argparse.Namespace, recipe: Recipe) -> int:
-    """Return the minimum number of machines, after checking that the recipe runs on each number of them.
-
-    Raises:
-        RecipeError: it does not, for example because the degrees of a layout do not divide the ranks.
-        NanotrainError: there cannot be this many.
-    """
-    most = args.nnodes or 1
-    least = most if args.min_nnodes is None else args.min_nnodes
-    if least > most:
-        raise NanotrainError(f"--min-nnodes {least}: expected at most --nnodes, which is {most}")
-    for machines in range(least, most):
-        ranks = recipe.run.ranks // most * machines
-        try:
-            resolve_recipe(args.recipe, overrides=args.set, plugins=plugin_arguments(args), ranks=ranks)
-        except RecipeError as problem:
-            raise NanotrainError(
-                f"--min-nnodes {least}: the recipe does not run on the ranks of {machines}: {problem}"
-            ) from None
-    return least
 
 
 def is_rank(joined: Ranks, args: argparse.Namespace) -> bool:

@@ -19,6 +19,7 @@ from nanotrain_core.api import (
     Registry,
     Resolution,
     add_recipe_options,
+    fewest_machines,
     input_problems,
     plugin_arguments,
     resolve,
@@ -85,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
     found = resolve(args)
     recipe = found.recipe
     restarts = recipe.run.max_restarts if args.max_restarts is None else args.max_restarts
-    _check_fewest(args, restarts)
+    _check_fewest(args, recipe, restarts)
     for text in (*_notes(args, recipe, found.layout), *_missing(found)):
         _tell(text)
     if args.target == "ssh":
@@ -133,7 +134,7 @@ def _choose_sizes(args: argparse.Namespace) -> None:
         args.nproc = ranks // nodes
 
 
-def _check_fewest(args: argparse.Namespace, restarts: int) -> None:
+def _check_fewest(args: argparse.Namespace, recipe: Recipe, restarts: int) -> None:
     """See that the recipe runs on every number of machines that ``--min-nnodes`` allows.
 
     Raises:
@@ -147,13 +148,7 @@ def _check_fewest(args: argparse.Namespace, restarts: int) -> None:
     if least < args.nnodes and not restarts:
         text = "all ranks start again where a machine is lost: give --max-restarts N as well"
         raise NanotrainError(f"--min-nnodes {least}: {text}")
-    for machines in range(least, args.nnodes):
-        ranks = args.nproc * machines
-        try:
-            resolve_recipe(args.recipe, overrides=args.set, plugins=plugin_arguments(args), ranks=ranks)
-        except NanotrainError as problem:
-            text = f"the recipe does not run on the ranks of {machines}: {problem}"
-            raise NanotrainError(f"--min-nnodes {least}: {text}") from None
+    fewest_machines(args, recipe)
 
 
 def _changes(args: argparse.Namespace) -> tuple[str, ...]:
