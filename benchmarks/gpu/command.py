@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,7 @@ def main(arguments: Sequence[str]) -> int:
 def _environment(smoke: bool) -> None:
     """Set what all processes inherit, where the user has not."""
     set_allocator()
-    if smoke:
+    if smoke and find_spec("triton"):
         os.environ["TRITON_INTERPRET"] = "1"  # which Triton reads when it is first imported
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # to look for a device must not open it
 
