@@ -155,6 +155,12 @@ def test_a_task_of_lm_eval_has_the_accuracy_of_its_definition(trained, task, cap
     code, _, err = call(capsys, folder, "--task", "tiny_chioce", "--tasks-from", task)
     assert code == 2
     assert "lm_eval knows no such task (did you mean 'tiny_choice'?)" in err
+    text = (task / "tiny.yaml").read_text().replace("tiny_choice", "unasked").replace("questions.", "none.")
+    (task / "unasked.yaml").write_text(text)
+    code, _, err = call(capsys, folder, "--task", "unasked", "--tasks-from", task)
+    assert code == 2
+    assert "--task unasked: the questions cannot be read: " in err
+    assert "none.jsonl" in err
 
 
 @pytest.mark.parametrize(

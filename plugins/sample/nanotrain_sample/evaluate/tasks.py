@@ -49,7 +49,7 @@ def run_tasks(
         limit: questions of each task, at most.
 
     Raises:
-        NanotrainError: there is no such task, or it asks the model to write.
+        NanotrainError: there is no such task, it asks the model to write, or its questions cannot be read.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from lm_eval import simple_evaluate
@@ -60,8 +60,8 @@ def run_tasks(
     for name in names:
         if not os.path.isfile(name) and name not in known:
             raise NanotrainError(f"--task {name}: lm_eval knows no such task{did_you_mean(name, known)}")
-    return dict(
-        simple_evaluate(
+    try:
+        found = simple_evaluate(
             model=adapter(codec, scored, length),
             tasks=[*names],
             num_fewshot=few_shot,
@@ -70,7 +70,13 @@ def run_tasks(
             bootstrap_iters=0,
             log_samples=False,
         )
-    )
+    except (ConnectionError, FileNotFoundError) as error:
+        raise NanotrainError(
+            f"--task {' --task '.join(names)}: the questions cannot be read: {error}. lm_eval downloads those of "
+            "public tasks from the Hugging Face hub; of a task of your own, data_files are relative to the "
+            "folder that nanotrain is started in"
+        ) from error
+    return dict(found)
 
 
 def adapter(codec: TextCodec, scored: Scored, length: int) -> Any:
