@@ -9,7 +9,7 @@ from nanotrain_core.component import Support
 from nanotrain_core.contracts import SaysInFlight, Schedule
 from nanotrain_core.pipeline.actions import Action, Costs, Part
 from nanotrain_core.pipeline.simulator import peak
-from nanotrain_core.testing.case import Case
+from nanotrain_core.testing.case import TINY, Case, Tables
 from nanotrain_core.testing.checks import check
 from nanotrain_core.testing.checks.parallel import assert_same_reports, one_process
 from nanotrain_core.testing.compare import EXACT, assert_same, whole
@@ -146,7 +146,9 @@ def gradients_equal(case: Case) -> None:
     for count in microbatch_counts(case):
         sequences = count * data_ranks
         batch = {"sequences": sequences, "microbatch": 1}
-        changes = {"batch": batch, "model": {"layers": layers}, "run": {"steps": 1}}
+        changes: Tables = {"batch": batch, "model": {"layers": layers}, "run": {"steps": 1}}
+        if sequences > TINY["data"]["sequences"]:  # of which a batch needs as many
+            changes["data"] = {"sequences": sequences}
         ranks = run_ranks(train, case.world_size, case, changes)
         alone = one_process(case, **{**changes, "batch": {**batch, "microbatch": sequences}})
         what = f"gradients with {count} microbatches"
