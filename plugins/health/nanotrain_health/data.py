@@ -32,10 +32,6 @@ class DataWatcher(Watcher):
         metrics = self.scene.metrics
         effective: float | torch.Tensor | None = update.counts.get("lm")
         if effective is not None:
-            if (
-                isinstance(effective, torch.Tensor) and effective.is_cpu
-            ):  # an operator less, and numbers are free
-                effective = float(effective)
             self.effective = self.effective + effective
         if not update.logged:
             return
