@@ -57,10 +57,10 @@ class ObjectServer:
 
     def kill(self) -> None:
         """Refuse connections from now on."""
-        server, self._server = self._server, None
-        if server is not None:
-            server.shutdown()
-            server.server_close()
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
+            self._server = None  # only now: who sees that it is down may start it again on this port
 
     def _answer(self, environ: Any, start: Any) -> Iterable[bytes]:
         method, path = environ["REQUEST_METHOD"], environ["PATH_INFO"]
