@@ -10,6 +10,8 @@ from nanotrain_core.testing.probe import train
 
 AT_RANDOM = {"stored_weights_reach_the_model": "four bits rounded at random are up to 15% away"}
 LOST = {"master_keeps_small_updates": "naive is the control: nothing keeps what rounding loses"}
+#: Of four bits so much that the loss falls 62% as far as float32's.
+LOST_IN_FOUR_BITS = LOST | {"loss_falls_beside_float32s": LOST["master_keeps_small_updates"]}
 
 
 def case(form, variant, **config):
@@ -62,7 +64,9 @@ test_nvfp4_in_the_momentum = conformance(
 )
 test_bfloat16_in_the_momentum = pytest.mark.full(conformance(case("bf16", "eco")))
 test_without_help = pytest.mark.full(conformance(case("bf16", "naive"), expected_failures=LOST))
-test_four_bits_without_help = pytest.mark.full(conformance(case("nvfp4", "naive"), expected_failures=LOST))
+test_four_bits_without_help = pytest.mark.full(
+    conformance(case("nvfp4", "naive"), expected_failures=LOST_IN_FOUR_BITS)
+)
 test_nf4 = pytest.mark.full(conformance(case("nf4", "residual", block_size=16)))
 test_nf4_in_the_momentum = pytest.mark.full(
     conformance(case("nf4", "eco", block_size=16), expected_failures=AT_RANDOM)
