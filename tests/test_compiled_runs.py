@@ -76,14 +76,15 @@ class Sampling(probe.Reports):
 def test_sizes_that_change_need_few_graphs(precision, tolerance, tmp_path):
     """Microbatches of 2 and 1 in training, 4 and 1 in validation, one sequence of a sample.
 
-    In bfloat16 gradients are float32 when the microbatch of 1 is traced, in each layer.
+    In bfloat16 gradients are float32 when the microbatch of 1 is traced, in each layer. Logits are of both
+    signs, so that their mean is held to an absolute tolerance as well.
     """
     sizes = {"precision": {"use": precision}, "evaluation": {"every": 1, "sequences": 5}}
     plain = case(**sizes)
     expected = losses(probe.train(plain, {}))
     changes = {"run": {**plain.overrides["run"], **COMPILED}}
     found, graphs = train_counting(plain, changes, folder=tmp_path, save_at=2)
-    assert found == pytest.approx(expected, rel=tolerance)
+    assert found == pytest.approx(expected, rel=tolerance, abs=0.1 * tolerance)
     # Training: 2 sequences and 1. Without gradients: 2 and 1. All three layers share them. The loss of
     # a chunk is one with its gradient, of any number of tokens, and one without.
     assert graphs == 4 + 2

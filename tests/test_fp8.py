@@ -21,7 +21,8 @@ ZERO2 = {"optimizer": {"use": "zero12", "stage": 2, "moment_dtype": "bfloat16", 
 #: Topology, what stands around it, and how far losses may be from those of one process in FP8. Under tp, pp
 #: and ep gradients in bfloat16 are added up in another order, and in FP8 a different number may be rounded to
 #: another code: bfloat16's own losses are up to 9e-4 apart, FP8's 5e-3. On data ranks only float32 sums over
-#: microbatches are: 6e-8 for four steps, then 3e-3, once a number was rounded to another code.
+#: microbatches are: 2e-7 until a number is rounded to another code, in the third step or later (of five seeds,
+#: two in the third, two in the fifth, one not in six), then up to 3e-3.
 LAYOUTS = {
     "tp2": ({"tp": 2}, {"parallel": [{"use": "tp"}, DDP]}, 0.01),
     "ep2": ({"dp": 2, "ep": 2}, {"parallel": [EP, DDP]}, 0.01),
@@ -54,7 +55,7 @@ def test_megatron_607_442_2272_and_5782_fp8_trains_like_bfloat16_and_like_one_pr
     assert found == pytest.approx(alone, rel=LAYOUTS[layout][2])
     assert found == pytest.approx(wide, rel=0.01)
     if layout == "dp2-zero2":
-        assert found[:3] == pytest.approx(alone[:3], rel=1e-6)
+        assert found[:2] == pytest.approx(alone[:2], rel=1e-6)
     assert found != wide
     assert found[-1] < found[0] - 1
 
