@@ -181,7 +181,11 @@ def prepare_corpora(folder):
         for words in commands(block):
             line = " ".join(words)
             prepares = line.startswith(("nanotrain data train-tokenizer ", "nanotrain data prepare "))
-            if block.page == ROOT / "docs/data.md" and prepares and not any(why in line for why in CANNOT_RUN):
+            if (
+                block.page == ROOT / "docs/data.md"
+                and prepares
+                and not any(why in line for why in CANNOT_RUN)
+            ):
                 done = nanotrain(*words[1:], cwd=folder)
                 assert done.code == Exit.DONE, done.err
 

@@ -21,8 +21,8 @@ ZERO2 = {"optimizer": {"use": "zero12", "stage": 2, "moment_dtype": "bfloat16", 
 #: Topology, what stands around it, and how far losses may be from those of one process in FP8. Under tp, pp
 #: and ep gradients in bfloat16 are added up in another order, and in FP8 a different number may be rounded to
 #: another code: bfloat16's own losses are up to 9e-4 apart, FP8's 5e-3. On data ranks only float32 sums over
-#: microbatches are: 2e-7 until a number is rounded to another code, in the third step or later (of five seeds,
-#: two in the third, two in the fifth, one not in six), then up to 3e-3.
+#: microbatches are: 2e-7 until a number is rounded to another code, in the third step or later (of five
+#: seeds, two in the third, two in the fifth, one not in six), then up to 3e-3.
 LAYOUTS = {
     "tp2": ({"tp": 2}, {"parallel": [{"use": "tp"}, DDP]}, 0.01),
     "ep2": ({"dp": 2, "ep": 2}, {"parallel": [EP, DDP]}, 0.01),

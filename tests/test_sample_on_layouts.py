@@ -3,7 +3,7 @@
 import pytest
 import torch
 from nanotrain_deepseek.samples import V2, V3
-from nanotrain_sample.generate import How, Writer
+from nanotrain_sample.generate import How, Prompt, Writer
 
 from nanotrain_core.batch import Batch
 from nanotrain_core.models.cache import Cache
@@ -45,7 +45,7 @@ OTHERS = {
     "v2-tp4-etp2": (DEEPSEEK_V2, {"tp": 4, "etp": 2}),
 }
 HOW = How(tokens=9, temperature=0.9, top_p=0.95, seed=5, vocab=31)
-PROMPTS = ((3, 1, 4, 1, 5, 9, 2), (6, 5), (3, 5, 8))
+PROMPTS = [Prompt(tokens, HOW) for tokens in ((3, 1, 4, 1, 5, 9, 2), (6, 5), (3, 5, 8))]
 
 
 def case_of(model, degrees, *, whole=False):
@@ -62,11 +62,11 @@ def case_of(model, degrees, *, whole=False):
 def written(case, *, caches):
     """Return this rank's texts, and logits of the first prompt in passes of 4, 2 and 1 tokens, or None."""
     run = make_run(case, {}, trains=False)
-    writer = Writer(run, HOW, caches=caches)
-    passes = max(HOW.passes(len(prompt), caches=caches) for prompt in PROMPTS)
+    writer = Writer(run, caches=caches)
+    passes = max(prompt.passes(caches=caches) for prompt in PROMPTS)
     numbers = range(writer.replica.index, len(PROMPTS) + writer.replica.index, writer.replica.count)
     texts = [writer.write(PROMPTS[n % len(PROMPTS)], n % len(PROMPTS), passes) for n in numbers]
-    tokens, cache, found = torch.tensor(PROMPTS[:1]), Cache(7), []
+    tokens, cache, found = torch.tensor([PROMPTS[0].tokens]), Cache(7), []
     for count in (4, 2, 1) if caches else (7,):
         new = tokens[:, cache.start : cache.start + count]
         outputs = writer.executor.through(Batch(new, cache=cache if caches else None))

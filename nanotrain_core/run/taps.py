@@ -89,8 +89,8 @@ class Taps:
             owner: the monitor's index in the run.
             mesh: the mesh that the monitor was given.
             look: must modify nothing and call no collective; what it publishes belongs to the step. Output is
-                the first tensor of what the module returned, detached; if there is none, the return value. Of a
-                head that is the sum of its microbatch's losses, which depends on how a batch is divided.
+                the first tensor of what the module returned, detached; if there is none, the return value. A
+                head's is the sum of its microbatch's losses, which depends on how a batch is divided.
             modules: names or patterns, ``layers.*.attn``; by default the first, middle and last layer.
             compiled: reject modules inside compiled layers; False omits them.
             when: whether to call ``look``, evaluated in each forward pass of a logged step: for a monitor

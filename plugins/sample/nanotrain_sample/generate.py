@@ -41,13 +41,24 @@ class How:
     limit: int | None = None
     """Tokens that the model can read, if it is limited."""
 
-    def most(self, prompt: int) -> int:
-        """Return how many tokens can follow a prompt of so many: the last one need not be read."""
-        return self.tokens if self.limit is None else min(self.tokens, self.limit - prompt + 1)
 
-    def passes(self, prompt: int, *, caches: bool) -> int:
-        """Return through how many passes a prompt of so many goes, if no token ends it."""
-        return (-(-prompt // CHUNK) if caches else 1) + self.most(prompt) - 1
+@attrs.define(frozen=True)
+class Prompt:
+    """What a text begins with, and how it is continued."""
+
+    tokens: tuple[int, ...]
+    """At least one."""
+    how: How
+
+    @property
+    def most(self) -> int:
+        """Tokens that can follow: the last one need not be read."""
+        how = self.how
+        return how.tokens if how.limit is None else min(how.tokens, how.limit - len(self.tokens) + 1)
+
+    def passes(self, *, caches: bool) -> int:
+        """Return how many passes through the model it takes, if nothing ends it before."""
+        return (-(-len(self.tokens) // CHUNK) if caches else 1) + self.most - 1
 
 
 @attrs.define(frozen=True)
@@ -71,57 +82,87 @@ class Text:
 class Writer:
     """Writes texts with the model of a run, which has no optimizer."""
 
-    def __init__(self, run: Run, how: How, *, caches: bool) -> None:
+    def __init__(self, run: Run, *, caches: bool) -> None:
         """Make groups. Collective over the run."""
-        self.mesh, self.how, self.caches = run.mesh, how, caches
+        self.mesh, self.caches = run.mesh, caches
         self.executor = Executor(run.stages, run.gradients, run.mesh, run.owners, run.passes)
         self.final = len(run.owners) - 1
         self.replica = Replica(run)
 
+    def write_round(
+        self,
+        prompts: Sequence[Prompt],
+        numbers: Sequence[int],
+        tell: Callable[[int], None] = lambda token: None,
+        ends: Callable[[Sequence[int]], bool] = lambda tokens: False,
+    ) -> list[Text]:
+        """Continue one prompt on each replica of the model; return all texts, on every rank. Collective.
+
+        Args:
+            prompts: all of them.
+            numbers: those of this round, one for each replica (:func:`~nanotrain_sample.replica.rounds`).
+            tell: called with each token of this rank's text.
+            ends: returns whether a text ends with the tokens that follow its prompt; the same on all ranks.
+
+        Returns:
+            A text for each of ``numbers`` in ascending order, once.
+        """
+        mine = numbers[self.replica.index]
+        passes = 0
+        if self.replica.passes_together:
+            passes = max(prompts[number].passes(caches=self.caches) for number in numbers)
+        text = self.write(prompts[mine], mine, passes, tell, ends)
+        found = {each.number: each for each in reversed(self.mesh.gather(text))}  # of each its first rank's
+        return [found[number] for number in sorted(found)]
+
     def write(
         self,
-        prompt: Sequence[int],
+        prompt: Prompt,
         number: int,
         passes: int,
         tell: Callable[[int], None] = lambda token: None,
+        ends: Callable[[Sequence[int]], bool] = lambda tokens: False,
     ) -> Text:
         """Continue ``prompt``, and go through ``passes`` passes in all: as many as other replicas do.
 
         Args:
-            prompt: tokens, at least one.
+            prompt: to be continued.
             number: of the text: with the seed it decides what is drawn.
-            passes: at least those that :meth:`How.passes` says, where ranks of several replicas meet in them.
+            passes: at least those that :meth:`Prompt.passes` says, where ranks of several replicas meet in
+                them.
             tell: called with each token.
+            ends: returns whether the text ends with the tokens that follow its prompt.
         """
-        how = self.how
+        how = prompt.how
         generator = torch.Generator().manual_seed(stream_seed(how.seed, "sample", number))
-        most = how.most(len(prompt))
-        cache = Cache(len(prompt) + most - 1) if self.caches else None
+        most = prompt.most
+        cache = Cache(len(prompt.tokens) + most - 1) if self.caches else None
         began = time.perf_counter()
-        text = [*prompt]
+        text = [*prompt.tokens]
         found: list[int] = []
         seen = 0
         first = began
-        while len(found) < most and how.ends.isdisjoint(found[-1:]):
+        ended = False
+        while len(found) < most and not ended:
             logits = None
             while seen < len(text):
                 end = min(len(text), seen + CHUNK) if cache else len(text)
                 logits = self._read(text[seen:end], cache)
                 seen, passes = end, passes - 1
-            token = self._draw(logits, generator)
+            token = self._draw(logits, generator, how)
             text.append(token)
             found.append(token)
             tell(token)
+            ended = token in how.ends or ends(found)
             if cache is None:
                 seen = 0
             first = time.perf_counter() if len(found) == 1 else first
-        ended = time.perf_counter()
+        written = time.perf_counter()
         for _ in range(passes):
             self._read([0], None)
-        ended_by_token = not how.ends.isdisjoint(found[-1:])
-        stopped = "end" if ended_by_token else "tokens" if len(found) == how.tokens else "limit"
+        stopped = "end" if ended else "tokens" if len(found) == how.tokens else "limit"
         size = cache.bytes_per_token if cache else None
-        return Text(number, tuple(found), first - began, ended - first, stopped, size)
+        return Text(number, tuple(found), first - began, written - first, stopped, size)
 
     def _read(self, tokens: Sequence[int], cache: Cache | None) -> torch.Tensor | None:
         """Pass tokens through the model; return logits [V] after the last, None where there are none."""
@@ -132,17 +173,16 @@ class Writer:
         logits_BSV = outputs[self.final].value if self.final in outputs else None
         return None if logits_BSV is None else logits_BSV[0, -1]
 
-    def _draw(self, logits_V: torch.Tensor | None, generator: torch.Generator) -> int:
+    def _draw(self, logits_V: torch.Tensor | None, generator: torch.Generator, how: How) -> int:
         """Broadcast: return the token that the drawing rank draws."""
         token = torch.zeros(1, dtype=torch.int64, device=self.mesh.device)
         if self.mesh.rank == self.replica.speaker:
             assert logits_V is not None
-            known_V = logits_V[: self.how.vocab]
+            known_V = logits_V[: how.vocab]
             if not bool(known_V.isfinite().all()):
                 raise NanotrainError(
                     "the model's logits are not all finite numbers: its weights have diverged"
                 )
-            how = self.how
             chosen = draw(known_V, generator, temperature=how.temperature, top_k=how.top_k, top_p=how.top_p)
             token.fill_(chosen)
         if self.replica.group is not None:

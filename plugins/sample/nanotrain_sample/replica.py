@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 from nanotrain_core.api import Layout, Span
 from nanotrain_core.api.torch import Run
 
@@ -44,3 +46,13 @@ def any_exchange_between_replicas(layout: Layout) -> bool:
     """Return whether experts are spread over replicas."""
     apart = {*layout.views["dense"].dims, "edp"}
     return any(layout.size(dim) > 1 for dim in layout.dims if dim not in apart)
+
+
+def rounds(items: int, replicas: int) -> Iterator[Sequence[int]]:
+    """Yield which item each replica of the model takes; in the last round some repeat its first.
+
+    >>> list(rounds(5, 2))
+    [[0, 1], [2, 3], [4, 4]]
+    """
+    for first in range(0, items, replicas):
+        yield [n if n < items else first for n in range(first, first + replicas)]

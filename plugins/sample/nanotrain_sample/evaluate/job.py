@@ -1,8 +1,8 @@
-"""What each rank does: rank 0 asks, all of them score, and rank 0 tells the user."""
+"""What each rank does: rank 0 asks, all of them answer, and rank 0 tells the user."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -10,10 +10,9 @@ import attrs
 
 from nanotrain_core.api import Resolution
 from nanotrain_core.api.torch import Run
+from nanotrain_sample.evaluate.answers import Answers
 from nanotrain_sample.evaluate.measure import Measured, read_text, validation
-from nanotrain_sample.evaluate.scorer import Score, Scorer
 from nanotrain_sample.evaluate.tell import tell
-from nanotrain_sample.evaluate.windows import Request
 from nanotrain_sample.ranks import ForwardJob
 from nanotrain_sample.source import codec_of
 
@@ -43,28 +42,17 @@ class ScoreJob(ForwardJob):
     asked: Asked
 
     def compute(self, found: Resolution, run: Run) -> None:
-        """Score what rank 0 asks for, until it asks for no more."""
-        scorer = Scorer(run, found.registry.build(found.recipe.model).vocab_size)
-
-        def together(asked: Sequence[Request] | None) -> list[Score] | None:
-            everyone: Sequence[Request] | None = run.mesh.gather(asked)[0]
-            return None if everyone is None else scorer.score(everyone)
-
+        """Answer what rank 0 asks for, until it asks for no more."""
+        read_codec = partial(codec_of, found.recipe, self.tokenizer, found.registry)
+        answers = Answers(run, found.registry.build(found.recipe.model), read_codec)
         if run.mesh.rank:
-            while together(None) is not None:
-                pass
+            answers.follow()
             return
-
-        def scored(requests: Sequence[Request]) -> list[Score]:
-            scores = together(requests)
-            assert scores is not None
-            return scores
-
-        asked, measured, tasks = self.asked, list[Measured](), dict[str, Any]()
-        codec = codec_of(found.recipe, self.tokenizer, found.registry)
+        asked, codec = self.asked, answers.codec
+        measured, tasks = list[Measured](), dict[str, Any]()
         for path in asked.texts:
             text = read_text(Path(path), codec, asked.length, asked.stride)
-            measured.append(text.measured(scored(text.requests)))
+            measured.append(text.measured(answers.scores(text.requests)))
         if asked.tasks:
             from nanotrain_sample.evaluate.tasks import run_tasks
 
@@ -72,12 +60,12 @@ class ScoreJob(ForwardJob):
                 asked.tasks,
                 asked.task_folder,
                 codec,
-                scored,
+                answers,
                 length=asked.length,
                 few_shot=asked.few_shot,
                 limit=asked.limit,
             )
-        together(None)
+        answers.end()
         tell(self.weights, found.recipe.model.use, measured, tasks, json=asked.json)
 
 

@@ -14,8 +14,7 @@ import torch
 from nanotrain_core.api import NanotrainError
 from nanotrain_core.api.torch import Batch, Executor, Run
 from nanotrain_sample.evaluate.windows import Request
-from nanotrain_sample.replica import Replica
-from nanotrain_sample.write import rounds
+from nanotrain_sample.replica import Replica, rounds
 
 #: Numbers of logits that a pass makes at most, unless one sequence has more: 512 MiB in float32.
 LOGITS = 2**27

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
 from nanotrain_core.api import NanotrainError, did_you_mean
 from nanotrain_core.api.text import TextCodec
-from nanotrain_sample.evaluate.scorer import Score
+from nanotrain_sample.evaluate.answers import Answers
+from nanotrain_sample.evaluate.generation import generation_of
 from nanotrain_sample.evaluate.windows import Request, windows
-
-Scored = Callable[[Sequence[Request]], list[Score]]
 
 
 def check_installed() -> None:
@@ -31,7 +31,7 @@ def run_tasks(
     names: Sequence[str],
     folder: str | None,
     codec: TextCodec,
-    scored: Scored,
+    answers: Answers,
     *,
     length: int,
     few_shot: int | None,
@@ -43,13 +43,14 @@ def run_tasks(
         names: of tasks or groups, or paths of their YAML files.
         folder: with further tasks.
         codec: of the model.
-        scored: scores requests on all ranks.
+        answers: scores and generates on all ranks.
         length: of what the model reads at once.
         few_shot: examples before each question; None: as the task says.
         limit: questions of each task, at most.
 
     Raises:
-        NanotrainError: there is no such task, it asks the model to write, or its questions cannot be read.
+        NanotrainError: there is no such task, its generation arguments are not supported, or its questions
+            cannot be read.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from lm_eval import simple_evaluate
@@ -62,7 +63,7 @@ def run_tasks(
             raise NanotrainError(f"--task {name}: lm_eval knows no such task{did_you_mean(name, known)}")
     try:
         found = simple_evaluate(
-            model=adapter(codec, scored, length),
+            model=adapter(codec, answers, length),
             tasks=[*names],
             num_fewshot=few_shot,
             limit=limit,
@@ -72,19 +73,20 @@ def run_tasks(
         )
     except (ConnectionError, FileNotFoundError) as error:
         raise NanotrainError(
-            f"--task {' --task '.join(names)}: the questions cannot be read: {error}. lm_eval downloads those of "
-            "public tasks from the Hugging Face hub; of a task of your own, data_files are relative to the "
-            "folder that nanotrain is started in"
+            f"--task {' --task '.join(names)}: the questions cannot be read: {error}. lm_eval downloads "
+            "those of public tasks from the Hugging Face hub; of a task of your own, data_files are relative "
+            "to the folder that nanotrain is started in"
         ) from error
     return dict(found)
 
 
-def adapter(codec: TextCodec, scored: Scored, length: int) -> Any:
+def adapter(codec: TextCodec, answers: Answers, length: int) -> Any:
     """Return the model as ``lm_eval`` knows models."""
     from lm_eval.api.model import TemplateLM
+    from tqdm import tqdm  # which lm_eval needs
 
     class NanotrainLM(TemplateLM):  # type: ignore[misc]  # lm_eval is not typed
-        """Log-likelihoods of what a nanotrain model was trained for."""
+        """Log-likelihoods and texts of a nanotrain model."""
 
         @property
         def eot_token_id(self) -> int:
@@ -99,7 +101,7 @@ def adapter(codec: TextCodec, scored: Scored, length: int) -> Any:
             self, requests: Sequence[tuple[Any, list[int], list[int]]], **kwargs: Any
         ) -> list[tuple[float, bool]]:
             asked = [_request(context, wanted, length) for _, context, wanted in requests]
-            return [(score.log_probability, score.greedy) for score in scored(asked)]
+            return [(score.log_probability, score.greedy) for score in answers.scores(asked)]
 
         def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
             """Return the log-likelihood of whole documents, in windows of what the model reads at once."""
@@ -107,16 +109,19 @@ def adapter(codec: TextCodec, scored: Scored, length: int) -> Any:
                 [*windows(codec.encode(request.args[0]), length, length, self.eot_token_id)]
                 for request in requests
             ]
-            scores = iter(scored([request for asked in each for request in asked]))
+            scores = iter(answers.scores([request for asked in each for request in asked]))
             return [sum(next(scores).log_probability for _ in asked) for asked in each]
 
         def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-            """Refuse."""
-            name = requests[0].task_name if requests else "a task"
-            raise NanotrainError(
-                f"--task {name}: it has the model write text; expected a task that compares likelihoods, "
-                "such as multiple choice"
-            )
+            """Return what the model writes after each context, up to the first of the task's stop strings."""
+            asked = [
+                generation_of(context, arguments, codec, length, f"--task {request.task_name}")
+                for request in requests
+                for context, arguments in [request.args]
+            ]
+            quiet = disable_tqdm or not sys.stderr.isatty()
+            with tqdm(total=len(asked), desc="generate", disable=quiet) as progress:
+                return answers.texts(asked, progress.update)
 
     return NanotrainLM()
 
