@@ -45,6 +45,13 @@ FAULTS = (
         "a_skipped_step_leaves_no_trace",
     ),
     _fault(
+        "broken_degrees",
+        "topology",
+        "another degree than was asked for",
+        "takes_what_there_is rounds_down takes_none_of_an_odd_world",
+        "degrees_are_those_of_the_recipe",
+    ),
+    _fault(
         "broken_models",
         "model",
         "logits are not those of the loss",
@@ -228,6 +235,13 @@ FAULTS = (
         "the fingerprint tells neither seed nor length",
         "forgets_its_seed forgets_its_length forgets_what_it_is",
         "fingerprint_tells",
+    ),
+    _fault(
+        "broken_splits",
+        "data",
+        "the fingerprint leaves out what is held out",
+        "holds_out_the_end holds_out_the_beginning holds_out_every_nth",
+        "what_was_trained_on_is_never_held_out",
     ),
     _fault(
         "broken_late",

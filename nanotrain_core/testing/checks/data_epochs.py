@@ -10,14 +10,16 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import attrs
 import torch
 
 from nanotrain_core.batch import Shard
 from nanotrain_core.contracts import Data
 from nanotrain_core.errors import DataError
+from nanotrain_core.recipe.tree import Selection
 from nanotrain_core.testing.case import Case
 from nanotrain_core.testing.checks import check
-from nanotrain_core.testing.checks.data import SEQUENCES, assert_equal, batches, opened
+from nanotrain_core.testing.checks.data import SEQUENCES, assert_equal, batches, opened, validation
 
 #: Batches after which data that has not begun again counts as endless.
 MOST = 300
@@ -85,6 +87,48 @@ def fingerprint_tells(case: Case, which: str) -> None:
     raise AssertionError(
         f"a position of another {which} was taken: the fingerprint, {meta.get('fingerprint')!r}, must tell it"
     )
+
+
+@check("data", since="0.3")
+def what_was_trained_on_is_never_held_out(case: Case) -> None:
+    """With another value of an option it refuses the position, or holds out nothing that was trained on."""
+    data = opened(case)
+    tokens = batches(data, first_epoch(case) + 1)[:, 0].flatten(0, 1)
+    # A text may occur in both: what was held out before is not held out anew.
+    trained = {tuple(row) for row in tokens.tolist()} - held_out(data)
+    meta = json.loads(json.dumps(data.meta()))
+    settings = case.settings()
+    for name, value in other_values(settings):
+        try:
+            selection = Selection(case.kind, case.use, attrs.evolve(settings, **{name: value}))
+            other: Data = case.registry().build(selection)
+            other.open(length=case.recipe().batch.length, seed=7)
+            other.load_meta(meta)
+        except (DataError, ValueError):
+            continue
+        shared = held_out(other) & trained
+        assert not shared, (
+            f"with {name} = {value} in place of {getattr(settings, name)} it goes on from the position, and "
+            f"validates on {len(shared)} sequences that it was trained on: the "
+            f"fingerprint, {meta.get('fingerprint')!r}, must tell it"
+        )
+
+
+def held_out(data: Data) -> set[tuple[int, ...]]:
+    """Return all validation sequences but the padding."""
+    rows = (tuple(row.tolist()) for batch in validation(data, SEQUENCES) for row in batch.tokens)
+    return {row for row in rows if any(row)}
+
+
+def other_values(settings: Any) -> Iterator[tuple[str, Any]]:
+    """Yield fields of a config that are numbers or booleans, each with a value near its own."""
+    for name, value in attrs.asdict(settings, recurse=False).items():
+        if isinstance(value, bool):
+            yield name, not value
+        elif isinstance(value, int):
+            yield from ((name, value + 1), (name, value - 1), (name, 2 * value))
+        elif isinstance(value, float):
+            yield from ((name, value / 2), (name, 2 * value))
 
 
 _EPOCHS = """

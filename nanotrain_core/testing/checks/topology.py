@@ -73,6 +73,23 @@ def world_that_does_not_fit_is_refused(case: Case) -> None:
         assert str(world_size) in refusal, f"the error for {world_size} ranks does not say so: {refusal}"
 
 
+@check("topology", since="0.3")
+def degrees_are_those_of_the_recipe(case: Case) -> None:
+    """A dimension whose degree the config gives has that degree, in every world that is laid out."""
+    settings = attrs.asdict(case.settings(), recurse=False)
+    given = {name: value for name, value in settings.items() if type(value) is int}
+    for world_size in range(1, 2 * case.world_size + 2):
+        try:
+            layout = layout_of(case, world_size)
+        except ValueError:
+            continue
+        for dim in given.keys() & {*layout.dims}:
+            assert layout.size(dim) == given[dim], (
+                f"{dim} = {given[dim]}, but {world_size} ranks are laid out with {dim} = {layout.size(dim)}: "
+                "expected a ValueError"
+            )
+
+
 @check("topology", since="0.2")
 def coordinates_are_places_in_groups(case: Case) -> None:
     """A rank's coordinate is its place in its group, whose ranks ascend; all views are row-major grids.
