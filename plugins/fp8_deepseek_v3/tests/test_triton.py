@@ -1,6 +1,6 @@
 """Triton's kernels where no GPU is: in Triton's interpreter, and compiled for Hopper.
 
-Triton is no requirement of this workspace, as it is large: the README says which to install.
+Triton is no requirement of this workspace, as it is large: the README says which to install, and `.ci/run` does.
 """
 
 import os
@@ -47,7 +47,13 @@ def test_the_interpreter_sees_no_gpu():
 
 @needs_triton
 @pytest.mark.parametrize(
-    "name", ["test_division.py", "test_rounding.py", "test_layers.py", "test_compiled.py"]
+    "name",
+    [
+        "test_division.py",
+        pytest.param("test_compiled.py", marks=pytest.mark.full),
+        pytest.param("test_rounding.py", marks=pytest.mark.full),
+        pytest.param("test_layers.py", marks=pytest.mark.full),
+    ],
 )
 def test_in_the_interpreter(name):
     run_in_interpreter(FOLDER / name)
@@ -73,7 +79,7 @@ def products(M, K, N, E):
     _, kept = experts.forward(x, w)
     experts.dgrad(d_y, w)
     experts.wgrad(d_y, kept)
-    TritonFP8(Recipe(input_power_of_two=True))._transposed(d_y, TritonFP8(Recipe()).keep(x), None)
+    TritonFP8(Recipe(input_power_of_two=True)).wgrad(d_y, TritonFP8(Recipe()).keep(x))
 
 
 @needs_triton
