@@ -1,6 +1,7 @@
 """Triton's kernels where no GPU is: in Triton's interpreter, and compiled for Hopper.
 
-Triton is no requirement of this workspace, as it is large: the README says which to install, and `.ci/run` does.
+Triton is no requirement of this workspace, as it is large: the README says which to install.
+`.ci/run` runs them.
 """
 
 import os
