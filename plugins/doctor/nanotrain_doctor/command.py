@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import attrs
 
@@ -54,19 +56,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="rendezvous of several hosts: check it too",
     )
     add_plugin_options(parser)
+    parser.add_argument(
+        "--then",
+        nargs=argparse.REMAINDER,
+        metavar="COMMAND",
+        help="look at this host alone, and become this command, with all words after it, if nothing is bad",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Examine and print; the exit code is 1 if anything is bad.
 
     Raises:
-        NanotrainError: there is no such hardware.
+        NanotrainError: there is no such hardware, or nothing follows ``--then``.
     """
+    if args.then is not None and not args.then:
+        raise NanotrainError("--then: expected a command after it, for example nanotrain run my.toml")
     asked = plugin_arguments(args)
     peaks_of("", args.hardware)  # a mistake is an error before anything is measured
     stale: list[Finding] = []
     try:
-        joined = Ranks.detect()
+        joined = None if args.then else Ranks.detect()
     except NanotrainError as problem:
         joined = None
         stale.append(bad("environment", str(problem), "unset what another launcher left in this shell"))
@@ -77,15 +87,33 @@ def run(args: argparse.Namespace) -> int:
         return _be_one_of(joined, args, registry)
     watch = ClockWatch()
     count = args.ranks or _ranks_here(args.quick)
-    found = [*stale, *examine_host(Path(args.folder), registry, ranks=count, quick=args.quick)]
+    hosts = 2 if args.then and "--rdzv-endpoint" in args.then else 1  # a launcher that meets others
+    host = examine_host(Path(args.folder), registry, ranks=count, hosts=hosts, quick=args.quick)
+    found = [*stale, *host]
     if args.rdzv_endpoint:
         found.append(examine_endpoint(args.rdzv_endpoint))
     measured: list[Measured] = []
     if not args.quick and not any(each.check == "torch" and each.status == "bad" for each in found):
         measured = measure_here(count)
         found += judge_ranks(measured, peaks_of(measured[0].get("device", ""), args.hardware))
-    _print([*found, watch.finding()], args, measured)
+    found.append(watch.finding())
+    _print(found, args, measured)
+    if args.then and not exit_code(found):
+        _become(args.then)
     return exit_code(found)
+
+
+def _become(words: Sequence[str]) -> NoReturn:
+    """Replace this process by a command: it gets the signals that are meant for it, and its code is its own.
+
+    Raises:
+        NanotrainError: there is no such command.
+    """
+    sys.stdout.flush()
+    try:
+        os.execvp(words[0], words)
+    except OSError as problem:
+        raise NanotrainError(f"--then {words[0]}: {problem.strerror}") from None
 
 
 def _be_one_of(ranks: Ranks, args: argparse.Namespace, registry: Registry) -> int:

@@ -3,6 +3,7 @@
 import json
 import os
 import stat
+import subprocess
 import sys
 
 import pytest
@@ -127,3 +128,33 @@ def test_mistakes_are_told_in_a_line(words, told, capsys):
         code = end.code
     assert told in capsys.readouterr().err
     assert code == 2
+
+
+@pytest.mark.parametrize(("threads", "code"), [("1", 7), ("0", 1)])
+def test_a_command_follows_if_the_host_is_fit(tmp_path, threads, code):
+    """Its words are not the doctor's, though they look like them; its exit code is the caller's."""
+    word = "import sys; print('ran', sys.argv[1:]); sys.exit(7)"
+    words = ["doctor", "--quick", "--folder", str(tmp_path), "--then", sys.executable, "-c", word, "--json"]
+    around = {**os.environ, "OMP_NUM_THREADS": threads}
+    done = subprocess.run(
+        [sys.executable, "-m", "nanotrain_core.cli", *words],
+        env=around,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == code, done.stderr
+    assert ("ran ['--json']" in done.stdout) == (code == 7)
+    assert ("expected a number above 0" in done.stdout) == (code == 1)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ((), "--then: expected a command after it"),
+        (("no-such-command",), "--then no-such-command: No such file"),
+    ],
+)
+def test_a_command_that_is_none_is_told(words, told, tmp_path, capsys):
+    assert main(["doctor", "--quick", "--folder", str(tmp_path), "--then", *words]) == 2
+    assert told in capsys.readouterr().err

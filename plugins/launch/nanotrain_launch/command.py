@@ -45,6 +45,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="as of `nanotrain run`: machines that are enough to begin, and to go on with",
     )
     parser.add_argument(
+        "--check-hosts",
+        action="store_true",
+        help="have `nanotrain doctor` examine each machine first: one that is unfit does not join",
+    )
+    parser.add_argument(
         "--option",
         action="append",
         default=[],
@@ -103,6 +108,7 @@ def run(args: argparse.Namespace) -> int:
         changes=_changes(args),
         max_restarts=restarts,
         min_nodes=args.min_nnodes,
+        checks_hosts=args.check_hosts,
         environment=environment,
         made_by=shlex.join(["nanotrain", *args.words]),
     )

@@ -38,6 +38,8 @@ class Job:
     max_restarts: int = 0
     min_nodes: int | None = None
     """Nodes that are enough to begin and to go on with; None: all."""
+    checks_hosts: bool = False
+    """Whether each node is examined before its launcher starts."""
     environment: Mapping[str, str] = attrs.field(factory=dict)
     made_by: str = ""
     """The command that wrote the script."""
@@ -54,6 +56,18 @@ class Job:
         if self.min_nodes is not None:
             sizes += ["--min-nnodes", str(self.min_nodes)]
         return [*self.words(), *sizes, "--max-restarts", str(self.max_restarts)]
+
+    def on_each_node(self, nanotrain: Sequence[str], *meet: str) -> list[str]:
+        """Return the command of a node.
+
+        Args:
+            nanotrain: the words that call it.
+            meet: further words: where launchers meet.
+        """
+        launcher = [*nanotrain, *self.launcher_words(), *meet]
+        if not self.checks_hosts:
+            return launcher
+        return [*nanotrain, "doctor", "--quick", "--folder", self.folder, "--then", *launcher]
 
     @property
     def grace_until_killed(self) -> int:

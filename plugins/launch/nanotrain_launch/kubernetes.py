@@ -102,13 +102,14 @@ def _pod(job: Job, options: dict[str, str]) -> dict[str, Any]:
     # The name that the first pod's /etc/hosts has: it knows itself before the cluster's DNS does.
     name, domain = job.label(), f"{options['namespace']}.svc.{options['domain']}"
     endpoint = f"{name}-0.{name}.{domain}:{options['port']}"
-    words = [*job.launcher_words(), "--rdzv-endpoint", endpoint, "--rdzv-id", name]
+    nanotrain = command_words(options["command"])
+    words = job.on_each_node(nanotrain, "--rdzv-endpoint", endpoint, "--rdzv-id", name)
     container = {
         "name": CONTAINER,
         "image": options["image"],
         # No shell between: SIGTERM reaches the launcher.
-        "command": command_words(options["command"]),
-        "args": [_literal(word) for word in words],
+        "command": nanotrain,
+        "args": [_literal(word) for word in words[len(nanotrain) :]],
         "workingDir": options["workdir"],
         "env": [{"name": key, "value": _literal(value)} for key, value in job.environment.items()],
         "resources": {"limits": resources, "requests": dict(resources)},

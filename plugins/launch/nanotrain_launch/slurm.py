@@ -137,9 +137,11 @@ def _directives(job: Job, options: dict[str, str], seconds: int) -> list[str]:
 def _step(job: Job, options: dict[str, str]) -> str:
     """Return the ``srun``: one task a node, with all its cores, none of which is killed for another."""
     srun = ["srun", "--ntasks-per-node=1", "--cpu-bind=none", "--kill-on-bad-exit=0"]
-    srun += ["--no-kill"] if job.min_nodes is not None else []
-    srun += [f"--wait={int(job.patience) + MARGIN}", "--label"]
-    words = [*command_words(options["command"]), *job.launcher_words()]
+    if job.min_nodes is None:
+        srun += [f"--wait={int(job.patience) + MARGIN}", "--label"]
+    else:  # the others go on for as long as they like, without a node that fails or leaves
+        srun += ["--no-kill", "--wait=0", "--label"]
+    words = job.on_each_node(command_words(options["command"]))
     launcher = command(words, '--rdzv-endpoint "$endpoint"', '--rdzv-id "$attempt"', indent=" " * 8)
     cores = '--cpus-per-task="$SLURM_CPUS_ON_NODE"'
     return f"{command(srun, cores)} \\\n    {launcher}"

@@ -91,8 +91,8 @@ def script(job: Job, options: dict[str, str]) -> str:
     hosts = read_hosts(options["hosts"], job.nodes)
     notes, workdir = f"launch-{job.label()}", options["workdir"]
     endpoint = f"{hosts[0].rpartition('@')[2]}:{options['port']}"
-    words = [*command_words(options["command"]), *job.launcher_words()]
-    words += ["--rdzv-endpoint", endpoint, "--rdzv-id", job.label()]
+    meet = ("--rdzv-endpoint", endpoint, "--rdzv-id", job.label())
+    words = job.on_each_node(command_words(options["command"]), *meet)
     start = START.format(
         workdir=shlex.quote(workdir),
         notes=notes,

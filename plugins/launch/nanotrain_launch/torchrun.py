@@ -26,8 +26,13 @@ def script(job: Job, options: dict[str, str]) -> str:
     """Return the lines.
 
     Raises:
-        NanotrainError: fewer hosts are to be enough.
+        NanotrainError: fewer hosts are to be enough, or hosts are to be examined.
     """
+    if job.checks_hosts:
+        raise NanotrainError(
+            "--check-hosts: torchrun starts ranks, and no command before them: run `nanotrain doctor "
+            "--quick` on each node, or use ssh, slurm or k8s"
+        )
     if job.min_nodes is not None:
         raise NanotrainError(
             "--min-nnodes: launchers of nanotrain go on with fewer hosts, torchrun's ranks do not: "

@@ -239,6 +239,23 @@ def test_a_run_that_may_go_on_with_fewer_hosts_is_not_ended_with_one(launch, tar
         assert "no-kill" in read_sbatch(script)
         assert script.count("--no-kill") == 2
         assert "no-kill" not in launch(target)
+        assert "--wait=0 " in script  # an unlimited wait: a launcher may leave, and the others go on
+
+
+@pytest.mark.parametrize("target", ["slurm", "ssh", "k8s"])
+def test_hosts_are_examined_before_they_join(launch, target):
+    """The command of a node is the doctor's, followed by what it is without it."""
+    command = ["--option", "command='/my venv/nanotrain' -q"]
+    plain, checked = (launch(target, *command, *more) for more in ((), ("--check-hosts",)))
+    if target == "k8s":
+        pods = [[*yaml.safe_load_all(script)][1]["spec"]["template"]["spec"] for script in (plain, checked)]
+        whole = [[*pod["containers"][0]["command"], *pod["containers"][0]["args"]] for pod in pods]
+    else:
+        bodies = [re.sub(r"(?m)^#.*\n", "", script) for script in (plain, checked)]
+        lines = [re.match(r"(?:.*\\\n)*.*", body[body.index("'/my venv") :])[0] for body in bodies]
+        whole = [shlex.split(line.replace("\\\n", " ")) for line in lines]
+    doctor = ["/my venv/nanotrain", "-q", "doctor", "--quick", "--folder", "runs/Tiny Run/1", "--then"]
+    assert whole[1] == [*doctor, *whole[0]]
 
 
 @pytest.mark.parametrize("target", ["slurm", "torchrun", "ssh", "k8s"])
@@ -295,6 +312,7 @@ def test_out_writes_a_file_that_runs(launch, tmp_path):
             "--min-nnodes: launchers of nanotrain go on with fewer hosts",
         ),
         ("slurm --nodes 2 --option command='a", "no closing quotation"),
+        ("torchrun --nodes 2 --check-hosts --option hosts=a,b", "--check-hosts: torchrun starts ranks"),
         ("slurm --nodes 2 --out no/such/folder/x", "--out no/such/folder/x"),
         ("k8s --nodes 2", "k8s needs --option image"),
         ("ssh --nodes 2 --option hosts=a", "1 hosts, but --nodes 2"),
