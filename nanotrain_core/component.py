@@ -121,6 +121,8 @@ class Component:
     a degree above 1 that no component of the run handles is rejected."""
     supports: dict[str, Support] = attrs.field(factory=dict)
     """Optional abilities by name, which ``nanotrain plugins --json`` reports."""
+    supports_for: Callable[[Any], Mapping[str, Support]] | None = None
+    """Returns further ones for a given config, which come before those. Must not import torch."""
     example: Mapping[str, Any] = attrs.field(factory=dict)
     """Keys of ``config`` with values for a small component that is built and run within a second:
     ``nanotrain conformance`` tests it when the user names none, or omits required keys."""
@@ -164,6 +166,11 @@ class Component:
     config and the tokens of a sequence, and returns :class:`~nanotrain_core.data.survey.Survey`. If the
     component provides ``changes_length``, it also takes ``longest``, the tokens of the run's longest
     sequence. For ``nanotrain check`` and ``nanotrain run``, before ranks start. Must not import torch."""
+
+    def supported(self, word: str, config: Any) -> Support:
+        """Return how the component, with this config, relates to an ability: FULL unless declared."""
+        for_config = self.supports_for(config) if self.supports_for else {}
+        return for_config.get(word, self.supports.get(word, Support.FULL))
 
     def load(self) -> Callable[[Any], Any]:
         """Import the factory: the only place where a component's code is loaded.

@@ -11,7 +11,7 @@ from typing import Any
 import attrs
 import tomli_w
 
-from nanotrain_core.component import KINDS, LISTED_KINDS, Component
+from nanotrain_core.component import KINDS, LISTED_KINDS, Component, Support
 from nanotrain_core.errors import PluginError, RecipeError
 from nanotrain_core.recipe import load_recipe
 from nanotrain_core.recipe.structure import structure
@@ -149,6 +149,11 @@ class Case:
     def listed(self) -> bool:
         """Whether a recipe has a list of this kind."""
         return self.kind in LISTED_KINDS
+
+    def supported(self, word: str) -> Support:
+        """Return how the component, as it is configured here, relates to an optional ability."""
+        component = self.component()
+        return component.supported(word, self.settings() if component.supports_for else None)
 
     def settings(self) -> Any:
         """Return the component's config.

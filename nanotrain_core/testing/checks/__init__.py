@@ -36,11 +36,12 @@ class Check:
     of_component: bool = False
     """Whether it looks at the component alone: of several cases of one, the first will do."""
     promise: str = ""
-    """A word of ``Component.supports``: whoever declares it in part, or not at all, is not held to it."""
+    """A word of ``Component.supports`` or ``supports_for``: a component that declares it partial or
+    unsupported is not held to it."""
 
     def declined(self, case: Case) -> str | None:
         """Return how the component declares that it does not promise this; None if it promises."""
-        support = case.component().supports.get(self.promise, Support.FULL) if self.promise else Support.FULL
+        support = case.supported(self.promise) if self.promise else Support.FULL
         return None if support is Support.FULL else f"it declares {self.promise}: {support.value}"
 
     @property

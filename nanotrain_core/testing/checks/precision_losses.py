@@ -53,10 +53,10 @@ def loss_follows_float32(case: Case) -> None:
 
 
 def _follows_in_part(case: Case) -> bool:
-    return case.component().supports.get("follows_float32", Support.FULL) is not Support.FULL
+    return case.supported("follows_float32") is not Support.FULL
 
 
-@check("precision", since="0.2", applies=_follows_in_part)
+@check("precision", since="0.2", applies=_follows_in_part, promise="keeps_small_updates")
 def loss_falls_beside_float32s(case: Case) -> None:
     """Where losses need not be float32's: in 20 steps the loss falls at least three quarters as far."""
     narrow, wide = losses(case)

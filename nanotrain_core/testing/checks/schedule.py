@@ -41,7 +41,7 @@ def many_microbatches(case: Case) -> list[int]:
 
 def _admitted(case: Case, counts: Set[int]) -> list[int]:
     """Return the ``counts`` for which the schedule exists: all, unless the component declares otherwise."""
-    if case.component().supports.get("any_microbatches", Support.FULL) is Support.FULL:
+    if case.supported("any_microbatches") is Support.FULL:
         return sorted(counts)
     found = [count for count in sorted(counts) if _exists(case, count)]
     assert found, f"actions refuses all of {sorted(counts)} microbatches: expected a schedule for some"

@@ -3,7 +3,7 @@
 This is the plugin's face: every ``nanotrain`` command imports it, so it never imports torch.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Literal
 
 import attrs
@@ -93,6 +93,15 @@ def check(recipe: Recipe, config: FP4MasterConfig, layout: Layout) -> Iterator[P
         yield Problem("optimizer.momentum", "'eco' carries errors in the momentum: expected one above 0")
 
 
+def supports_for(config: FP4MasterConfig) -> Mapping[str, Support]:
+    """Return what variants do not promise, as the harness words it."""
+    if config.variant == "naive":  # the control: nothing keeps what rounding loses
+        return {"keeps_small_updates": Support.UNSUPPORTED}
+    if config.variant == "eco" and config.form != "bf16":  # at random, so that errors are zero in the mean
+        return {"rounds_to_nearest": Support.UNSUPPORTED}
+    return {}
+
+
 def stays_eager(recipe: Recipe, config: FP4MasterConfig, layout: Layout) -> Iterator[StaysEager]:
     """Say that layers with packed weights do."""
     if config.packed and config.form != "bf16":
@@ -112,5 +121,6 @@ def nanotrain_register_precision(register: Register) -> None:
             stays_eager=stays_eager,
             # Losses of weights in four bits are a few percent from float32's, with any master.
             supports={"follows_float32": Support.PARTIAL},
+            supports_for=supports_for,
         )
     )
