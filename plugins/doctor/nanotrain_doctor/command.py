@@ -111,7 +111,7 @@ def _become(words: Sequence[str]) -> NoReturn:
     """
     sys.stdout.flush()
     try:
-        os.execvp(words[0], words)
+        os.execvp(words[0], [*words])
     except OSError as problem:
         raise NanotrainError(f"--then {words[0]}: {problem.strerror}") from None
 
