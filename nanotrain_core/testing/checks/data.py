@@ -57,6 +57,12 @@ def validation(data: Data, sequences: int, shard: Shard = Shard()) -> list[Batch
     return found
 
 
+def held_out(data: Data) -> set[tuple[int, ...]]:
+    """Return all validation sequences but the padding."""
+    rows = (tuple(row.tolist()) for batch in validation(data, 4) for row in batch.tokens)
+    return {row for row in rows if any(row)}
+
+
 def assert_equal(actual: torch.Tensor, expected: torch.Tensor, what: str) -> None:
     """Compare integer tensors."""
     assert actual.shape == expected.shape, f"{what}: shape {tuple(actual.shape)}, not {tuple(expected.shape)}"
@@ -168,11 +174,12 @@ def validation_has_one_order(case: Case) -> None:
 def validation_is_never_trained_on(case: Case) -> None:
     """No validation sequence is among the sequences of the first 32 training batches."""
     data = opened(case)
-    held_out = {tuple(row.tolist()) for batch in validation(data, 4) for row in batch.tokens}
+    validated = held_out(data)
     trained = {tuple(row.tolist()) for tokens, _ in batches(data, 32) for row in tokens}
-    held_out = {row for row in held_out if any(row)}
-    shared = held_out & trained
-    assert not shared, f"{len(shared)} of {len(held_out)} validation sequences were trained on: {min(shared)}"
+    shared = validated & trained
+    assert not shared, (
+        f"{len(shared)} of {len(validated)} validation sequences were trained on: {min(shared)}"
+    )
 
 
 @check("data", since="0.1")

@@ -19,7 +19,7 @@ from nanotrain_core.errors import DataError
 from nanotrain_core.recipe.tree import Selection
 from nanotrain_core.testing.case import Case
 from nanotrain_core.testing.checks import check
-from nanotrain_core.testing.checks.data import SEQUENCES, assert_equal, batches, opened, validation
+from nanotrain_core.testing.checks.data import SEQUENCES, assert_equal, batches, held_out, opened
 
 #: Batches after which data that has not begun again counts as endless.
 MOST = 300
@@ -112,12 +112,6 @@ def what_was_trained_on_is_never_held_out(case: Case) -> None:
             f"validates on {len(shared)} sequences that it was trained on: the "
             f"fingerprint, {meta.get('fingerprint')!r}, must tell it"
         )
-
-
-def held_out(data: Data) -> set[tuple[int, ...]]:
-    """Return all validation sequences but the padding."""
-    rows = (tuple(row.tolist()) for batch in validation(data, SEQUENCES) for row in batch.tokens)
-    return {row for row in rows if any(row)}
 
 
 def other_values(settings: Any) -> Iterator[tuple[str, Any]]:
