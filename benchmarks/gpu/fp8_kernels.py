@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
+from importlib.util import find_spec
 from itertools import cycle
 from typing import Any
 
@@ -70,7 +71,11 @@ def run(settings: Settings) -> None:
     record, sizes = Recorder(settings.records), TINY if settings.smoke else Sizes()
     torch.manual_seed(0)
     slowest = []
-    for name, (make, each) in rounding_kernels(sizes).items():
+    kernels = rounding_kernels(sizes)
+    if find_spec("triton") is None:
+        record.left_out("rounding", "triton is not installed: pip install triton", "rounding")
+        kernels = {}
+    for name, (make, each) in kernels.items():
         with record.attempt(f"rounding, {name}", "rounding"):
             slowest.append(rounding(record, sizes, name, make(), each))
     if slowest:

@@ -44,14 +44,9 @@ class Recorder:
 
     @contextmanager
     def attempt(self, name: str, *bars: str) -> Iterator[None]:
-        """Let what fails in here be a problem by this name, and what comes after it go on.
-
-        What a library is missing for is left out.
-        """
+        """Let what fails in here be a problem by this name, and what comes after it go on."""
         try:
             yield
-        except ModuleNotFoundError as error:
-            self.left_out(name, f"{error.name} is not installed: pip install {error.name}", *bars)
         except Exception as error:
             traceback.print_exc()
             self.problem(name, told(error), *bars)
