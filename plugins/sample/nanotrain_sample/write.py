@@ -32,9 +32,8 @@ class SampleJob(ForwardJob):
             )
         prompts = [Prompt(tokens, self.asked.how) for tokens in self.asked.prompts]
         for numbers in rounds(len(prompts), writer.replica.count):
-            tell = (
-                teller.begin(numbers[0]) if teller else lambda token: None
-            )  # rank 0 is of the first replica
+            # Rank 0, which has the teller, is of the first replica.
+            tell = teller.begin(numbers[0]) if teller else lambda token: None
             for text in writer.write_round(prompts, numbers, tell):
                 if teller:
                     teller.text(text)

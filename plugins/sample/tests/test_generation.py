@@ -57,7 +57,7 @@ def test_a_text_ends_once_one_of_its_strings_is_there():
     (part,) = run.stages.values()
     stop = greedy(part, "one two", 12, 40)[4:6]
     asked = generation_of("one two", {"until": stop, "max_gen_toks": 12}, CODEC, 40, "")
-    ((text),) = Writer(run, caches=True).write_round(
+    (text,) = Writer(run, caches=True).write_round(
         [asked.prompt], [0], ends=lambda tokens: stop in CODEC.decode(tokens)
     )
     assert stop in CODEC.decode(text.tokens)

@@ -84,10 +84,14 @@ def generation_of(
         vocab=codec.vocab_size,
         ends=frozenset() if separator is None else frozenset({separator}),
     )
-    begin = codec.encode("\n")[0] if separator is None else separator
-    question = codec.encode(context)[tokens - length :] or [begin]
+    question = codec.encode(context)[tokens - length :] or [empty_context(codec)]
     until = arguments.get("until") or ()
     return Generation(Prompt(tuple(question), how), (until,) if isinstance(until, str) else tuple(until))
+
+
+def empty_context(codec: TextCodec) -> int:
+    """Return what stands for an empty context: the token that ends documents, or a line's end."""
+    return codec.encode("\n")[0] if codec.separator is None else codec.separator
 
 
 def _number(
@@ -121,5 +125,5 @@ def generate(writer: Writer, asked: Sequence[Generation], codec: TextCodec) -> I
 
 def _stops(asked: Generation, codec: TextCodec, tokens: Sequence[int]) -> bool:
     """Return whether one of the strings is among what was written."""
-    text = codec.decode(tokens)
+    text = codec.decode(tokens) if asked.until else ""
     return any(stop in text for stop in asked.until)

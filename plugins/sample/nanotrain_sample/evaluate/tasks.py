@@ -11,7 +11,7 @@ from typing import Any
 from nanotrain_core.api import NanotrainError, did_you_mean
 from nanotrain_core.api.text import TextCodec
 from nanotrain_sample.evaluate.answers import Answers
-from nanotrain_sample.evaluate.generation import generation_of
+from nanotrain_sample.evaluate.generation import empty_context, generation_of
 from nanotrain_sample.evaluate.windows import Request, windows
 
 
@@ -90,8 +90,8 @@ def adapter(codec: TextCodec, answers: Answers, length: int) -> Any:
 
         @property
         def eot_token_id(self) -> int:
-            """Return what stands for an empty context: the token that ends documents, or a line's end."""
-            return codec.encode("\n")[0] if codec.separator is None else codec.separator
+            """Return what stands for an empty context."""
+            return empty_context(codec)
 
         def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
             """Return the tokens of a text."""
