@@ -104,9 +104,9 @@ def what_was_trained_on_is_never_held_out(case: Case) -> None:
             other: Data = case.registry().build(selection)
             other.open(length=case.recipe().batch.length, seed=7)
             other.load_meta(meta)
+            shared = held_out(other) & trained  # reading may be what refuses: a token beyond a smaller vocab
         except (DataError, ValueError):
             continue
-        shared = held_out(other) & trained
         assert not shared, (
             f"with {name} = {value} in place of {getattr(settings, name)} it goes on from the position, and "
             f"validates on {len(shared)} sequences that it was trained on: the "
