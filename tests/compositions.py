@@ -218,7 +218,8 @@ def splits_backward(composition: Composition) -> bool:
 def pairwise() -> list[Composition]:
     """Return few compositions in which every two values of two axes meet that meet in any.
 
-    Greedy: the next one has the most pairs that none before it has.
+    Greedy: the next one has the most pairs that none before it has. Takes seconds: no module with functions
+    that ranks run may call it when it is imported, since every rank imports that module.
     """
     numbers: dict[Any, int] = {}
     bits: dict[tuple[int, int], int] = {}

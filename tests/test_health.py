@@ -2,7 +2,7 @@
 
 import pytest
 import series
-from compositions import Composition, compiled, pairwise
+from compositions import Composition, compiled
 from definitions import matching
 from test_looking import DDP, FOUR
 
@@ -125,12 +125,6 @@ def test_on_eight_ranks_metrics_of_many_steps_are_those_of_one_process():
     names = {name for _, values, _, texts in alone for name in (*values, *texts)}
     later = {metric for metric in LATER if any(matching(metric, names))}
     assert LATER - later == {"moe/all_to_all_bytes/{experts}"}
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("composition", pairwise(), ids=lambda composition: composition.id)
-def test_on_every_composition_every_metric_is_that_of_one_process(composition):
-    assert_watches_the_same(composition, {"run": {"steps": 3}})
 
 
 @pytest.mark.full

@@ -55,11 +55,13 @@ class Taps:
             fail: is called with a monitor, by its index in the run, whose ``look`` failed.
         """
         self.passes, self.together, self.fail = passes, together, fail
-        self.modules = {name: module for part in parts for name, module in named_modules(part)}
+        named = {id(module): (name, module) for part in parts for name, module in named_modules(part)}
+        self.modules = [*named.values()]
+        """With names. Two parts of a rank may each have a module of one name: a tied embedding."""
         self.blocks = [name for part in parts for name in block_names(part)]
         self.inside_graphs = {
             f"{name}.{inner}": name
-            for name, module in self.modules.items()
+            for name, module in self.modules
             if isinstance(taken_over_by(module), CompiledFunction)
             for inner, _ in module.named_modules()
             if inner
@@ -103,10 +105,9 @@ class Taps:
             PluginError: nothing has such a name on any rank, or it is inside a compiled layer.
         """
         found = self._found(mesh, modules, compiled=compiled)
-        for name in found:
-            if name in self.modules:
-                hook = self._hook(owner, name, look, when)
-                self._handles.append(self.modules[name].register_forward_hook(hook))
+        for name, module in self._own(found):
+            hook = self._hook(owner, name, look, when)
+            self._handles.append(module.register_forward_hook(hook))
         return found
 
     def add_calls(
@@ -155,18 +156,17 @@ class Taps:
                 given = (x.detach() if isinstance(x, torch.Tensor) else x for x in args)
                 self._call(owner, look, inside[-1], *given)
 
-        for name in (name for name in found if name in self.modules):
-            module = self.modules[name]
+        for name, module in self._own(found):
             self._handles.append(module.register_forward_pre_hook(partial(enter, name)))
             self._handles.append(module.register_forward_hook(leave, always_call=True))
         calls = Calls(tell, mesh.device)
-        calls.observe(function, self.modules.values())
+        calls.observe(function, [module for _, module in self.modules])
         self._calls.append(calls)
         return found
 
     def _found(self, mesh: Mesh, modules: Sequence[str], *, compiled: bool = True) -> list[str]:
         """Return the names that match the patterns, on all ranks. Collective."""
-        own = [name for name in self.modules if _any(name, modules)]
+        own = [name for name, _ in self.modules if _any(name, modules)]
         everyone = mesh.gather((self.blocks, own, [name for name in own if name in self.inside_graphs]))
         blocks, found, inside = (
             sorted({name for rank in everyone for name in rank[which]}, key=natural) for which in range(3)
@@ -176,7 +176,7 @@ class Taps:
             found = sorted({layers[n] for n in (0, len(layers) // 2, -1)}, key=natural) if layers else []
         for pattern in modules:
             if not any(fnmatchcase(name, pattern) for name in found):
-                near = did_you_mean(pattern, [*self.modules])
+                near = did_you_mean(pattern, [name for name, _ in self.modules])
                 raise PluginError(f"no module is called '{pattern}' on any rank{near}")
         if compiled and inside:
             block = self.inside_graphs.get(inside[0], inside[0].rpartition(".")[0])
@@ -185,6 +185,11 @@ class Taps:
                 "run.compile = false"
             )
         return [name for name in found if name not in inside]
+
+    def _own(self, names: Sequence[str]) -> Iterator[tuple[str, nn.Module]]:
+        """Yield this rank's modules of these names."""
+        wanted = {*names}
+        yield from (named for named in self.modules if named[0] in wanted)
 
     @contextmanager
     def looking(self, on: bool) -> Iterator[None]:

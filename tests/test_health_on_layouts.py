@@ -1,0 +1,15 @@
+"""What the health monitors publish is that of one process on every layout of the pairwise matrix.
+
+Apart from what ranks run, which is in :mod:`test_health`: they import its module, and to choose the matrix
+takes seconds.
+"""
+
+import pytest
+from compositions import pairwise
+from test_health import assert_watches_the_same
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("composition", pairwise(), ids=lambda composition: composition.id)
+def test_every_metric_is_that_of_one_process(composition):
+    assert_watches_the_same(composition, {"run": {"steps": 3}})
