@@ -94,7 +94,8 @@ class Worker:
 
     def stack(self) -> str:
         """Return the Python stack the worker wrote, without the frames of the harness."""
-        lines = self.stack_file.read_text().splitlines()
+        written = self.stack_file.exists()  # else it has not begun to serve
+        lines = self.stack_file.read_text().splitlines() if written else []
         frames = [line for line in lines if line.startswith("  File") and not any(h in line for h in HARNESS)]
         return "\n".join(["Most recent call first:", *frames]) if frames else ""
 
