@@ -27,6 +27,7 @@ from nanotrain_core.moe.routing import balance, counting_routers
 from nanotrain_core.optim.lr_schedule import Scheduler, lr_scheduler
 from nanotrain_core.phases.in_run import begin_step
 from nanotrain_core.pipeline.executor import Executor, Losses
+from nanotrain_core.pipeline.replay import replay
 from nanotrain_core.recipe.tree import Recipe
 from nanotrain_core.run import log
 from nanotrain_core.run.divergence import SkippedSteps, may_save
@@ -261,8 +262,9 @@ class RuntimeEngine:
         run.gradients.finish()
         self.note("monitors before the update")
         now, tokens = (self.step + 1, scale, logged), run.feed.tokens_per_step
+        again = self.watching.together.before(partial(replay, self.executor, run.mesh, microbatches, factors))
         update = UpdateReport(
-            *now, run.gradients, self.watching.mesh, counts, tokens=tokens, names=self._trained
+            *now, run.gradients, self.watching.mesh, counts, tokens=tokens, names=self._trained, replay=again
         )
         self.events.before_update(update)
         self.saves.settle()

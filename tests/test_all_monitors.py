@@ -25,6 +25,7 @@ CONFIGS = {
     "object_store": {"url": "memory://all/{folder}"},
     "probes": {"every": 1},
     "profiler": {"steps": "2:3"},
+    "replay": {"every": 1},
     "sample": {"tokens": 4, "every": 1},
     "stragglers": {"every": 1},
     "wandb": {"mode": "offline"},

@@ -191,7 +191,7 @@ SMALL = {
     "monitors": 1040,
     "optim": 680,
     "phases": 365,
-    "pipeline": 570,
+    "pipeline": 600,
     "precision": 625,
     "recipe": 1700,
     "registry": 600,

@@ -36,6 +36,7 @@ from nanotrain_core.data.survey import Survey
 from nanotrain_core.deprecated import attribute_of
 from nanotrain_core.errors import (
     CheckpointError,
+    Corrupted,
     DataError,
     Diverged,
     Exit,
@@ -126,6 +127,7 @@ __all__ = [
     "CheckpointInfo",
     "Command",
     "Component",
+    "Corrupted",
     "Costs",
     "Curve",
     "DataError",

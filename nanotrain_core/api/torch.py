@@ -13,6 +13,7 @@ from nanotrain_core.contracts import (
     ChangesLength,
     Checkpoint,
     CheckpointReport,
+    Computed,
     Data,
     EndReport,
     ErrorFeedback,
@@ -66,12 +67,7 @@ from nanotrain_core.metrics.publish import Metrics
 from nanotrain_core.metrics.report import Histogram
 from nanotrain_core.models.activation_checkpointing import blocks
 from nanotrain_core.models.cache import Cache, LayerCache
-from nanotrain_core.models.cross_entropy import (
-    Chunks,
-    MatMul,
-    SplitVocabulary,
-    linear_cross_entropy,
-)
+from nanotrain_core.models.cross_entropy import Chunks, MatMul, SplitVocabulary, linear_cross_entropy
 from nanotrain_core.models.cross_entropy import matmul as torch_matmul
 from nanotrain_core.models.feed_forward import SwiGLU
 from nanotrain_core.models.head import Head
@@ -94,6 +90,7 @@ from nanotrain_core.moe.routing import (
     sort_by_expert,
     use_dispatch_codec,
 )
+from nanotrain_core.monitors.replicas import hash_bits
 from nanotrain_core.monitors.sink import Sink
 from nanotrain_core.monitors.sink_queue import SinkQueue
 from nanotrain_core.optim.adamw import AdamW
@@ -160,6 +157,7 @@ __all__ = [
     "CheckpointReport",
     "Chunks",
     "Compute",
+    "Computed",
     "CountingRouter",
     "Data",
     "DequantizingGEMM",
@@ -270,6 +268,7 @@ __all__ = [
     "gemms_of",
     "global_norm",
     "grouped_linear_on_gpu",
+    "hash_bits",
     "hold",
     "inverted",
     "keep_dtype",

@@ -39,7 +39,7 @@ from nanotrain_core.contracts.reports import (
 )
 from nanotrain_core.contracts.schedule import SaysInFlight, Schedule
 from nanotrain_core.contracts.topology import Topology
-from nanotrain_core.contracts.update import PieceGradient, UpdateReport
+from nanotrain_core.contracts.update import Computed, PieceGradient, UpdateReport
 from nanotrain_core.metrics.report import MetricsReport
 
 __all__ = [
@@ -49,6 +49,7 @@ __all__ = [
     "ChangesLength",
     "Checkpoint",
     "CheckpointReport",
+    "Computed",
     "Data",
     "EndReport",
     "ErrorFeedback",

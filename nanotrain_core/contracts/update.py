@@ -36,6 +36,21 @@ class PieceGradient:
 
 
 @attrs.define(frozen=True, eq=False)
+class Computed:
+    """A tensor that one pipeline stage received or computed in :meth:`UpdateReport.replay`."""
+
+    stage: int
+    """Of the model."""
+    what: str
+    """``"input"``, ``"output"``, ``"loss lm"``, ``"gradient of the output"``, ``"gradient of the input"``, or
+    ``"gradient of layers.0.attn.q.weight"``: this microbatch's part on this rank, not reduced."""
+    tensor: torch.Tensor
+    """Valid until the next one is requested."""
+    received: bool = False
+    """Whether it comes from another stage, which computed it."""
+
+
+@attrs.define(frozen=True, eq=False)
 class UpdateReport:
     """The update that a step is about to make. Nothing is computed or sent before a method is called."""
 
@@ -63,6 +78,7 @@ class UpdateReport:
     """The cached result of :meth:`changes`, for several monitors that call it."""
     _names: list[str] = attrs.field(factory=list)
     """The names of all trained parameters of the model, once requested: shared by the reports of a run."""
+    _replay: Callable[[int], Iterator[Computed]] = lambda replica: iter(())
 
     def gradients(self) -> Iterator[PieceGradient]:
         """Yield the gradient of every piece that this rank completes, before clipping.
@@ -111,6 +127,18 @@ class UpdateReport:
             self._kept.clear()
             self._changes.extend(found)
         yield from self._changes
+
+    def replay(self, replica: int) -> Iterator[Computed]:
+        """Compute the step's first microbatch of data-parallel rank ``replica`` on all of them, and yield it.
+
+        In ``on_before_update``. Forward and backward run with the weights of the step; gradients, routers'
+        counts and RNG streams of the step are unchanged. Ranks that hold the same blocks of all parameters
+        compute the same bits, if their hardware does. Collective: all ranks must exhaust it.
+
+        Raises:
+            NanotrainError: parameters are DTensors, whose gradients torch reduces in backward.
+        """
+        return self._replay(replica)
 
     def norms(self) -> dict[str, float]:
         """Return the 2-norm of every trained parameter's whole gradient, by global name, sorted.

@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch import nn
 
 from nanotrain_core.batch import Batch
-from nanotrain_core.contracts import GradientSync, PartOutput
+from nanotrain_core.contracts import Computed, GradientSync, PartOutput
 from nanotrain_core.errors import PluginError
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.pipeline.actions import Action
 from nanotrain_core.pipeline.annotation import annotated
-from nanotrain_core.pipeline.p2p import StageP2P
+from nanotrain_core.pipeline.p2p import Shape, StageP2P
 from nanotrain_core.pipeline.passes import Passes
 from nanotrain_core.pipeline.weight_gradients import DeferredGradients
 
@@ -177,12 +177,7 @@ class Executor:
     def _backward(self, action: Action) -> None:
         stage, number = action.stage, action.microbatch
         done = self._pending.pop((stage, number))
-        roots, seeds = self._roots(done.output.losses), []
-        if stage != self.final:
-            assert done.output.value is not None
-            seeds = [self.p2p.receive_gradient(stage, number, done.output.value)]
-            roots = [done.output.value, *roots]
-        gradients = [*seeds, *(None for _ in range(len(roots) - len(seeds)))]
+        roots, gradients = self._seeded(stage, number, done.output)
         deferred = None
         if (stage, number) in self._split:
             deferred = self._deferred[stage, number] = DeferredGradients()
@@ -193,6 +188,17 @@ class Executor:
             like = tuple(self._microbatches[number].tokens.shape)
             self.p2p.send("backward", stage - 1, number, done.inputs.grad, like)
 
+    def _seeded(
+        self, stage: int, number: int, output: PartOutput
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+        """Return what a stage's backward pass begins from, and the gradient of each; None of a loss is 1."""
+        losses = self._roots(output.losses)
+        if stage == self.final:
+            return losses, [None] * len(losses)
+        assert output.value is not None
+        received = self.p2p.receive_gradient(stage, number, output.value)
+        return [output.value, *losses], [received, *[None] * len(losses)]
+
     def _roots(self, losses: Losses | Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         if not losses:
             return []
@@ -200,6 +206,48 @@ class Executor:
             known = ", ".join(self._loss_factors)
             raise PluginError(f"the model returned the loss '{min(unknown)}'; its loss_weights have {known}")
         return [torch.stack([self._loss_factors[name] * value for name, value in losses.items()]).sum()]
+
+    # --- for its values alone -----------------------------------------------------------------
+
+    def compute(self, batch: Batch, loss_factors: Mapping[str, torch.Tensor]) -> Iterator[Computed]:
+        """Run a microbatch forward and backward, and yield all that this rank's stages receive and compute.
+
+        No gradient is accumulated or reduced over data ranks. Collective over the pipeline: all ranks must
+        exhaust it, outside of :meth:`run`. It holds the gradients of one stage at a time.
+        """
+        self.p2p.begin(1)
+        self._loss_factors = loss_factors
+        like, done = tuple(batch.tokens.shape), {}
+        with self.passes.weights_unchanged():
+            for stage in sorted(self.stages):
+                inputs = self._inputs(stage, 0, batch)
+                if stage:
+                    yield Computed(stage, "input", inputs, received=True)
+                    inputs.requires_grad_()
+                output = self._pass(stage, inputs, batch)
+                done[stage] = PendingForward(inputs, output)
+                yield from (Computed(stage, f"loss {n}", loss.detach()) for n, loss in output.losses.items())
+                if stage != self.final:
+                    yield Computed(stage, "output", output.value.detach())
+                    self.p2p.send("forward", stage, 0, output.value.detach(), like)
+            for stage in sorted(self.stages, reverse=True):
+                yield from self._compute_gradients(stage, done.pop(stage), like)
+        self.p2p.flush()
+
+    def _compute_gradients(self, stage: int, done: PendingForward, like: Shape) -> Iterator[Computed]:
+        roots, gradients = self._seeded(stage, 0, done.output)
+        if stage != self.final:
+            assert gradients[0] is not None
+            yield Computed(stage, "gradient of the output", gradients[0], received=True)
+        wanted: dict[str, torch.Tensor] = {"the input": done.inputs} if stage else {}
+        wanted |= {n: p for n, p in self.stages[stage].named_parameters() if p.requires_grad}
+        with self.passes.backward():
+            found = torch.autograd.grad(roots, [*wanted.values()], gradients, allow_unused=True)
+        for name, gradient in reversed([*zip(wanted, found, strict=True)]):  # as backward reaches them
+            if gradient is not None:
+                yield Computed(stage, f"gradient of {name}", gradient)
+        if stage:
+            self.p2p.send("backward", stage - 1, 0, found[0], like)
 
     # --- without gradients --------------------------------------------------------------------
 

@@ -61,6 +61,7 @@ FIRST_PARTY = {
     ("checkpoint", "sharded_v2"): "nanotrain-sharded-ckpt-v2",
     ("monitor", "alerts"): "nanotrain-alerts",
     ("monitor", "memory_snapshots"): "nanotrain-memory-snapshots",
+    ("monitor", "replay"): "nanotrain-replay",
     ("monitor", "object_store"): "nanotrain-object-store",
     ("monitor", "tensorboard"): "nanotrain-tensorboard",
     ("monitor", "wandb"): "nanotrain-wandb",

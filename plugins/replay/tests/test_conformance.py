@@ -1,0 +1,5 @@
+"""With and without the monitor a run has the same bits: a replay leaves no trace in the step."""
+
+from nanotrain_core.testing import Case, conformance
+
+test_conformance = conformance(Case("monitor", use="replay", config={"every": 2}))
