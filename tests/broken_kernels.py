@@ -31,8 +31,8 @@ class IgnoresTheScale(Replacing):
     function = "attention"
 
     @staticmethod
-    def attention(q, k, v, scale=None):
-        return TORCH.attention(q, k, v)
+    def attention(q, k, v, scale=None, begins_BS=None):
+        return TORCH.attention(q, k, v, begins_BS=begins_BS)
 
 
 class SeesLaterBlocks(Replacing):
@@ -41,7 +41,9 @@ class SeesLaterBlocks(Replacing):
     function = "attention"
 
     @staticmethod
-    def attention(q, k, v, scale=None):
+    def attention(q, k, v, scale=None, begins_BS=None):
+        if begins_BS is not None:
+            return TORCH.attention(q, k, v, scale, begins_BS)
         first = TORCH.attention(q[:, :256], k[:, :256], v[:, :256], scale)
         if q.shape[1] <= 256:
             return first

@@ -198,7 +198,11 @@ FAULTS = [
     ),
     (
         Case("checkpoint", use="keeps_the_other_branch", plugins=CHECKPOINTS),
-        {"later_steps_are_left_behind", "another_branch_is_left_behind"},
+        {
+            "later_steps_are_left_behind",
+            "another_branch_is_left_behind",
+            "an_older_step_sets_later_ones_aside",
+        },
     ),
     (
         Case("checkpoint", use="reads_too_late", plugins=CHECKPOINTS),
@@ -244,6 +248,7 @@ FAULTS = [
             "validation_has_one_order",
             "validation_is_never_trained_on",
             "last_validation_batch_is_padded",
+            "what_was_trained_on_is_never_held_out",
         },
     ),
 ]
