@@ -65,7 +65,7 @@ class Replay(Monitor):
             self.run.metrics.scalar("replay/seconds", self.seconds)
             self.seconds = None
 
-    def _replay(self, update: UpdateReport, replica: int) -> dict[tuple[int, int, int, str], torch.Tensor]:
+    def _replay(self, update: UpdateReport, replica: int) -> Hashes:
         """Return the hash of all that this rank computes, by order and description."""
         found = enumerate(update.replay(replica))
         return {order_of(each, n): hash_bits(each.tensor) for n, each in found if not each.received}
