@@ -4,6 +4,7 @@ import contextlib
 import os
 import shutil
 import signal
+import subprocess
 import tempfile
 import time
 from pathlib import Path
@@ -34,9 +35,9 @@ def test_ranks_of_a_launcher_that_is_a_zombie_end_and_the_folder_is_free(tmp_pat
     again = nanotrain(
         "run", "small.toml", "--folder", "here", "--resume", "--set", "run.steps=6", cwd=tmp_path
     )
-    assert state_of(process.pid) == "Z"
-    assert not any(map(is_alive, ranks))
     assert again.code == 0, again.err
+    assert state_of(process.pid) == "Z"
+    assert not any(map(is_alive, ranks)), [state_of(rank) for rank in ranks]
     finish(process)
 
 
@@ -48,13 +49,23 @@ def pid_files(launcher, place=None):
                 yield path
 
 
-def test_a_folder_whose_ranks_still_end_is_waited_for_and_then_refused(tmp_path, monkeypatch):
+def test_a_process_that_ends_while_it_is_looked_up_is_not_alive(monkeypatch):
+    process = subprocess.Popen(["true"])
+    assert process.wait() == 0
+    monkeypatch.setattr(os, "kill", lambda pid, signal: None)  # as just before it was reaped
+    assert not is_alive(process.pid)
+    assert is_alive(os.getpid())
+
+
+def test_a_folder_whose_ranks_still_end_is_waited_for_and_then_refused(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(folder, "PATIENCE", 0.3)
+    monkeypatch.setattr(folder, "SILENCE", 0.1)
     held = hold_as_rank(tmp_path)
     began = time.monotonic()
     with pytest.raises(FolderLocked, match="ranks of a run that has lost its launcher are still ending"):
         RunFolder.claim("x", folder=str(tmp_path))
     assert time.monotonic() - began > 0.3
+    assert capfd.readouterr().err.count("waiting for ranks of a run that has lost its launcher to end") == 1
     held.close()
     RunFolder.claim("x", folder=str(tmp_path)).release()
 

@@ -24,8 +24,11 @@ from nanotrain_core.watch.collectives import DUMPS
 
 #: Shared lock of every rank: ranks may outlive a launcher by a second.
 RANKS_LOCK = ".ranks"
-#: Seconds that a claim waits for ranks that have lost their launcher to end.
-PATIENCE = 5.0
+#: Seconds that a claim waits for ranks that have lost their launcher to end. It takes them one or two, unless
+#: a write to a slow disk or the teardown of many CUDA contexts keeps a process from ending.
+PATIENCE = 30.0
+#: Seconds of it before it is said.
+SILENCE = 3.0
 #: Consecutive checks that must find no folder, and the seconds between them: one may coincide with a remount.
 LOOKS, BETWEEN = 3, 1.0
 
@@ -108,10 +111,7 @@ def _lock(path: Path) -> IO[str]:
         log.ensure(0)
         text = "the file system has no locks: nothing keeps a second run out of the folder of this one"
         structlog.get_logger().warning(text, folder=str(path), problem=problem.strerror)
-    patience = time.monotonic() + PATIENCE
-    while _ranks_live(path) and time.monotonic() < patience:
-        time.sleep(0.1)
-    if _ranks_live(path):
+    if not _ranks_end(path, PATIENCE):
         lock.close()
         raise FolderLocked(f"{path} is in use: ranks of a run that has lost its launcher are still ending")
     owner = {"host": socket.gethostname(), "pid": os.getpid(), "start": time.strftime("%Y-%m-%d %H:%M:%S")}
@@ -121,6 +121,23 @@ def _lock(path: Path) -> IO[str]:
     except OSError as problem:  # disk full
         raise FolderError(f"the run folder {path} cannot be written: {problem.strerror}") from problem
     return lock
+
+
+def _ranks_end(path: Path, patience: float) -> bool:
+    """Wait up to ``patience`` seconds for ranks that lock ``path`` to end; return whether they did."""
+    began, said = time.monotonic(), False
+    while _ranks_live(path):
+        waited = time.monotonic() - began
+        if waited >= patience:
+            return False
+        if waited >= SILENCE and not said:
+            said = True
+            log.say(
+                f"waiting for ranks of a run that has lost its launcher to end: they hold {path}",
+                level="warning",
+            )
+        time.sleep(0.1)
+    return True
 
 
 def _owner(text: str) -> str:

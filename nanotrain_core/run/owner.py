@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import socket
@@ -28,9 +27,9 @@ def is_alive(pid: int) -> bool:
     """Return whether a process with that id is running; a zombie is not."""
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    with contextlib.suppress(OSError):  # a system without /proc cannot tell
+        if not Path("/proc/self/stat").exists():  # nothing else tells a zombie
+            return True
         state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
-        return state not in "ZX"
-    return True
+    except (ProcessLookupError, FileNotFoundError):  # the second where it was reaped meanwhile
+        return False
+    return state not in "ZX"
