@@ -8,7 +8,7 @@ from command import nanotrain
 
 from nanotrain_core.errors import Exit
 from nanotrain_core.testing.chaos.bench import Bench, Settings
-from nanotrain_core.testing.chaos.numbers import FlipWeight
+from nanotrain_core.testing.chaos.corruption import FlipWeight
 
 RANKS = 4
 

@@ -109,6 +109,28 @@ def test_all_ranks_of_a_host_take_its_first_gpu(monkeypatch):
     assert device == torch.device("cuda", 0)
 
 
+@pytest.mark.parametrize(
+    ("variable", "value", "own"),
+    [
+        ("SLURM_GPUS_PER_TASK", "1", True),
+        ("SLURM_TRES_PER_TASK", "cpu=8,gres/gpu=1", True),
+        ("SLURM_TRES_PER_TASK", "cpu=8", False),
+        ("CUDA_VISIBLE_DEVICES", "0", False),
+    ],
+)
+def test_a_task_that_sees_its_own_gpu_alone_takes_it(monkeypatch, variable, value, own):
+    """``srun --gpus-per-task=1``: each task's only GPU is number 0. It was told to start fewer ranks."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setenv(variable, value)
+    if own:
+        assert worker.choose_device("auto", Ranks(3, 4, 3, 4)) == torch.device("cuda", 0)
+        return
+    with pytest.raises(NanotrainError, match="rank 3 is number 3 on its host, which has 1 GPUs"):
+        worker.choose_device("auto", Ranks(3, 4, 3, 4))
+
+
 def test_groups_of_nccl_are_refused(monkeypatch):
     monkeypatch.setattr(dist, "get_backend", lambda group=None: "nccl")
     with pytest.raises(NanotrainError, match="NCCL's, which has no two ranks on one GPU"):

@@ -65,7 +65,7 @@ from nanotrain_core.layout.placement import RANGE, Piece, PlacedParameter, Place
 from nanotrain_core.layout.transport import Transport
 from nanotrain_core.metrics.publish import Metrics
 from nanotrain_core.metrics.report import Histogram
-from nanotrain_core.models.activation_checkpointing import blocks
+from nanotrain_core.models.activation_checkpointing import blocks, store_in_selective_checkpointing
 from nanotrain_core.models.cache import Cache, LayerCache
 from nanotrain_core.models.cross_entropy import Chunks, MatMul, SplitVocabulary, linear_cross_entropy
 from nanotrain_core.models.cross_entropy import matmul as torch_matmul
@@ -291,6 +291,7 @@ __all__ = [
     "share_of",
     "sort_by_expert",
     "storage_of",
+    "store_in_selective_checkpointing",
     "stream_seed",
     "sum_over_data",
     "swiglu",

@@ -48,6 +48,8 @@ class Computed:
     """Valid until the next one is requested."""
     received: bool = False
     """Whether it comes from another stage, which computed it."""
+    backward: bool = False
+    """Whether it is of the backward pass."""
 
 
 @attrs.define(frozen=True, eq=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 from nanotrain_core.errors import NanotrainError
@@ -28,6 +29,9 @@ def choose_device(wanted: str, ranks: Ranks, *, shared: bool = False) -> torch.d
     if shared and torch.cuda.device_count():
         torch.cuda.set_device(0)
         return torch.device("cuda", 0)
+    if torch.cuda.device_count() == 1 and _has_a_gpu_of_its_own():
+        torch.cuda.set_device(0)
+        return torch.device("cuda", 0)
     if ranks.local_rank >= torch.cuda.device_count():
         raise NanotrainError(
             f"rank {ranks.rank} is number {ranks.local_rank} on its host, which has "
@@ -36,3 +40,9 @@ def choose_device(wanted: str, ranks: Ranks, *, shared: bool = False) -> torch.d
     device = torch.device("cuda", ranks.local_rank)
     torch.cuda.set_device(device)
     return device
+
+
+def _has_a_gpu_of_its_own() -> bool:
+    """Return whether Slurm shows each task only its own GPUs, as ``srun --gpus-per-task=1`` does."""
+    per_task = os.environ.get("SLURM_TRES_PER_TASK", "")  # since Slurm 23.11
+    return bool(os.environ.get("SLURM_GPUS_PER_TASK")) or "gres/gpu" in per_task

@@ -27,7 +27,7 @@ from nanotrain_core.layout.roles import Role, tagged, take_over, taken_over_by
 
 #: Operators whose results selective checkpointing stores, if this build of PyTorch has them. Batched products
 #: are not among them: they are parts of attention, with results quadratic in the sequence length.
-KEPT = (
+KEPT = {
     "aten::mm",
     "aten::addmm",
     "aten::linear",
@@ -42,7 +42,19 @@ KEPT = (
     "aten::_scaled_dot_product_cudnn_attention",
     "mkldnn::_linear_pointwise",
     "nanotrain::grouped_mm",
-)
+}
+
+
+def store_in_selective_checkpointing(*operators: str) -> None:
+    """Let selective activation checkpointing store the results of these operators too.
+
+    For matrix products that a plugin defines as operators of torch, such as those of eight-bit floats.
+    Call it where they are defined.
+
+    Args:
+        operators: ``namespace::name`` of each, without overload.
+    """
+    KEPT.update(operators)
 
 
 class Recompute(Parallel):

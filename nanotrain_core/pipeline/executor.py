@@ -238,14 +238,14 @@ class Executor:
         roots, gradients = self._seeded(stage, 0, done.output)
         if stage != self.final:
             assert gradients[0] is not None
-            yield Computed(stage, "gradient of the output", gradients[0], received=True)
+            yield Computed(stage, "gradient of the output", gradients[0], backward=True, received=True)
         wanted: dict[str, torch.Tensor] = {"the input": done.inputs} if stage else {}
         wanted |= {n: p for n, p in self.stages[stage].named_parameters() if p.requires_grad}
         with self.passes.backward():
             found = torch.autograd.grad(roots, [*wanted.values()], gradients, allow_unused=True)
         for name, gradient in reversed([*zip(wanted, found, strict=True)]):  # as backward reaches them
             if gradient is not None:
-                yield Computed(stage, f"gradient of {name}", gradient)
+                yield Computed(stage, f"gradient of {name}", gradient, backward=True)
         if stage:
             self.p2p.send("backward", stage - 1, 0, found[0], like)
 

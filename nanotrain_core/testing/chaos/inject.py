@@ -34,7 +34,7 @@ class Order:
     act: str = ""
     """Empty: keep the ledger only."""
     at: str = "step"
-    """``start``, ``data``, ``step``, ``evaluation`` or ``save``."""
+    """``start``, ``data``, ``step``, ``evaluation``, ``save``, or the ``end`` of all that a step does."""
     step: int = 0
     rank: int = 0
     """Who is hurt; -1 for all."""
@@ -80,7 +80,8 @@ def build(config: ChaosConfig) -> Any:
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
     from nanotrain_core.contracts import Monitor, RollbackReport
-    from nanotrain_core.testing.chaos.harm import harm_snapshots
+    from nanotrain_core.precision.quantized_storage import storage_of
+    from nanotrain_core.testing.chaos.harm import flip_bit, harm_snapshots, miscomputed
     from nanotrain_core.testing.chaos.marks import row_marks, weight_marks
     from nanotrain_core.testing.disaster import WRITES, _limit_files, kill_at
 
@@ -130,6 +131,10 @@ def build(config: ChaosConfig) -> Any:
             if self.order.act.startswith("write:") and self.due("step"):
                 self.arm()
 
+        def on_step_end(self, end: Any) -> None:
+            self.state = end.state
+            self.maybe("end")
+
         def on_checkpoint(self, report: Any) -> None:
             self.write("checkpoint", step=report.step, path=str(report.path.absolute()))
 
@@ -178,17 +183,27 @@ def build(config: ChaosConfig) -> Any:
             raise RuntimeError("chaos: this rank fails")
 
         def do_flip(self) -> None:
-            """Flip one bit, ``amount`` of the way through the weights that other ranks hold, too."""
+            """Flip one bit of the weights that other ranks hold, too."""
             layout = self.run.mesh.layout
-            from nanotrain_core.precision.quantized_storage import storage_of
+            shared = [p.parameter for p in self.run.placed if p.placement.replica_span(layout)]
+            flip_bit(map(storage_of, shared), self.order.amount)
 
-            shared = [storage_of(p.parameter) for p in self.run.placed if p.placement.replica_span(layout)]
-            parts = [weight.view(-1).view(torch.uint8) for weight in shared]
-            place, bit = divmod(int(self.order.amount * 8 * sum(map(len, parts))), 8)
-            for part in parts:
-                if 0 <= place < len(part):
-                    part[place] ^= 1 << bit
-                place -= len(part)
+        def do_flip_state(self) -> None:
+            """Flip one bit of optimizer state or master weights."""
+            flip_bit((b.tensor for b in self.state().blocks if "/" in b.name), self.order.amount)
+
+        def do_miscompute(self) -> None:
+            """Have one linear layer compute wrongly from now on in training."""
+            layers = [m for part in self.run.parts for m in part.modules() if isinstance(m, torch.nn.Linear)]
+            layers[int(self.order.amount * len(layers))].register_forward_hook(miscomputed)
+
+        def do_nan_weight(self) -> None:
+            """Set one number of a weight to NaN. Collective, so that all copies have it."""
+            here = {p.placement.name: p.parameter for p in self.run.placed}
+            names = sorted(set().union(*self.run.mesh.gather([*here])))
+            chosen = here.get(names[int(self.order.amount * len(names))])
+            if chosen is not None and chosen.numel():
+                chosen.data.view(-1)[int(self.order.amount * chosen.numel())] = float("nan")
 
         def do_full(self) -> None:
             """Limit files to ``amount`` bytes from now on, until after the last step."""

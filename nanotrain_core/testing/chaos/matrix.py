@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from nanotrain_core.errors import NanotrainError
 from nanotrain_core.testing.chaos import (
+    corruption,
     death,
     disk,
     memory,
@@ -25,7 +26,7 @@ def rows_of(*modules: object) -> tuple[type[Row], ...]:
     return tuple(sorted(rows, key=lambda row: int(row.number.partition("-")[0])))
 
 
-ROWS = rows_of(death, disk, signals, numbers, mistakes, store, several_hosts, memory)
+ROWS = rows_of(death, disk, signals, numbers, corruption, mistakes, store, several_hosts, memory)
 
 #: Rows of the matrix that are not tried, and why.
 NOT_RUN = {

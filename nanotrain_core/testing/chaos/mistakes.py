@@ -10,7 +10,7 @@ from math import prod
 from random import Random
 
 from nanotrain_core.errors import Exit
-from nanotrain_core.testing.chaos.bench import Ended, Trial
+from nanotrain_core.testing.chaos.bench import LIMIT, Ended, Trial
 from nanotrain_core.testing.chaos.row import RESUME, Row, expect, some_step
 
 
@@ -94,3 +94,20 @@ class StaleLock(Row):
             yield f"the launcher ended with {ended.code}"
         time.sleep(2.0)  # its ranks end by themselves
         yield from expect(trial.launch(words=RESUME), Exit.DONE)
+
+
+class Zombie(Row):
+    """The launcher is killed and nobody reaps it, as in a container whose first process waits for nobody."""
+
+    number, name = "29", "kill -9 of the launcher, which stays a zombie"
+
+    def hurt(self, trial: Trial, random: Random) -> Iterator[str]:
+        order = {"act": "sleep", "step": some_step(trial, random), "amount": 2.0, "rank": -1}
+        launcher, began = trial.start(order=order), time.time()
+        try:
+            while not trial.struck() and time.time() < began + LIMIT:
+                time.sleep(0.05)
+            launcher.kill()
+            yield from expect(trial.launch(words=RESUME), Exit.DONE)
+        finally:
+            trial.finish(launcher)

@@ -1,4 +1,4 @@
-"""Rows with numerical errors."""
+"""Rows in which training diverges."""
 
 from __future__ import annotations
 
@@ -98,21 +98,17 @@ class NanForever(Row):
         trial.announced_bad |= left_aside(trial)
 
 
-class FlipWeight(Row):
-    """Any bit of replicated weights flips; the resumed run ends as if nothing had happened."""
+class NanWeights(Row):
+    """A weight is NaN in every copy: steps are skipped, nothing is saved, the run is not done."""
 
-    number, name = "16", "one bit of one replica's weights flips"
-    least_ranks = 2
+    number, name = "37", "a weight turns NaN on all ranks that hold it"
+    lost = 1e9  # those that were skipped; the checkpoints are examined instead
 
     def hurt(self, trial: Trial, random: Random) -> Iterator[str]:
-        settings, rank = trial.bench.settings, some_rank(trial, random)
-        step = random.randrange(settings.every + 1, settings.steps + 1)  # also after the last update
-        order = {"act": "flip", "step": step, "rank": rank, "amount": random.random()}
-        ended = trial.launch(order=order)
-        yield from expect(ended, Exit.CORRUPTED, "has other bits on rank")
-        if settings.ranks > 2 and f"has other bits on rank {rank} than on" not in ended.err:
-            yield f"rank {rank} was not named: {ended.err[-300:]}"
-        last = max(trial.losses())
-        if last != step:
-            yield f"flipped after step {step} and found after step {last}, though compared in every step"
+        step, every = some_step(trial, random), trial.bench.settings.every
+        order = {"act": "nan_weight", "at": "end", "step": step, "rank": -1, "amount": random.random()}
+        yield from expect(trial.launch(order=order), Exit.DIVERGED)
+        newest = max(row["step"] for row in trial.rows("checkpoint"))
+        if not step - every <= newest <= step:
+            yield f"NaN after step {step}, and the newest checkpoint is of step {newest}"
         yield from expect(trial.launch(words=RESUME), Exit.DONE)

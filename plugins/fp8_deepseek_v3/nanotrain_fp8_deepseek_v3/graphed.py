@@ -11,7 +11,13 @@ from __future__ import annotations
 
 import torch
 
-from nanotrain_core.api.torch import GEMMBackend, Kept, Prepared, QuantizedActivations
+from nanotrain_core.api.torch import (
+    GEMMBackend,
+    Kept,
+    Prepared,
+    QuantizedActivations,
+    store_in_selective_checkpointing,
+)
 from nanotrain_fp8_deepseek_v3.formats import E4M3, E5M2
 from nanotrain_fp8_deepseek_v3.gemm import EmulatedFP8, Float32GEMM, Recipe
 from nanotrain_fp8_deepseek_v3.scratch import Scratch
@@ -104,6 +110,9 @@ def _(d_y: Tensor, weight: Tensor, counts: Tensor | None, key: str) -> Tensor:
 def _(d_y: Tensor, x: Tensor, counts: Tensor | None, key: str) -> Tensor:
     shape = d_y.shape[1], x.shape[1]
     return x.new_empty(shape if counts is None else (counts.shape[0], *shape))
+
+
+store_in_selective_checkpointing("nanotrain_fp8::emulated_forward")
 
 
 # --- backends ---------------------------------------------------------------------------------------

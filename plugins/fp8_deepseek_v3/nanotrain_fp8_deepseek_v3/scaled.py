@@ -21,7 +21,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from nanotrain_core.api.torch import Kept, Prepared
+from nanotrain_core.api.torch import Kept, Prepared, store_in_selective_checkpointing
 from nanotrain_fp8_deepseek_v3.formats import E4M3, TILE, Format, dequantize, quantize
 from nanotrain_fp8_deepseek_v3.gemm import FP8GEMM, Recipe
 from nanotrain_fp8_deepseek_v3.scratch import Scratch
@@ -214,6 +214,7 @@ def multiply_scaled(
 
 #: :func:`multiply_scaled` in a graph, whose tracer does not support torch's enumerations.
 scaled_mm = torch.library.custom_op("nanotrain_fp8::scaled_mm", multiply_scaled, mutates_args=())
+store_in_selective_checkpointing("nanotrain_fp8::scaled_mm")
 
 
 @scaled_mm.register_fake

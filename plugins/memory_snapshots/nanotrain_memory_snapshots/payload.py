@@ -77,11 +77,12 @@ def computed(tensors: Sequence[torch.Tensor]) -> Any:
 
 @contextmanager
 def _stream_of_its_own(after: Any) -> Iterator[None]:
-    """Make a GPU copy on a separate stream after ``after``; at the end the copies are complete."""
+    """In a thread, make a GPU copy on a separate stream after ``after``; at the end it is complete."""
     if after is None:
         yield
         return
     device, event = after
+    torch.cuda.set_device(device)  # a thread starts on GPU 0, and would create a context there
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     stream.wait_event(event)
     with torch.cuda.stream(stream):

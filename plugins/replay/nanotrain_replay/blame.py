@@ -28,9 +28,8 @@ class Report:
 
 def order_of(computed: Computed, number: int) -> Key:
     """Return the place of a tensor in the order of computation, where ``number`` were yielded before it."""
-    backward = computed.what.startswith("gradient of")
-    stage = -computed.stage if backward else computed.stage
-    return int(backward), stage, number, f"the {computed.what} of stage {computed.stage}"
+    stage = -computed.stage if computed.backward else computed.stage
+    return int(computed.backward), stage, number, f"the {computed.what} of stage {computed.stage}"
 
 
 def blame(reports: Sequence[Report]) -> str:

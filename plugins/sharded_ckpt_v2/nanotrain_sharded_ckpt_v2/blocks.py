@@ -95,10 +95,11 @@ def computed(tensors: Mapping[str, torch.Tensor]) -> Computed | None:
 
 @contextmanager
 def _stream_of_its_own(after: Computed | None) -> Iterator[None]:
-    """Make a GPU copy on a separate stream after ``after``; at the end the copies are complete."""
+    """In a thread, make a GPU copy on a separate stream after ``after``; at the end it is complete."""
     if after is None:
         yield
         return
+    torch.cuda.set_device(after.device)  # a thread starts on GPU 0, and would create a context there
     stream = torch.cuda.Stream(after.device)  # type: ignore[no-untyped-call]
     stream.wait_event(after.event)
     with torch.cuda.stream(stream):

@@ -34,6 +34,7 @@ from nanotrain_core.api import CheckpointError, above_one, newest_evaluated, str
 from nanotrain_core.api import __version__ as core_version
 from nanotrain_core.api.torch import Block, CheckpointReport, Mesh, TrainState
 from nanotrain_sharded_ckpt_v2 import ShardedConfig, __version__, blocks, folders, manifest, shard
+from nanotrain_sharded_ckpt_v2.flags import LateFlag
 from nanotrain_sharded_ckpt_v2.flight import Flight
 from nanotrain_sharded_ckpt_v2.manifest import File, Manifest, streams_name
 from nanotrain_sharded_ckpt_v2.resharding import Reading, left_over, misfits
@@ -82,19 +83,23 @@ class ShardedCheckpoint:
         self._verified: dict[int, Mapping[str, File]] = {}
         self._restored: set[int] = set()
         self._flight = self._agreed = None
+        self._late, self._writing = LateFlag(mesh), LateFlag(mesh)
         self._on_first(lambda: folders.clear_leftovers(folder))
         if mesh.rank == 0:
             for entry in folders.strange_entries(folder):
                 self.log.warning("this is no checkpoint, and left out", entry=str(entry))
 
     def due(self, step: int) -> bool:
-        """Save every ``every`` steps, and when ``every_minutes`` have elapsed on rank 0."""
+        """Save every ``every`` steps, and when ``every_minutes`` have elapsed on rank 0.
+
+        On a GPU the latter is known one step later, so that the host need not wait for the device.
+        """
         if self.config.every and step % self.config.every == 0:
             return True
         if not self.config.every_minutes:
             return False
         late = time.monotonic() - self._last_save >= 60 * self.config.every_minutes
-        return self._any(late and self.mesh.rank == 0)
+        return bool(self._late.any(late and self.mesh.rank == 0))
 
     def _any(self, mine: bool) -> bool:
         """All-reduce: return whether the condition holds on any rank."""
@@ -116,6 +121,8 @@ class ShardedCheckpoint:
         """Agree on the shards and begin to write this rank's."""
         assert self._flight is None, "a save is on its way: advance(wait=True) first"
         began = self._last_save = time.monotonic()
+        self._late.forget()
+        self._writing.forget()
         agreed = self._agree(state.blocks)
         scratch: Path = self._on_first(lambda: folders.make_scratch(self.folder, step))
         state = attrs.evolve(state)  # which copies meta: it is written later
@@ -176,7 +183,7 @@ class ShardedCheckpoint:
         began = time.monotonic()
         if wait:
             flight.join()
-        if not wait and self._any(flight.busy):
+        if not wait and self._writing.any(flight.busy) is not False:
             flight.blocked += time.monotonic() - began
             return ()
         self._flight = None
