@@ -15,13 +15,14 @@ from tokenizers.models import WordLevel
 
 from nanotrain_core.batch import Batch, Shard
 from nanotrain_core.builtin.configs import TextConfig
+from nanotrain_core.contracts import Monitor
 from nanotrain_core.data.order import document_begins
 from nanotrain_core.data.text import Text
 from nanotrain_core.data.text_survey import survey
 from nanotrain_core.errors import DataError, RecipeError
 from nanotrain_core.models.ops import attention
 from nanotrain_core.testing import Case
-from nanotrain_core.testing.probe import make_run
+from nanotrain_core.testing.probe import make_engine, make_run
 
 END = 0
 DEEPSEEK = {
@@ -192,3 +193,34 @@ def test_a_tokenizer_that_ends_no_documents_is_refused_before_ranks_start(files,
     assert "words.json has no token that ends documents" in problem.message
     with pytest.raises(DataError, match=r"words.json .* has no token that ends documents"):
         Text(config).open(length=4, seed=0)
+
+
+class Calls(Monitor):
+    """Keeps what attention of the first layer is called with."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_start(self, run):
+        run.tap_calls("attention", self.look, ["layers.0"])
+
+    def look(self, name, q, k, v, scale=None, begins=None):
+        self.seen.append((q.clone(), scale, begins.clone()))
+
+
+@pytest.mark.parametrize("model", [LLAMA, DEEPSEEK], ids=["llama", "deepseek"])
+def test_monitors_see_the_same_calls_of_attention_inside_of_a_graph(model, files):
+    """Where documents begin is the last argument, after a scale that may be None: tracing it failed."""
+    config = {key: value for key, value in model.items() if key != "use"}
+    case = Case("model", use=model["use"], config=config).alone()
+    found = []
+    for compiled in (False, True):
+        calls, run = Calls(), {"steps": 1, "compile": compiled, "compile_backend": "aot_eager"}
+        changes = {"data": masked(files), "kernels": {"use": "torch"}, "run": run}
+        make_engine(case, changes, callbacks=[calls]).fit()
+        found.append(calls.seen)
+    for (q, scale, begins), (same_q, same_scale, same_begins) in zip(*found, strict=True):
+        assert begins.any()
+        assert scale == same_scale
+        assert torch.equal(begins, same_begins)
+        torch.testing.assert_close(q, same_q)

@@ -61,9 +61,11 @@ class Calls:
 
         def noted(*args: Any) -> torch.Tensor:
             if torch.compiler.is_compiling():
-                tensors = [x.detach() for x in args if isinstance(x, torch.Tensor)]
-                rest = [float("nan") if x is None else float(x) for x in args[len(tensors) :]]
-                tell_from_graph(seen, number, tensors, rest)
+                places = [n for n, x in enumerate(args) if isinstance(x, torch.Tensor)]
+                rest = [
+                    float("nan") if x is None else float(x) for x in args if not isinstance(x, torch.Tensor)
+                ]
+                tell_from_graph(seen, number, [args[n].detach() for n in places], places, rest)
             else:
                 tell(*args)
             return function(*args)
@@ -72,13 +74,20 @@ class Calls:
 
 
 @torch.library.custom_op("nanotrain::called", mutates_args={"seen"})
-def tell_from_graph(seen: torch.Tensor, number: int, tensors: list[torch.Tensor], rest: list[float]) -> None:
-    """Report a call: its tensors, which come first, and its numbers, NaN for None."""
+def tell_from_graph(
+    seen: torch.Tensor, number: int, tensors: list[torch.Tensor], places: list[int], rest: list[float]
+) -> None:
+    """Report a call: its tensors, their places among the arguments, and its numbers, NaN for None."""
     calls = _known.get(number)
     if calls is not None:
-        calls.tell(*tensors, *(None if isnan(x) else x for x in rest))
+        args: list[Any] = [None if isnan(x) else x for x in rest]
+        for place, tensor in zip(places, tensors, strict=True):  # ascending
+            args.insert(place, tensor)
+        calls.tell(*args)
 
 
 @tell_from_graph.register_fake
-def _(seen: torch.Tensor, number: int, tensors: list[torch.Tensor], rest: list[float]) -> None:
+def _(
+    seen: torch.Tensor, number: int, tensors: list[torch.Tensor], places: list[int], rest: list[float]
+) -> None:
     return None
