@@ -52,16 +52,25 @@ def find(path: Path, step: int | None, tokenizer: str | None, registry: Registry
             f"{saved.path} was saved by a script with a model of its own, which no recipe describes: "
             "build the model there and call it"
         )
-    return Source(saved.path, _of_phase(tomli.loads(meta["recipe"]), meta), tokenizer)
+    return Source(saved.path, _of_phase(tomli.loads(meta["recipe"]), meta, registry), tokenizer)
 
 
-def _of_phase(tables: dict[str, Any], meta: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a recipe without phases, with the model and the length of the one that it was saved in."""
+def _of_phase(tables: dict[str, Any], meta: Mapping[str, Any], registry: Registry) -> dict[str, Any]:
+    """Return a recipe without phases, with the model and the length of the one that it was saved in.
+
+    Data that is split by pieces of the longest sequence of any phase keeps them: with shorter pieces another
+    part would be held out, which the run may have trained on.
+    """
     if "phase" not in tables:
         return tables
     length = meta["data"].get("length", tables["batch"]["length"])
-    batch, rest = {**tables["batch"], "length": length}, {**tables}
-    del rest["phase"]
+    batch, data, rest = {**tables["batch"], "length": length}, tables["data"], {**tables}
+    phases = rest.pop("phase")
+    offers = registry.offers("data", data["use"])  # sampling needs it only for the tokenizer
+    if offers and "piece_length" in attrs.fields_dict(offers[0][1].config):
+        changed = [phase["batch"]["length"] for phase in phases if "length" in phase.get("batch", {})]
+        longest = max(data.get("piece_length", 0), tables["batch"]["length"], *changed)
+        rest["data"] = {**data, "piece_length": longest}
     return {**rest, "model": _plain(meta["model"]), "batch": batch}
 
 

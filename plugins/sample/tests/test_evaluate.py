@@ -71,6 +71,31 @@ def test_a_validation_loss_is_that_of_the_run(trained, capsys):
     assert text["bits_per_byte"] == pytest.approx(last["bits_per_byte"], abs=1e-12)
 
 
+def test_what_is_held_out_is_the_same_in_a_phase_of_shorter_sequences(tmp_path, capsys):
+    """Pieces of the longest phase are held out: with shorter ones eval read what the run trains on."""
+    words = " ".join(f"{number * number % 97}" for number in range(900))
+    (tmp_path / "train.txt").write_text(words)
+    around = {
+        "model": MODEL,
+        "data": {"use": "text", "paths": [str(tmp_path / "train.txt")], "suffixes": [".txt"]},
+        "batch": {"sequences": 2, "length": 12},
+        "evaluation": {"sequences": 4, "every": 1},
+        "checkpoint": {"use": "simple", "every": 1, "keep": 9},
+        "phase": [{"until_tokens": 48}, {"batch": {"length": 48}}],
+    }
+    engine = make_engine(
+        Case("checkpoint", use="simple", overrides=around),
+        {"run": {"steps": 3}, "monitor": [{"use": "jsonl"}]},
+        folder=tmp_path,
+    )
+    engine.fit()
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    losses = {row["step"]: row["loss"] for row in rows if row["event"] == "evaluation"}
+    for step in (1, 3):
+        (text,) = found(capsys, tmp_path, "--step", step)["texts"]
+        assert text["loss"] == pytest.approx(losses[step], abs=1e-9), step
+
+
 @pytest.mark.parametrize("stride", [16, 5, 1])
 def test_every_byte_of_a_file_is_scored_after_those_before_it(trained, capsys, stride):
     folder, engine = trained
