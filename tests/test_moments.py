@@ -12,7 +12,7 @@ from nanotrain_core.builtin.transformer_config import TransformerConfig
 from nanotrain_core.errors import NanotrainError, RecipeError
 from nanotrain_core.layout.layout import Layout, View
 from nanotrain_core.layout.placement import Piece, Placement
-from nanotrain_core.optim import moments
+from nanotrain_core.optim import moment_groups, moments
 from nanotrain_core.optim.moments import FIRST, GROUP, SECOND, LowPrecisionAdamW
 from nanotrain_core.testing import Case, failures, run_ranks, trials
 from nanotrain_core.testing.compare import assert_bitwise, assert_same, whole
@@ -224,6 +224,41 @@ def test_moments_of_another_form_are_refused_by_name(saved, wanted, text):
         run(on("adamw", 1, saved), folder, save_at=6)
         with pytest.raises(Exception, match=text):
             run(on("adamw", 1, wanted), folder, resume="6")
+
+
+def second_moment(form, beta2):
+    """Return the mean second moment 3,000 steps after gradients became 10 times smaller, over that before."""
+    state = moments.initial_moments(torch.zeros(8, 64), Piece(None, FLAT), form, carries=False)
+    random, found = torch.Generator().manual_seed(1), []
+    for step in range(3300):
+        gradient = torch.randn(8, 64, generator=random) * (1.0 if step < 300 else 0.1)
+        second = moments.load(state, SECOND, torch.float32)
+        moments.store(state, SECOND, beta2 * second + (1 - beta2) * gradient**2)
+        if step in (299, 3299):
+            found.append(moments.load(state, SECOND, torch.float32).mean().item())
+    return found[1] / found[0]
+
+
+FLAT = Placement.whole("w", (8, 64), Layout({"dense": View(("dp",), (1,))}))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_rounded_second_moment_falls_with_the_largest_beta2_and_stays_at_the_default_of_torch(form):
+    assert second_moment(form, moment_groups.MOST_BETA2) == pytest.approx(
+        second_moment("float32", moment_groups.MOST_BETA2), rel=0.1
+    )
+    assert second_moment("float32", 0.999) < 0.1
+    assert second_moment(form, 0.999) > 0.9
+
+
+@pytest.mark.parametrize("use", ["adamw", "zero12"])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_beta2_that_rounding_undoes_is_refused(use, form):
+    config = {"moment_dtype": form, "betas": [0.9, 0.999]}
+    with pytest.raises(
+        RecipeError, match=r"optimizer\.betas: .* expected beta2 of at most 0\.99, or moment_dtype"
+    ):
+        Case("optimizer", use=use, config=config).recipe()
 
 
 def test_a_split_that_would_cut_a_group_is_refused_with_one_that_does_not():

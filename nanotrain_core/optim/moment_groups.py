@@ -17,13 +17,27 @@ if TYPE_CHECKING:
 #: Consecutive elements of a row that share a scale. :data:`~nanotrain_core.layout.placement.RANGE` is a
 #: multiple.
 GROUP = 32
+#: The largest beta2 with which a rounded second moment still follows gradients. A step moves it by 1 - beta2
+#: of itself at most: of bfloat16 less than 2^-9 is rounded away, of companded eight bits 1/255 of the root.
+MOST_BETA2 = 0.99
 
 
 def check_moments(recipe: Recipe, config: AdamWConfig, layout: Layout) -> Iterator[Problem]:
-    """Reject 8-bit moments of rows that the layout splits within a group, where the model declares its rows.
+    """Reject moments that their dtype cannot hold.
 
-    For other models the ranks reject it. Rows that are not a multiple of a group keep float32 moments anyway.
+    They are a rounded second moment with a beta2 above :data:`MOST_BETA2`, and 8-bit moments of rows that
+    the layout splits within a group, where the model declares its rows: for other models the ranks reject
+    it. Rows that are not a multiple of a group keep float32 moments anyway.
     """
+    if config.moment_dtype == "float32":
+        return
+    if config.betas[1] > MOST_BETA2:
+        yield Problem(
+            "optimizer.betas",
+            f"with moment_dtype = '{config.moment_dtype}' rounding undoes steps of a second moment by "
+            f"1 - {config.betas[1]:g} of itself, so that it hardly falls and updates become too small; "
+            f"expected beta2 of at most {MOST_BETA2}, or moment_dtype = 'float32'",
+        )
     if config.moment_dtype != "int8":
         return
     for extent in divisibility_of(recipe.model.config) or ():

@@ -4,8 +4,9 @@ They are dequantized to the master's dtype, updated by the usual kernel, and qua
 nearest), one piece after the other: only the moments of one piece are dequantized at any time.
 
 ``bfloat16`` is DeepSeek-V3's choice. A bfloat16 value changes by at least 2^-9 of itself or not at all. Each
-step moves the second moment by up to 1 - beta2 of itself, so beta2 should be 0.99 or less: at 0.999 it
-does not move where gradients are steady.
+step moves the second moment by up to 1 - beta2 of itself, so at 0.999 it does not move where gradients are
+steady, and does not fall where they become smaller. Nor does that of ``int8``, whose scale is rounded up. A
+beta2 above 0.99 is refused with both (:func:`~nanotrain_core.optim.moment_groups.check_moments`).
 
 ``int8`` is FlashOptim's: groups of 32 consecutive elements of a row share a scale, and moments are companded
 before they are rounded, since most are far below their group's largest: the first to 2x / (1 + |x|), the
