@@ -6,9 +6,11 @@ import pytest
 from compositions import Composition, compiled, pairwise, to_compile
 from replaying import Faulty, both, trained
 
+from nanotrain_core.contracts import Monitor
 from nanotrain_core.testing import run_ranks
 from nanotrain_core.testing.checks.monitor import assert_same_run
 from nanotrain_core.testing.compare import assert_bitwise
+from nanotrain_core.testing.probe import make_engine
 from nanotrain_core.testing.saving import named
 
 PLAIN = {
@@ -103,6 +105,36 @@ def assert_left_alone(found, case):
 )
 def test_a_sound_run_keeps_every_bit(found):
     assert_left_alone(found, found.case())
+
+
+def figures(monitors):
+    """Return what monitors report of the passes of two steps, on this rank."""
+    seen = Reports()
+    changes = {"monitor": monitors, "run": {"steps": 2}, "precision": {"use": "fp8_deepseek_v3"}}
+    make_engine(composed("deepseek_v3", dp=2, ep=2).case(), changes, callbacks=[seen]).fit()
+    prefixes = ("fp8/", "moe/all_to_all_bytes/")
+    return [{n: x for n, x in each.items() if n.startswith(prefixes)} for each in seen.values]
+
+
+class Reports(Monitor):
+    """Keeps reduced metrics."""
+
+    def __init__(self):
+        self.values = []
+
+    def on_metrics(self, report):
+        self.values.append(dict(report.values))
+
+
+def test_other_monitors_do_not_count_what_is_replayed():
+    """Bytes sent to experts, and operands rounded to eight bits: counted from one update to the next."""
+    others = [{"use": "fp8", "every": 1}, {"use": "moe"}]
+    (alone, _), (beside, _) = (
+        run_ranks(figures, 2, monitors) for monitors in (others, [*others, {"use": "replay", "every": 1}])
+    )
+    assert any(name.startswith("fp8/elements") for name in alone[1])
+    assert any(name.startswith("moe/all_to_all_bytes") and x > 0 for name, x in alone[1].items())
+    assert beside == alone
 
 
 @pytest.mark.full

@@ -242,9 +242,21 @@ def bytes_sent(parts: Iterable[nn.Module]) -> dict[str, int]:
 
     Total since the beginning, over training passes, including their backward passes and recomputations but
     not evaluation. Known only for experts sharded over ranks whose wrapper counts them: the function that
-    takes over their module has ``bytes_sent``.
+    takes over their module has ``bytes_sent``, which can be set.
     """
     return _counted(parts, "bytes_sent")
+
+
+@contextmanager
+def bytes_not_counted(parts: Iterable[nn.Module]) -> Iterator[None]:
+    """Leave :func:`bytes_sent` as it was before the block."""
+    takers = (taken_over_by(module) for part in parts for module in part.modules())
+    counting = [(each, sent) for each in takers if (sent := getattr(each, "bytes_sent", None)) is not None]
+    try:
+        yield
+    finally:
+        for each, sent in counting:
+            each.bytes_sent = sent  # type: ignore[union-attr]
 
 
 def rows_computed(parts: Iterable[nn.Module]) -> dict[str, int]:

@@ -218,7 +218,7 @@ class Executor:
         self.p2p.begin(1)
         self._loss_factors = loss_factors
         like, done = tuple(batch.tokens.shape), {}
-        with self.passes.weights_unchanged():
+        with self.passes.weights_unchanged(), self.passes.uncounted():
             for stage in sorted(self.stages):
                 inputs = self._inputs(stage, 0, batch)
                 if stage:

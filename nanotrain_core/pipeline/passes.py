@@ -26,6 +26,8 @@ class Passes:
         self.in_backward = False
         """Whether a backward pass is running: a forward of a layer in it is a recomputation, for activation
         checkpointing, and must not count its tokens again."""
+        self.counted = True
+        """False while a microbatch is replayed: statistics of the step must not include it."""
         self.eager = False
         """Whether compiled layers currently run eagerly: a monitor sets it to observe inside them."""
         self._number, self._open = 0, False
@@ -57,6 +59,15 @@ class Passes:
             yield
         finally:
             self.deferred, self.in_backward = None, False
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Run passes that are no part of a step."""
+        self.counted = False
+        try:
+            yield
+        finally:
+            self.counted = True
 
     def defers(self, weight: torch.Tensor) -> bool:
         """Return whether the gradient of ``weight`` is left to a W pass now."""

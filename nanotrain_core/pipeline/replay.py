@@ -13,7 +13,7 @@ from nanotrain_core.batch import Batch
 from nanotrain_core.contracts import Computed
 from nanotrain_core.errors import NanotrainError
 from nanotrain_core.layout.mesh import Mesh
-from nanotrain_core.moe.routing import counting_routers
+from nanotrain_core.moe.routing import bytes_not_counted, counting_routers
 from nanotrain_core.pipeline.executor import Executor
 
 
@@ -51,12 +51,13 @@ def _broadcast(batch: Batch, mesh: Mesh, replica: int) -> Batch:
 
 @contextmanager
 def _step_unchanged(executor: Executor, device: torch.device) -> Iterator[None]:
-    """Restore routers' counts and torch's RNG streams; within, all ranks have the same stream."""
-    routers = counting_routers(executor.stages.values()).values()
+    """Restore counts of tokens and bytes, and torch's RNG streams; within, all ranks have the same stream."""
+    parts = executor.stages.values()
+    routers = counting_routers(parts).values()
     loads = [router.take_load() for router in routers]
     devices = [device] if device.type == "cuda" else []
     try:
-        with torch.random.fork_rng(devices):
+        with torch.random.fork_rng(devices), bytes_not_counted(parts):
             torch.manual_seed(0)
             yield
     finally:

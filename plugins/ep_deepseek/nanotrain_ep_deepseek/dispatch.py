@@ -79,6 +79,10 @@ class Dispatcher:
         """Bytes sent to other ranks in training: see :func:`nanotrain_core.moe.routing.bytes_sent`."""
         return self.traffic.sent
 
+    @bytes_sent.setter
+    def bytes_sent(self, sent: int) -> None:
+        self.traffic.sent = sent
+
     def __call__(self, module: nn.Module, x: torch.Tensor, routing: Routing) -> torch.Tensor:
         """Return the weighted sums [..., D] of the experts' outputs for this rank's tokens x [..., D].
 

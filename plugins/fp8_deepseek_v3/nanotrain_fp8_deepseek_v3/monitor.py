@@ -45,8 +45,8 @@ class FP8Monitor(Monitor):
         self.config, self.watch = config, Watch()
         self.own: list[Key] | None = None
         """Operands on this rank."""
-        self.watched = 0
-        """The last watched step."""
+        self.watched: list[int] = []
+        """Watched steps, from the last reported one on: a GPU's figures arrive a logged step late."""
         self.passes: list[Passes] = []
         """Of the watched runs: on watched steps compiled layers run eagerly."""
 
@@ -62,17 +62,20 @@ class FP8Monitor(Monitor):
         """Publish a watched step, and decide whether to watch the next."""
         if self.watch.on:
             publish(self.watch.tallies, self.run.metrics)
-            self.watched = update.step
+            self.watched.append(update.step)
         self._begin(after=update.step)
 
     def on_metrics(self, report: MetricsReport) -> None:
         """Report what all ranks counted in the watched steps since the last logged one."""
         found = figures(report.values, self.rows)
         if self.run.rank == 0 and found:
-            self._tell(self.watched, found)
+            step = max((step for step in self.watched if step <= report.step), default=report.step)
+            self.watched = [each for each in self.watched if each >= step]
+            self._tell(step, found)
 
     def on_rollback(self, report: RollbackReport) -> None:
         """Continue from an earlier step."""
+        self.watched = [step for step in self.watched if step <= report.restored]
         self._begin(after=report.restored)
 
     def _begin(self, *, after: int) -> None:

@@ -51,9 +51,14 @@ class Watch:
         self.tallies.clear()
         self.seen.clear()
 
+    def counts(self, module: nn.Module) -> bool:
+        """Return whether to count a pass: one of the watched step, and no replay."""
+        gemms = gemms_of(module)
+        return self.on and (gemms is None or gemms.passes.counted)
+
     def counts_forward(self, module: nn.Module) -> bool:
         """Return whether to count a forward pass: one of training, and not a recomputation."""
-        return self.on and module.training and not in_backward(module)
+        return self.counts(module) and module.training and not in_backward(module)
 
     def of(self, key: Key, x: torch.Tensor) -> Tally:
         """Return the tally of an operand."""
@@ -106,25 +111,25 @@ class Watched(QuantizedActivations, PreparesWeights, GEMMBackend):
 
     def keep(self, x_MK: torch.Tensor) -> Kept:
         """Count x, which was recomputed."""
-        if self.watch.on and self.recipe.tile:
+        if self.watch.counts(self.module) and self.recipe.tile:
             self._count_input(x_MK, recomputed=True)
         return self.behind.keep(x_MK)
 
     def dgrad(self, d_y_MN: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Count dy."""
-        if self.watch.on:
+        if self.watch.counts(self.module):
             self._count_gradient(DY, d_y_MN, self.along_row)
         return self.behind.dgrad(d_y_MN, weight)
 
     def wgrad(self, d_y_MN: torch.Tensor, kept: Kept) -> torch.Tensor:
         """Count dy in the tiles that it has here."""
-        if self.watch.on and self.recipe.tile:
+        if self.watch.counts(self.module) and self.recipe.tile:
             self._count_gradient(DY_OF_DW, d_y_MN, self.along_column)
         return self.behind.wgrad(d_y_MN, kept)
 
     def defer_wgrad(self, d_y_MN: torch.Tensor, kept: Kept) -> Callable[[], torch.Tensor]:
         """Count dy now: only its codes wait."""
-        if self.watch.on and self.recipe.tile:
+        if self.watch.counts(self.module) and self.recipe.tile:
             self._count_gradient(DY_OF_DW, d_y_MN, self.along_column)
         return self.behind.defer_wgrad(d_y_MN, kept)
 
@@ -177,7 +182,7 @@ class WatchedCodec:
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
         """Count rows, or gradients, which need none themselves: rows in a backward pass are recomputed."""
         recomputed = rows.requires_grad and in_backward(self.module)
-        if self.watch.on and self.module.training and rows.numel() and not recomputed:
+        if self.watch.counts(self.module) and self.module.training and rows.numel() and not recomputed:
             x = rows.detach()
             self.watch.of((self.name, SENT), x).add(x, quantize(x, (1, TILE), E4M3, power_of_two=True))
         return self.behind.encode(rows)

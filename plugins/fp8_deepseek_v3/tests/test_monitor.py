@@ -5,6 +5,8 @@ Counts are held against ml_dtypes' rounding, tile by tile, which shares no code 
 
 import json
 from collections import Counter
+from functools import partialmethod
+from unittest import mock
 
 import ml_dtypes
 import numpy as np
@@ -19,6 +21,7 @@ from torch import nn
 
 from nanotrain_core.errors import NanotrainError
 from nanotrain_core.layout.roles import Role, tag
+from nanotrain_core.metrics.board import Board
 from nanotrain_core.pipeline.passes import Passes
 from nanotrain_core.precision.gemm import QuantizedActivations, use_gemm
 from nanotrain_core.testing import Case, conformance
@@ -310,6 +313,24 @@ def test_every_operand_of_every_fp8_module_is_told_of_on_watched_steps(tmp_path,
         operand: width * width if operand == "W" else tokens * width for operand in attention
     }
     assert "step=3 fp8: most underflow" in capsys.readouterr().out
+
+
+def test_figures_that_arrive_a_logged_step_late_are_of_the_step_that_was_watched(tmp_path):
+    """As on a GPU. They were labelled with the step that was watched when they arrived."""
+    case = Case("monitor", use="fp8", config={"every": 2}, overrides=WITH_FP8)
+    found = []
+    for late in (False, True):
+        (folder := tmp_path / str(late)).mkdir()
+        with mock.patch.object(Board, "__init__", partialmethod(late_board, Board.__init__, late)):
+            make_engine(case, {"run": {"steps": 6, "log_every": 2}}, folder=folder).fit()
+        found.append(lines(folder))
+    assert [line["step"] for line in found[0]] == [1, 3, 5]
+    assert found[1] == found[0]
+
+
+def late_board(board, begin, late, *args, **kwargs):
+    begin(board, *args, **kwargs)
+    board.late = late
 
 
 def test_one_scale_for_a_tensor_has_no_other_operands_for_the_gradient_of_the_weight(tmp_path):
