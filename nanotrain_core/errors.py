@@ -16,7 +16,7 @@ class Exit:
 
     DONE = 0
     FAILED = 1  # a rank crashed, and the first cause and its rank were printed; or another host ended the run
-    USER = 2  # the recipe, a plugin, the data or the command line is wrong; nothing was started
+    USER = 2  # the recipe, a plugin, the data or the command line is wrong: nearly always nothing was started
     DIVERGED = 3  # training diverged and was stopped
     LOCKED = 4  # another run owns the run folder
     UNSAVED = 7  # the run could not be saved: its last checkpoint, or several in a row
@@ -115,13 +115,14 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}{place}"
 
 
-def did_you_mean(word: str, choices: Sequence[str]) -> str:
+def did_you_mean(word: str, choices: Sequence[str], *, cutoff: float = 0.5) -> str:
     """Return `` (did you mean 'x'?)`` for the nearest of ``choices``, or an empty string.
 
-    A choice that begins with the word is nearer than any other.
+    A choice that begins with the word is nearer than any other. Others must have a similarity, as of
+    :func:`difflib.get_close_matches`, of at least ``cutoff``.
     """
     longer = [choice for choice in choices if choice.startswith(word)] if len(word) > 2 else []
-    near = get_close_matches(word, longer or choices, n=1, cutoff=0.0 if longer else 0.5)
+    near = get_close_matches(word, longer or choices, n=1, cutoff=0.0 if longer else cutoff)
     return f" (did you mean '{near[0]}'?)" if near else ""
 
 

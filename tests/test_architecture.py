@@ -175,7 +175,7 @@ ROOMS = {path.parent.name for path in CORE.glob("*/__init__.py")}
 #: What each room of the core may have of code, in lines; "": all that is in none. Not the harness.
 SMALL = {
     "": 950,
-    "api": 615,
+    "api": 620,
     "builtin": 475,
     "checkpoint": 870,
     "cli": 1600,
@@ -186,16 +186,16 @@ SMALL = {
     "launch": 1500,
     "layout": 1140,
     "models": 690,
-    "moe": 315,
+    "moe": 320,
     "metrics": 1160,
     "monitors": 1040,
-    "optim": 680,
+    "optim": 685,
     "phases": 365,
     "pipeline": 600,
     "precision": 625,
     "recipe": 1700,
     "registry": 600,
-    "run": 2030,
+    "run": 2040,
     "script": 520,
     "watch": 375,
 }

@@ -4,6 +4,8 @@ import pytest
 from test_docs import write_example
 
 from nanotrain_core.cli import main
+from nanotrain_core.command import CORE_COMMANDS
+from nanotrain_core.registry.advice import ALIASES, FIRST_PARTY, nearest_command
 
 FACE = """
 from nanotrain_core.api import Command, hookimpl
@@ -141,13 +143,36 @@ def test_a_module_that_is_not_what_it_should_be(tmp_path, capsys, change, text):
 
 
 def test_a_command_of_this_project_that_is_not_installed_says_what_to_install(capsys, monkeypatch):
-    monkeypatch.setattr("nanotrain_core.cli.FIRST_PARTY_COMMANDS", {"foresee": "nanotrain-foresee"})
+    monkeypatch.setitem(FIRST_PARTY, ("command", "foresee"), "nanotrain-fore-see")
     code, _, err = call(capsys, "foresee", "laptop")
     assert code == 2
-    assert (
-        err
-        == "nanotrain: no command named 'foresee' is installed; to get it: pip install nanotrain-foresee\n"
+    assert err == (
+        "nanotrain: no command named 'foresee' is installed; to get it: pip install nanotrain-fore-see "
+        "(in a checkout: pip install -e plugins/fore_see)\n"
     )
+
+
+@pytest.mark.parametrize(("word", "meant"), ALIASES.items())
+def test_a_word_of_another_program_is_told_what_it_is_here(capsys, word, meant):
+    code, out, err = call(capsys, word, "laptop")
+    assert (code, out) == (2, "")
+    assert err.startswith(f"nanotrain: no command named '{word}' (did you mean 'nanotrain {meant}'?); ")
+
+
+def test_every_alias_is_of_a_command_and_none_is_a_command_itself(capsys):
+    commands = {*CORE_COMMANDS, *(name for kind, name in FIRST_PARTY if kind == "command")}
+    assert not commands & ALIASES.keys()
+    assert {meant.split()[0] for meant in ALIASES.values()} <= {*commands, "--help", "--version"}
+
+
+@pytest.mark.parametrize(
+    ("word", "near"),
+    [("rnu", "run"), ("pln", "plan"), ("chek", "check"), ("cpkt", "ckpt"), ("conv", "convert")]
+    + [(word, None) for word in ("serve", "start", "bench", "remove", "preview", "deploy")],
+)
+def test_only_a_command_that_is_nearly_the_same_is_suggested(word, near):
+    commands = [*CORE_COMMANDS, *(name for kind, name in FIRST_PARTY if kind == "command")]
+    assert nearest_command(word, commands) == (f" (did you mean '{near}'?)" if near else "")
 
 
 EXTENSION = """

@@ -1,12 +1,16 @@
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 from fake_distribution import PLUGIN, install
 
 from nanotrain_core.errors import PluginError, Preempted
+from nanotrain_core.registry.advice import FIRST_PARTY, how_to_install
 from nanotrain_core.registry.discovery import PluginArguments, discover
 from nanotrain_core.registry.registry import Registry, load_plugins
+
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture
@@ -156,8 +160,21 @@ def test_unknown_name_suggests_lists_and_says_what_to_install():
         registry.get("optimizer", "adam")
     with pytest.raises(PluginError, match=r"no optimizer named 'mine'; installed: .*; .* --plugin PATH"):
         registry.get("optimizer", "mine")
-    with pytest.raises(PluginError, match="pip install nanotrain-zero12"):
-        Registry(()).get("optimizer", "zero12")
+    how = r"pip install nanotrain-pp-1f1b \(in a checkout: pip install -e plugins/pp_1f1b\)$"
+    with pytest.raises(PluginError, match=how):
+        Registry(()).get("schedule", "zb_h1")
+
+
+def test_what_to_install_is_known_of_every_plugin_of_this_project():
+    """Each distribution named has its folder; each component and command installed has its distribution."""
+    for package in set(FIRST_PARTY.values()):
+        folder = how_to_install(package).rpartition("pip install -e ")[2].rstrip(")")
+        assert f'\nname = "{package}"\n' in (ROOT / folder / "pyproject.toml").read_text()
+    for found in load().plugins:
+        if found.distribution.startswith("nanotrain-") and found.distribution != "nanotrain-core":
+            names = [(kind, component.name) for kind, component in found.components]
+            names += [("command", command.name) for command in found.commands if not command.extends]
+            assert {name: FIRST_PARTY.get(name) for name in names} == dict.fromkeys(names, found.distribution)
 
 
 def test_name_of_another_kind_or_of_a_plugin_is_told_where_it_belongs(tmp_path):

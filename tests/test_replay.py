@@ -88,7 +88,7 @@ def test_wrong_computation_is_named(found, fault, text):
 
 def assert_left_alone(found, case):
     table = found.optimizers()["adamw"]
-    alone, watched = zip(*run_ranks(both, found.ranks, case, table, timeout=240), strict=True)
+    alone, watched = zip(*run_ranks(both, found.ranks, case, table, timeout=480), strict=True)
     assert_same_run(watched, alone)
     for one, other in zip(watched, alone, strict=True):
         assert_bitwise(named(one.state), named(other.state), "optimizer state")

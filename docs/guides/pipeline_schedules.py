@@ -22,6 +22,15 @@ def timeline(name, microbatches=MICROBATCHES):
     return simulate(schedule(name).actions(RANKS, microbatches))
 
 
+def held(name, rank, microbatches):
+    """Return how many microbatches' worth of a rank's layers it holds activations of at its peak.
+
+    The stages of a rank are of equal size here, so a microbatch in one of its two stages counts as a half.
+    """
+    found = timeline(name, microbatches)
+    return found.peak(rank) / len(found.stages(rank))
+
+
 def main():
     first = [str(action) for action in schedule("1f1b").actions(RANKS, MICROBATCHES)[0]]
     last = [str(action) for action in schedule("1f1b").actions(RANKS, MICROBATCHES)[-1]]
@@ -30,11 +39,11 @@ def main():
     print(
         f"\nidle share, {RANKS} ranks   "
         + "".join(f"m = {m:<7}" for m in (4, 8, 32))
-        + "held by rank 0, of 32"
+        + f"held, m = 32: rank 0   rank {RANKS - 1}"
     )
     for name in NAMES:
         idle = "".join(f"{timeline(name, m).bubble():<11.1%}" for m in (4, 8, 32))
-        print(f"{name:23}{idle}{timeline(name, 32).peak(0)}")
+        print(f"{name:23}{idle}{held(name, 0, 32):<22g}{held(name, RANKS - 1, 32):g}")
     print(f"{'(p - 1) / (m + p - 1)':23}" + "".join(f"{3 / (m + 3):<11.1%}" for m in (4, 8, 32)).rstrip())
 
 

@@ -12,8 +12,9 @@ from importlib import import_module
 from nanotrain_core import __version__
 from nanotrain_core.command import CORE_COMMANDS, CommandModule
 from nanotrain_core.errors import Exit, NanotrainError, did_you_mean
+from nanotrain_core.registry.advice import FIRST_PARTY, how_to_install, nearest_command
 from nanotrain_core.registry.discovery import PluginInfo
-from nanotrain_core.registry.registry import FIRST_PARTY_COMMANDS, Registry, load_plugins
+from nanotrain_core.registry.registry import Registry, load_plugins
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -96,12 +97,11 @@ def _plugins_among(words: list[str]) -> dict[str, list[str]]:
 def _no_command(word: str, known: list[str], broken: Sequence[PluginInfo]) -> str:
     """Return the error for an unknown command, with the plugins that could not register theirs."""
     lines = [f"{plugin} is broken: {plugin.error}" for plugin in broken]
-    if word in FIRST_PARTY_COMMANDS:
-        package = FIRST_PARTY_COMMANDS[word]
+    if package := FIRST_PARTY.get(("command", word)):
         if all(plugin.distribution != package for plugin in broken):
-            lines.insert(0, f"no command named '{word}' is installed; to get it: pip install {package}")
+            lines.insert(0, f"no command named '{word}' is installed; to get it: {how_to_install(package)}")
         return "\n".join(lines)
-    near = did_you_mean(word, known)
+    near = nearest_command(word, known)
     own = "" if near or broken else f"; of a file or folder: nanotrain {word} --plugin PATH"
     return "\n".join([f"no command named '{word}'{near}; commands: {', '.join(known)}{own}", *lines])
 

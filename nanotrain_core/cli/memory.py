@@ -7,6 +7,7 @@ from typing import Any
 
 from nanotrain_core.cli.planned import plan_recipe
 from nanotrain_core.errors import Exit, NanotrainError
+from nanotrain_core.registry.advice import how_to_install
 from nanotrain_core.registry.registry import Registry
 
 #: Seconds after which a plan is stopped: checking must not hang.
@@ -36,7 +37,7 @@ def tell_memory(args: argparse.Namespace, registry: Registry, limit: float = LIM
             words += [option, str(value)]
     planned = plan_recipe(registry, words, limit)
     if planned is None:
-        return "not known: no installed command plans it; to get one: pip install nanotrain-plan"
+        return f"not known: no installed command plans it; to get one: {how_to_install('nanotrain-plan')}"
     name = planned.command
     if planned.code is None:
         return f"not known: not planned within {limit:g} s; try `nanotrain {name} {args.recipe}`"
@@ -50,7 +51,5 @@ def tell_memory(args: argparse.Namespace, registry: Registry, limit: float = LIM
             raise NanotrainError(mistake) from None
         return f"not known: {last or f'nanotrain {name} printed nothing'}"
     share = f"{peak:.3g} GB at the peak of a rank, of {usable:.3g} usable on {args.hardware}"
-    if fits:
-        return share
     command = f"`nanotrain {name} {args.recipe} --hardware {args.hardware}` tells what would"
-    return f"warning: it will not fit: {share}; {command}"
+    return share if fits else f"warning: it will not fit: {share}; {command}"

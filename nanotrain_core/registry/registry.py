@@ -16,56 +16,8 @@ from nanotrain_core.command import Command
 from nanotrain_core.component import KINDS, LISTED_KINDS, TORCH_FREE_KINDS, Component
 from nanotrain_core.errors import NanotrainError, PluginError, describe, did_you_mean
 from nanotrain_core.recipe.tree import Selection
+from nanotrain_core.registry.advice import FIRST_PARTY, how_to_install
 from nanotrain_core.registry.discovery import PluginArguments, PluginInfo, discover
-
-#: Commands of this project outside the core: for ``pip install`` hints.
-FIRST_PARTY_COMMANDS = {
-    "data": "nanotrain-data",
-    "doctor": "nanotrain-doctor",
-    "explain": "nanotrain-plan",
-    "inspect": "nanotrain-inspect",
-    "launch": "nanotrain-launch",
-    "plan": "nanotrain-plan",
-    "report": "nanotrain-report",
-    "sample": "nanotrain-sample",
-    "store": "nanotrain-object-store",
-    "top": "nanotrain-report",
-}
-
-#: Distributions of this project's components outside the core: for ``pip install`` hints.
-FIRST_PARTY = {
-    ("kernels", "cpu"): "nanotrain-cpu",
-    ("kernels", "cuda"): "nanotrain-cuda",
-    ("kernels", "dry"): "nanotrain-plan",
-    ("data", "chat"): "nanotrain-data",
-    ("data", "shards"): "nanotrain-data",
-    ("data", "streaming"): "nanotrain-data",
-    ("model", "deepseek"): "nanotrain-deepseek",
-    ("parallel", "activation_offload"): "nanotrain-activation-offload",
-    ("parallel", "ddp"): "nanotrain-ddp",
-    ("parallel", "tp"): "nanotrain-tp",
-    ("parallel", "ep_deepseek"): "nanotrain-ep-deepseek",
-    ("monitor", "throughput"): "nanotrain-performance",
-    ("monitor", "memory"): "nanotrain-performance",
-    ("monitor", "pipeline"): "nanotrain-performance",
-    ("monitor", "device"): "nanotrain-performance",
-    ("monitor", "goodput"): "nanotrain-performance",
-    ("schedule", "1f1b"): "nanotrain-pp-1f1b",
-    ("schedule", "gpipe"): "nanotrain-pp-1f1b",
-    ("schedule", "interleaved_1f1b"): "nanotrain-pp-1f1b",
-    ("schedule", "zb_h1"): "nanotrain-pp-1f1b",
-    ("schedule", "dualpipe_v"): "nanotrain-pp-1f1b",
-    ("optimizer", "zero12"): "nanotrain-zero12",
-    ("monitor", "profiler"): "nanotrain-inspect",
-    ("monitor", "dump"): "nanotrain-inspect",
-    ("checkpoint", "sharded_v2"): "nanotrain-sharded-ckpt-v2",
-    ("monitor", "alerts"): "nanotrain-alerts",
-    ("monitor", "memory_snapshots"): "nanotrain-memory-snapshots",
-    ("monitor", "replay"): "nanotrain-replay",
-    ("monitor", "object_store"): "nanotrain-object-store",
-    ("monitor", "tensorboard"): "nanotrain-tensorboard",
-    ("monitor", "wandb"): "nanotrain-wandb",
-}
 
 
 @attrs.define(frozen=True)
@@ -214,7 +166,7 @@ class Registry:
         if suspects:
             return text + "".join(f"; {plugin} is broken: {plugin.error}" for plugin in suspects)
         if (kind, use) in FIRST_PARTY:
-            return f"{text}; to get it: pip install {FIRST_PARTY[kind, use]}"
+            return f"{text}; to get it: {how_to_install(FIRST_PARTY[kind, use])}"
         if elsewhere := self._elsewhere(use):
             return f"{text}; {elsewhere}"
         if self.broken:

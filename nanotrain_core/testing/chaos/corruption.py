@@ -75,7 +75,7 @@ class Miscompute(Corruption):
     least_ranks = 2
 
     def says(self, rank: int, ranks: int) -> str:
-        return rf"of a replayed microbatch is wrong on (rank {rank}\b|one of ranks [\d, ]*\b{rank}\b)"
+        return rf"of a replayed microbatch is wrong on (rank|one of ranks)\b[^:]* {rank} \("
 
     @classmethod
     def not_here(cls, bench: Bench) -> str:

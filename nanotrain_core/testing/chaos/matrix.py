@@ -32,7 +32,7 @@ ROWS = rows_of(death, disk, signals, numbers, corruption, mistakes, store, sever
 NOT_RUN = {
     "8 read-only folder": "root may write everywhere; others are refused before a rank starts",
     "22 port busy": "the ranks of one host meet in a file: there is no port",
-    "24 tracker offline": "no component talks to a tracker",
+    "24 tracker offline": "the core talks to none; nanotrain-wandb tests its own",
     "25 clock jump": "the machine's clock is not ours to set; all waiting is by the monotonic clock",
 }
 

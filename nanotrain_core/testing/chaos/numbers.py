@@ -102,7 +102,7 @@ class NanWeights(Row):
     """A weight is NaN in every copy: steps are skipped, nothing is saved, the run is not done."""
 
     number, name = "37", "a weight turns NaN on all ranks that hold it"
-    lost = 1e9  # those that were skipped; the checkpoints are examined instead
+    same_end, lost = False, 1e9  # steps were skipped, with other losses: checkpoints and end are examined
 
     def hurt(self, trial: Trial, random: Random) -> Iterator[str]:
         step, every = some_step(trial, random), trial.bench.settings.every
@@ -112,3 +112,5 @@ class NanWeights(Row):
         if not step - every <= newest <= step:
             yield f"NaN after step {step}, and the newest checkpoint is of step {newest}"
         yield from expect(trial.launch(words=RESUME), Exit.DONE)
+        if trial.weights() != trial.bench.baseline.weights():
+            yield "the final weights are not those of the undisturbed run"

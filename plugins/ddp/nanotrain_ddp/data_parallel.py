@@ -45,7 +45,7 @@ class Bucket:
         self.missing.discard(parameter)
 
     def start(self) -> None:
-        """Begin to all-reduce over the group."""
+        """Begin to add up the gradients of this bucket over the ranks of its group."""
         self.pending = self.buffer.all_reduce()
 
     def wait(self) -> None:

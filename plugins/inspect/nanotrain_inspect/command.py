@@ -72,8 +72,8 @@ def run(args: argparse.Namespace) -> int:
         NanotrainError: there are no weights. A recipe's model is shown by ``nanotrain-plan``.
     """
     if is_recipe(args.path) and not Path(args.path).is_dir():
-        text = f"{args.path} is a recipe; to see what its model is: pip install nanotrain-plan"
-        raise NanotrainError(text)
+        how = "pip install nanotrain-plan (in a checkout: pip install -e plugins/plan)"
+        raise NanotrainError(f"{args.path} is a recipe; to see what its model is: {how}")
     asked = plugin_arguments(args)
     registry = load_plugins(block=asked.blocked, local=asked.local)
 

@@ -155,4 +155,6 @@ def test_a_recipe_without_the_plugin_that_reads_it(tmp_path, capsys):
     installed = "plan" in {plugin.name for plugin in load_plugins().plugins}
     code, _, err = call(capsys, path, *["--no-plugin", "plan"] * installed)
     assert code == 2
-    assert "mine.toml is a recipe; to see what its model is: pip install nanotrain-plan" in err
+    assert (
+        "mine.toml is a recipe; to see what its model is: pip install nanotrain-plan (in a checkout: " in err
+    )

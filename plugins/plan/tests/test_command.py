@@ -221,7 +221,7 @@ def test_check_asks_for_memory_and_passes_what_does_not_fit(recipe, tmp_path, ca
         recipe=recipe, hardware="cpu", set=[], plugin=[], no_plugin=[], nproc=None, nnodes=None
     )
     assert "not planned within 0 s" in tell_memory(args, load_plugins(), limit=0)
-    assert "pip install nanotrain-plan" in tell_memory(args, load_plugins(block=["nanotrain-plan"]))
+    assert "pip install -e plugins/plan)" in tell_memory(args, load_plugins(block=["nanotrain-plan"]))
 
 
 def test_check_tells_memory_where_the_data_is_missing(recipe, capsys):

@@ -3,14 +3,24 @@
 import json
 import re
 import shlex
+from operator import attrgetter
 from pathlib import Path
 
+import attrs
 import pytest
+from nanotrain_plan.dry.origin import Origin
 from nanotrain_plan.explain import trace
+from nanotrain_plan.explain.purposes import PURPOSES, purpose, quoted
 from nanotrain_plan.telling.parts import Section, Table, say
 from nanotrain_plan.telling.terminal import plain_console, show
 
 from nanotrain_core.cli import main
+from nanotrain_core.layout import gradients
+from nanotrain_core.models import cross_entropy
+from nanotrain_core.moe import routing
+from nanotrain_core.optim import grad_norm
+from nanotrain_core.pipeline import p2p
+from nanotrain_core.run import global_metrics
 
 TINY = """
 [run]
@@ -116,6 +126,36 @@ def test_who_asks_for_a_collective_is_read_from_the_stack(recipe, capsys):
     assert source["name"] == "GlobalNorm.of"
     line = Path(source["file"]).read_text().splitlines()[source["line"] - 1]
     assert "all_reduce" in line
+
+
+def test_sentences_say_what_exchanges_are_for(recipe, capsys):
+    """The core's are told in words for readers, and no sentence has the markup of a docstring."""
+    for on, library in (("cpu", "gloo"), ("gpu", "NCCL")):
+        _, told, _ = explained(capsys, recipe, "--on", on)
+        texts = [each["text"] for each in told["Who talks to whom"]["statements"]]
+        assert texts[0].startswith("Collectives are operations in which all ranks of a group take part. On ")
+        assert f"which calls {library}: " in texts[0]
+        (synced,) = [text for text in texts if text.startswith("In gradient sync, after backward")]
+        why = "data ranks saw different sequences, and their gradients are added up."
+        assert synced.endswith(f"The core asks for it in AllReduceGradients.finish: {why}")
+        for section in told.values():
+            for each in section["statements"]:
+                assert not re.search(r"async_op|``|:\w+:|: [A-Z]", each["text"]), each["text"]
+
+
+def test_every_purpose_is_of_a_function_of_the_core():
+    owners = (gradients, grad_norm, p2p, cross_entropy, routing, global_metrics)
+    for name in PURPOSES:
+        (found,) = [module for module in owners if hasattr(module, name.partition(".")[0])]
+        assert callable(attrgetter(name)(found))
+
+
+def test_what_others_wrote_is_quoted():
+    origin = Origin("file.py", 1, "Bucket.start", "Begin to add up.")
+    assert purpose("parallel 'ddp'", origin) == quoted(origin) == '"Begin to add up."'
+    assert purpose("the core", origin) == '"Begin to add up."'
+    assert purpose("the core", attrs.evolve(origin, name="balance")) == PURPOSES["balance"]
+    assert quoted(None) == purpose("the core", attrs.evolve(origin, text="")) == ""
 
 
 def test_a_terminal_and_a_page_have_the_same_sentences(recipe, tmp_path, capsys):

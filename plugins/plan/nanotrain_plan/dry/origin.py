@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import sys
 import sysconfig
 from collections.abc import Iterator
@@ -103,12 +104,12 @@ def _text_of(code: CodeType, module: str) -> str:
 
 
 def _sentence(text: str | None) -> str:
-    """Return the first sentence of a docstring, in one line.
+    """Return the first sentence of a docstring, in one line and without markup.
 
-    >>> _sentence("Sum over ranks. And more.")
-    'Sum over ranks.'
+    >>> _sentence("Sum over the ranks of a :class:`Mesh`. And more.")
+    'Sum over the ranks of a Mesh.'
     """
-    words = " ".join((text or "").partition("\n\n")[0].split())
+    words = re.sub(r":\w+:(?=`)", "", " ".join((text or "").partition("\n\n")[0].split()))
     head, stop, _ = words.replace("`", "").partition(". ")
     return head + stop.strip()
 

@@ -8,6 +8,7 @@ from math import prod
 from nanotrain_core.api import Part, Span
 from nanotrain_plan.dry.origin import Origin, place_of
 from nanotrain_plan.explain import pictures
+from nanotrain_plan.explain.purposes import quoted
 from nanotrain_plan.explain.subject import Alike, Subject
 from nanotrain_plan.telling.parts import Bytes, Picture, Ranks, Section, Shape, Share, Statement, Table, say
 
@@ -116,7 +117,8 @@ def _kinds(subject: Subject) -> Iterator[Statement]:
     for pp_rank in subject.told:
         found |= subject.looked(pp_rank).blocks
     for name, where in found.items():
-        yield say("A layer is {name}: {text}", where, name=name, text=where.text if where else "")
+        text = quoted(where)
+        yield say("A layer is a {name}" + (": {text}" if text else "."), where, name=name, text=text)
 
 
 def contents(part: Part) -> str:

@@ -9,6 +9,7 @@ from nanotrain_core.api.torch import Exchange, GlooExchange
 from nanotrain_plan.budget import checkpoint_bytes
 from nanotrain_plan.dry.origin import Origin, place_of
 from nanotrain_plan.explain import pictures
+from nanotrain_plan.explain.purposes import EXCHANGES, purpose, quoted
 from nanotrain_plan.explain.subject import Subject
 from nanotrain_plan.explain.talk import WHEN, Exchanged, flops_by_dtype, recomputed
 from nanotrain_plan.telling.parts import Bytes, FLOPs, Picture, Ranks, Section, Share, Statement, Table, say
@@ -130,10 +131,9 @@ def talk(subject: Subject) -> Section:
     exchange = GlooExchange if subject.host else Exchange
     body: list[Statement | Table | Picture] = [
         say(
-            "Collectives are those of {name}: {text}",
+            "Collectives are operations in which all ranks of a group take part. " + EXCHANGES[subject.host],
             place_of(exchange),
             name=exchange.__name__,
-            text=" ".join((exchange.__doc__ or "").replace("`", "").split()),
         )
     ]
     told: set[object] = set()
@@ -178,8 +178,11 @@ def _exchange(subject: Subject, each: Exchanged, rank: int) -> Statement:
     if each.modules:
         again = ", whose forward is computed again" if place.when in "BW" else ""
         where = f", called from {{modules}}{again}"
-    text = place.origin.text if place.origin else ""
-    why = ". {owner} asks for it: {text}" if text else ". {owner} asks for it."
+    owner = subject.owners.of(place.origin)
+    why, asks = ". {owner} asks for it.", dict[str, str]()
+    if place.origin:
+        asks = {"function": place.origin.name, "text": purpose(owner, place.origin)}
+        why = ". {owner} asks for it in {function}" + (": {text}" if asks["text"] else ".")
     return say(
         who + what + where + why,
         place.origin,
@@ -191,8 +194,8 @@ def _exchange(subject: Subject, each: Exchanged, rank: int) -> Statement:
         bytes=Bytes(each.bytes),
         when=WHEN[place.when].capitalize(),
         modules=" and ".join(each.modules[:3]) + (" and others" if len(each.modules) > 3 else ""),
-        owner=sentence(subject.owners.of(place.origin)),
-        text=text,
+        owner=sentence(owner),
+        **asks,
     )
 
 
@@ -282,12 +285,12 @@ def _gemms(subject: Subject, pp_rank: int) -> Iterator[Statement]:
     for name, parameters in by_backend.items():
         yield say(
             "{count:,} kinds of matrices, as {example}, are multiplied by {name}, forward, dgrad and wgrad "
-            "apart. {text}",
+            "apart" + (": {text}" if (text := quoted(origins[name])) else "."),
             origins[name],
             count=len(parameters),
             example=next(iter(parameters)),
             name=name,
-            text=origins[name].text,
+            text=text,
         )
 
 
