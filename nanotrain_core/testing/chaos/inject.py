@@ -109,7 +109,8 @@ def build(config: ChaosConfig) -> Any:
             self.write("start", first_step=run.first_step, ranks=run.world_size)
             self.train_batch, self.validation_batch = run.data.train_batch, run.data.validation_batch
             run.data.train_batch, run.data.validation_batch = self.batch, self.held_out_batch
-            for placed in run.placed:
+            self.trained = [placed for placed in run.placed if placed.parameter.requires_grad]
+            for placed in self.trained:
                 placed.parameter.register_hook(self.gradient)
             register_optimizer_step_pre_hook(self.before_update)
             self.maybe("start")
@@ -199,7 +200,7 @@ def build(config: ChaosConfig) -> Any:
 
         def do_nan_weight(self) -> None:
             """Set one number of a weight to NaN. Collective, so that all copies have it."""
-            here = {p.placement.name: p.parameter for p in self.run.placed}
+            here = {p.placement.name: p.parameter for p in self.trained}
             names = sorted(set().union(*self.run.mesh.gather([*here])))
             chosen = here.get(names[int(self.order.amount * len(names))])
             if chosen is not None and chosen.numel():
