@@ -104,7 +104,7 @@ OTHERS = (
     "other data",
     "does not fit this run",
     "the state of a run: KeyError('model')",
-    "the state of a run: KeyError('position')",
+    "the checkpoint's position in the data has",
 )
 DAMAGE = {"simple": damage_simple, "sharded_v2": damage_sharded}
 

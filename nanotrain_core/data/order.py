@@ -17,7 +17,7 @@ import torch
 
 from nanotrain_core.batch import IGNORE, Batch, Shard
 from nanotrain_core.data.ahead import ReadAhead, Request
-from nanotrain_core.errors import DataError
+from nanotrain_core.errors import CheckpointError, DataError
 from nanotrain_core.run.random_state import stream_seed
 
 Integers = npt.NDArray[np.int64]
@@ -185,15 +185,21 @@ class SequenceData:
 
         Raises:
             DataError: it is a position in other data.
+            CheckpointError: it is none.
         """
-        if meta["fingerprint"] != self.fingerprint:
+        if meta.get("fingerprint") != self.fingerprint:
             raise DataError(
                 "the checkpoint was trained on other data, so its position means nothing here\n"
-                f"  checkpoint: {meta['fingerprint']}\n  this run:   {self.fingerprint}"
+                f"  checkpoint: {meta.get('fingerprint')}\n  this run:   {self.fingerprint}"
             )
-        self.position = int(meta["position"])
-        self._position_length = int(meta.get("length", self.longest))
-        self._position_train = int(meta.get("train", 0))
+        found = {"length": self.longest, "train": 0, **meta}
+        for key in ("position", "length", "train"):
+            if type(found.get(key)) not in (int, float):
+                raise CheckpointError(
+                    f"the checkpoint's position in the data has {key} = {found.get(key)!r:.80}"
+                )
+        self.position = int(found["position"])
+        self._position_length, self._position_train = int(found["length"]), int(found["train"])
 
 
 def _batch(sequences: Integers, document_end: int | None) -> Batch:
