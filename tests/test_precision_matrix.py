@@ -44,11 +44,14 @@ class Bounds:
 SUMS = Bounds(gradients=0.25, norm=0.05, loss=0.03)
 #: Tiles that tp cuts, and those of the rows that experts are sent: see ``test_precision_composition.py``.
 TILES = Bounds(gradients=0.6, norm=0.1, loss=0.16)
+#: A sum in another order moves a weight to the next of 16 codes: 1.4% to 4.8% after two steps with four seeds
+#: where tp sums bfloat16, and 1e-8 on the same layout without tp.
+CODES = Bounds(gradients=0.25, norm=0.05, loss=0.09)
 PRECISIONS = {
     "fp8": ({"use": "fp8_deepseek_v3"}, TILES),
     "hybrid": ({"use": "fp8_hybrid"}, TILES),
     "residual": ({"use": "fp4_master", "config": {"format": "nvfp4", "variant": "residual"}}, SUMS),
-    "eco": ({"use": "fp4_master", "config": {"format": "nf4", "variant": "eco", "block_size": 16}}, SUMS),
+    "eco": ({"use": "fp4_master", "config": {"format": "nf4", "variant": "eco", "block_size": 16}}, CODES),
     "remainder": ({"use": "fp4_master", "config": {"format": "bf16", "variant": "remainder"}}, SUMS),
     "bf16": ({"use": "bf16"}, SUMS),
     "fp16": ({"use": "fp16"}, SUMS),
