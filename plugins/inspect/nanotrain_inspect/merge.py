@@ -29,7 +29,7 @@ def merge_traces(traces: Mapping[int, Path], into: Path) -> None:
 
     Times of one host are of one clock. Those of several are as far apart as their clocks are.
     """
-    loaded = {rank: json.loads(gzip.decompress(path.read_bytes())) for rank, path in traces.items()}
+    loaded = {rank: _events(path) for rank, path in traces.items()}
     bases = {rank: int(trace.get("baseTimeNanoseconds", 0)) for rank, trace in loaded.items()}
     first = min(bases.values())
     events = [
@@ -70,3 +70,8 @@ def _of_rank(rank: int, place: int, events: list[dict[str, Any]], later: float) 
         if "id" in found and found.get("ph") in CONNECTED:
             found["id"] = f"{rank}.{found['id']}"
         yield found
+
+
+def _events(path: Path) -> Any:
+    """Return the content of a trace. With stacks torch may write names that are not UTF-8."""
+    return json.loads(gzip.decompress(path.read_bytes()).decode("utf-8", errors="replace"), strict=False)

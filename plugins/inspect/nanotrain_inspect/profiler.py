@@ -136,5 +136,9 @@ def _export(profiled: Any, path: Path) -> None:
 
 def _table(profiled: Any, device: torch.device) -> str:
     on = "cuda" if device.type == "cuda" else "cpu"
-    text: str = profiled.key_averages().table(sort_by=f"self_{on}_time_total", row_limit=ROWS)
+    try:
+        averages = profiled.key_averages()
+    except UnicodeDecodeError as problem:  # torch 2.13 names some Python frames by memory that was freed
+        return f"no table: torch cannot read the names of all events of this profile ({problem})"
+    text: str = averages.table(sort_by=f"self_{on}_time_total", row_limit=ROWS)
     return text

@@ -5,6 +5,7 @@ import json
 from collections import Counter
 
 import pytest
+import torch
 from nanotrain_inspect.memory_snapshot import MemorySnapshot
 from nanotrain_inspect.merge import APART, merge_traces
 from structlog.testing import capture_logs
@@ -99,6 +100,25 @@ def test_clocks_are_aligned_and_arrows_stay_with_their_rank(tmp_path):
     assert [event["ts"] for event in merged["traceEvents"]] == [10.0, 10.0, 6010.0, 6010.0]
     assert len({event["pid"] for event in merged["traceEvents"]}) == 2
     assert [e["id"] for e in merged["traceEvents"] if e["ph"] == "s"] == ["0.5", "3.5"]
+
+
+def test_names_that_torch_reads_from_freed_memory_stop_nothing(tmp_path, monkeypatch):
+    """With stacks, torch 2.13 gives some Python frames such names: the run failed at the end of its profile."""
+    event = b'{"ph": "X", "name": "\x96\x01", "pid": 7, "tid": 7, "ts": 10.0, "dur": 1.0}'
+    trace = b'{"baseTimeNanoseconds": 0, "traceEvents": [' + event + b"]}"
+    traces = {rank: tmp_path / f"{rank}.json.gz" for rank in range(2)}
+    for path in traces.values():
+        path.write_bytes(gzip.compress(trace))
+    merge_traces(traces, tmp_path / "merged.json.gz")
+    assert [event["ts"] for event in read(tmp_path / "merged.json.gz")["traceEvents"]] == [10.0, 10.0]
+
+    def freed(profiled):
+        return b"\x96".decode()
+
+    monkeypatch.setattr(torch.profiler.profile, "key_averages", freed)
+    fit(tmp_path, steps="1:2", run={"steps": 3})
+    (table,) = (tmp_path / "profile" / "steps-1-2").glob("rank0.txt")
+    assert table.read_text().startswith("no table: torch cannot read the names of all events")
 
 
 def test_a_run_that_resumes_after_them_says_so(tmp_path):
