@@ -103,7 +103,7 @@ def test_clocks_are_aligned_and_arrows_stay_with_their_rank(tmp_path):
 
 
 def test_names_that_torch_reads_from_freed_memory_stop_nothing(tmp_path, monkeypatch):
-    """With stacks, torch 2.13 gives some Python frames such names: the run failed at the end of its profile."""
+    """With stacks, torch 2.13 gives some Python frames such names: runs failed at the end of a profile."""
     event = b'{"ph": "X", "name": "\x96\x01", "pid": 7, "tid": 7, "ts": 10.0, "dur": 1.0}'
     trace = b'{"baseTimeNanoseconds": 0, "traceEvents": [' + event + b"]}"
     traces = {rank: tmp_path / f"{rank}.json.gz" for rank in range(2)}
