@@ -181,7 +181,7 @@ SMALL = {
     "cli": 1600,
     "compile": 350,
     "contracts": 645,
-    "data": 780,
+    "data": 785,
     "hf": 860,
     "launch": 1500,
     "layout": 1140,
