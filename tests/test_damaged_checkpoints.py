@@ -104,7 +104,7 @@ OTHERS = (
     "other data",
     "does not fit this run",
     "the state of a run: KeyError('model')",
-    "the checkpoint's position in the data has",
+    "the state of a run: data.",
 )
 DAMAGE = {"simple": damage_simple, "sharded_v2": damage_sharded}
 

@@ -208,7 +208,9 @@ class Calls(Monitor):
         self.seen.append((q.clone(), scale, begins.clone()))
 
 
-@pytest.mark.parametrize("model", [LLAMA, DEEPSEEK], ids=["llama", "deepseek"])
+@pytest.mark.parametrize(
+    "model", [LLAMA, pytest.param(DEEPSEEK, marks=pytest.mark.full)], ids=["llama", "deepseek"]
+)
 def test_monitors_see_the_same_calls_of_attention_inside_of_a_graph(model, files):
     """Where documents begin is the last argument, after a scale that may be None: tracing it failed."""
     config = {key: value for key, value in model.items() if key != "use"}

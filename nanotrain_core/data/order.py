@@ -195,7 +195,9 @@ class SequenceData:
         found = {"length": self.longest, "train": 0, **meta}
         for key in ("position", "length", "train"):
             if type(found.get(key)) not in (int, float):
-                raise CheckpointError(f"the checkpoint's position in the data has {key} = {found.get(key)}")
+                raise CheckpointError(
+                    f"the checkpoint has not the state of a run: data.{key} is {found.get(key)}"
+                )
         self.position = int(found["position"])
         self._position_length, self._position_train = int(found["length"]), int(found["train"])
 

@@ -2,6 +2,7 @@
 
 from unittest import mock
 
+import pytest
 import torch
 from nanotrain_fp8_deepseek_v3.gemm import Float32GEMM
 
@@ -21,6 +22,7 @@ CASE = Case(
 )
 
 
+@pytest.mark.full  # tests/test_activation_checkpointing.py has eager layers and other precisions
 def test_no_product_is_repeated():
     """In a graph they are operators of the plugin, which the core's list of matrix products does not have."""
     counts, losses = {}, []
