@@ -112,8 +112,8 @@ def multiply_rows(
         shape: (M, N).
         dtype: of y.
     """
-    # An operator in eager layers, too: activation checkpointing can store the results of no other function.
-    y: torch.Tensor = _rows(*left, *right, groups.rows, groups.tiles, shape[0], shape[1], dtype)
+    multiplied = _rows_in_graph if torch.compiler.is_compiling() else _launch_rows
+    y: torch.Tensor = multiplied(*left, *right, groups.rows, groups.tiles, shape[0], shape[1], dtype)
     return y
 
 
@@ -139,11 +139,11 @@ def _launch_rows(
     return y
 
 
-_rows = torch.library.custom_op("nanotrain_fp8::experts_rows", _launch_rows, mutates_args=())
+_rows_in_graph = torch.library.custom_op("nanotrain_fp8::experts_rows", _launch_rows, mutates_args=())
 store_in_selective_checkpointing("nanotrain_fp8::experts_rows")
 
 
-@_rows.register_fake
+@_rows_in_graph.register_fake
 def _(
     a: torch.Tensor,
     of_a: torch.Tensor,
