@@ -26,18 +26,15 @@ def choose_device(wanted: str, ranks: Ranks, *, shared: bool = False) -> torch.d
                 "run.share_device = true lets ranks share a GPU, and torch finds none here: leave it out"
             )
         return torch.device("cpu")
-    if shared and torch.cuda.device_count():
-        torch.cuda.set_device(0)
-        return torch.device("cuda", 0)
-    if torch.cuda.device_count() == 1 and _has_a_gpu_of_its_own():
-        torch.cuda.set_device(0)
-        return torch.device("cuda", 0)
-    if ranks.local_rank >= torch.cuda.device_count():
+    count = torch.cuda.device_count()
+    first = (shared and count > 0) or (count == 1 and _has_a_gpu_of_its_own())
+    number = 0 if first else ranks.local_rank
+    if number >= count:
         raise NanotrainError(
             f"rank {ranks.rank} is number {ranks.local_rank} on its host, which has "
-            f'{torch.cuda.device_count()} GPUs: start fewer ranks, or set run.device = "cpu"'
+            f'{count} GPUs: start fewer ranks, or set run.device = "cpu"'
         )
-    device = torch.device("cuda", ranks.local_rank)
+    device = torch.device("cuda", number)
     torch.cuda.set_device(device)
     return device
 

@@ -26,7 +26,6 @@ from typing import Any
 import attrs
 import structlog
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
@@ -84,6 +83,7 @@ class ShardedCheckpoint:
         self._restored: set[int] = set()
         self._flight = self._agreed = None
         self._late, self._writing = LateFlag(mesh), LateFlag(mesh)
+        self._changed = LateFlag(mesh, late=False)  # a save waits for its answer
         self._on_first(lambda: folders.clear_leftovers(folder))
         if mesh.rank == 0:
             for entry in folders.strange_entries(folder):
@@ -100,12 +100,6 @@ class ShardedCheckpoint:
             return False
         late = time.monotonic() - self._last_save >= 60 * self.config.every_minutes
         return bool(self._late.any(late and self.mesh.rank == 0))
-
-    def _any(self, mine: bool) -> bool:
-        """All-reduce: return whether the condition holds on any rank."""
-        flag = torch.tensor([float(mine)], device=self.mesh.device)
-        self.mesh.all_reduce(flag, op=dist.ReduceOp.MAX)
-        return bool(flag.item())
 
     def steps(self) -> list[int]:
         """Return the steps that have a checkpoint, oldest first."""
@@ -143,7 +137,7 @@ class ShardedCheckpoint:
         except CheckpointError as error:
             problem = str(error)
         agree(problem, self.mesh)
-        if self._agreed is not None and not self._any(holdings != self._agreed.holdings):
+        if self._agreed is not None and not self._changed.any(holdings != self._agreed.holdings):
             return self._agreed
         self._agreed = None
         everyone = to_first(holdings, self.mesh)
