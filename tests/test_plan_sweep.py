@@ -74,8 +74,7 @@ def changed(found, pp=None, tp=None, ep=None, microbatch=None, recompute="", sta
     return with_component(recipe, registry, "schedule", schedule) if schedule else recipe
 
 
-def assert_as_planned_whole(found, hardware, changes, tolerance=0.015, memory=None):
-    """``memory``: the tolerance of peak memory, if it is another."""
+def assert_as_planned_whole(found, hardware, changes, tolerance=0.015):
     composer = Composer(found.registry, find_hardware(hardware))
     for change in changes:
         recipe = changed(found, **change)
@@ -84,7 +83,7 @@ def assert_as_planned_whole(found, hardware, changes, tolerance=0.015, memory=No
         estimate = composer.estimate(recipe, layout)
         whole = try_plan(recipe, found.registry, composer.hardware)
         assert estimate.time.seconds == pytest.approx(whole.time.seconds, rel=tolerance), change
-        assert estimate.peak == pytest.approx(whole.worst.peak, rel=memory or tolerance), change
+        assert estimate.peak == pytest.approx(whole.worst.peak, rel=tolerance), change
 
 
 def test_blocks_make_the_layouts_that_are_planned_whole(dense):
@@ -152,13 +151,13 @@ def test_blocks_of_v3():
 
 @pytest.mark.full
 def test_blocks_of_v3_under_dualpipe_v_at_other_degrees():
-    """Which rank is the worst, and what its weight gradients hold until their pass, is told less well."""
+    """The first rank holds embedding and head, which share a parameter; on the last two stages end apart."""
     changes = [
         {"pp": 8, "tp": 2, "ep": 32},
         {"pp": 8, "tp": 2, "ep": 32, "stage": 2},
         {"stage": 2},
     ]
-    assert_as_planned_whole(resolve_recipe("deepseek_v3_671b"), "h800", changes, memory=0.1)
+    assert_as_planned_whole(resolve_recipe("deepseek_v3_671b"), "h800", changes)
 
 
 def test_a_model_of_too_few_layers_is_planned_whole():

@@ -76,8 +76,9 @@ class GradientSync(Protocol):
         """Manage the gradients of ``parameters``. Accumulate in ``dtype`` (None: each parameter's own).
 
         ``passes.splits_backward`` is true if a weight's gradient may come later than the other gradients of
-        its microbatch. Layers may return gradients in ``dtype``. Autograd rounds them to the parameter's
-        dtype unless ``dtype`` is the parameter's ``grad_dtype``.
+        its microbatch; ``passes.computing`` has the weights of the W pass in which it comes. Layers may
+        return gradients in ``dtype``. Autograd rounds them to the parameter's dtype unless ``dtype`` is the
+        parameter's ``grad_dtype``.
         """
         ...
 

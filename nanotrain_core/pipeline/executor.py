@@ -107,7 +107,7 @@ class Executor:
             case "B":
                 self._backward(action)
             case "W":
-                self._deferred.pop((action.stage, action.microbatch)).compute()
+                self.passes.compute_weight_gradients(self._deferred.pop((action.stage, action.microbatch)))
 
     def _begin(
         self,

@@ -6,7 +6,7 @@ receives it when the run is composed. There is no global state: two runs in one 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 
 import torch
@@ -23,6 +23,8 @@ class Passes:
         """Whether any backward pass of this run leaves weight gradients to a W pass."""
         self.deferred: DeferredGradients | None = None
         """Where the current backward pass leaves them."""
+        self.computing: Set[nn.Parameter] | None = None
+        """In a W pass, the weights whose gradients it computes: those of all others came in the B pass."""
         self.in_backward = False
         """Whether a backward pass is running: a forward of a layer in it is a recomputation, for activation
         checkpointing, and must not count its tokens again."""
@@ -59,6 +61,14 @@ class Passes:
             yield
         finally:
             self.deferred, self.in_backward = None, False
+
+    def compute_weight_gradients(self, deferred: DeferredGradients) -> None:
+        """Run a W pass: compute what a backward pass left to ``deferred``."""
+        self.computing = deferred.weights
+        try:
+            deferred.compute()
+        finally:
+            self.computing = None
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:

@@ -23,10 +23,13 @@ class DeferredGradients:
     """The deferred weight-gradient GEMMs of one backward pass."""
 
     def __init__(self) -> None:
+        self.weights: set[nn.Parameter] = set()
+        """The weights whose gradients were deferred; :meth:`compute` keeps them."""
         self._waiting: dict[nn.Parameter, deque[Product]] = {}
 
     def add(self, weight: nn.Parameter, wgrad: Product) -> None:
         """Defer the gradient of ``weight``."""
+        self.weights.add(weight)
         self._waiting.setdefault(weight, deque()).append(wgrad)
 
     def compute(self) -> None:

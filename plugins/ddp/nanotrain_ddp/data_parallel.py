@@ -10,7 +10,7 @@ Source: the bucketing of Li et al., arXiv 2006.15704, section 3.2.3, with sums i
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence, Set
 
 import torch
 from torch import nn
@@ -71,6 +71,8 @@ class DataParallel(LocalGradients, Parallel):
         self.buckets: list[Bucket] = []
         self.bucket_of: dict[nn.Parameter, Bucket] = {}
         self.started = self.early = 0
+        self.w_pass: Set[nn.Parameter] | None = None
+        """The weights of the last W pass in which gradients became final."""
 
     def apply(self, part: nn.Module, placements: Placements, mesh: Mesh) -> nn.Module:
         """Return the model unchanged: its placements already say that data ranks hold partial gradients."""
@@ -103,13 +105,21 @@ class DataParallel(LocalGradients, Parallel):
 
     def on_final_gradient(self, parameter: nn.Parameter) -> None:
         """Copy a gradient into its bucket and start every bucket that is next in order."""
-        bucket = self.bucket_of.get(parameter)
-        if bucket is None:
+        if parameter not in self.bucket_of:
             return
-        bucket.put(parameter, super().gradient(parameter))  # this rank's; self.gradient() is the sum
-        self.drop(parameter)
+        if self.passes.computing is not None and self.passes.computing is not self.w_pass:
+            self.w_pass = self.passes.computing
+            for other in self._in_last_microbatch - self.w_pass:  # theirs came in the B pass
+                if other in self.bucket_of and other in self.bucket_of[other].missing:
+                    self._put(other)
+        self._put(parameter)
         if self.config.overlap:
             self.start_complete()
+
+    def _put(self, parameter: nn.Parameter) -> None:
+        """Move this rank's gradient into its bucket; :meth:`gradient` is the sum over ranks."""
+        self.bucket_of[parameter].put(parameter, super().gradient(parameter))
+        self.drop(parameter)
 
     def backward_done(self, parameters: Collection[nn.Parameter]) -> None:
         """Fill in zeros, or what earlier microbatches gave, where the last microbatch gave no gradient."""
@@ -128,18 +138,17 @@ class DataParallel(LocalGradients, Parallel):
         """Start buckets that backward did not complete, with zeros for missing gradients, and wait."""
         for bucket in self.buckets[self.started :]:
             for parameter in tuple(bucket.missing):
-                bucket.put(parameter, super().gradient(parameter))
-                self.drop(parameter)
+                self._put(parameter)
             bucket.start()
         for bucket in self.buckets:
             bucket.wait()
-        self.started = 0
+        self.started, self.w_pass = 0, None
         super().finish()
 
     def zero(self) -> None:
         """Clear all gradients; after an interrupted step, also the contents of its buckets."""
         super().zero()
-        self.started = 0
+        self.started, self.w_pass = 0, None
         for bucket in self.buckets:
             bucket.reset()
 

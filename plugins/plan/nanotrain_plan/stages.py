@@ -14,8 +14,8 @@ from nanotrain_plan.dry.recorder import Phase
 from nanotrain_plan.dry.values import Values
 
 #: What tells pipeline ranks apart: of each of their parts, what its layers cost, which ends it has, and
-#: whether its weight gradients have passes of their own: never, always or for some microbatches.
-Kind = tuple[tuple[tuple[float, ...], bool, bool, frozenset[bool]], ...]
+#: which of the first, the last and the other microbatches have W passes.
+Kind = tuple[tuple[tuple[float, ...], bool, bool, frozenset[tuple[int, bool]]], ...]
 
 
 @attrs.define(frozen=True, kw_only=True, eq=False)
@@ -164,7 +164,7 @@ class CutAlready:
 
 def kind_of(parts: Mapping[int, Part], sorts: Mapping[Action, Sort], costs: Costs) -> Kind:
     """Return what a pipeline rank of these parts and actions has in common with others."""
-    halves = {stage: frozenset(s[3] for s in sorts.values() if s[:2] == ("B", stage)) for stage in parts}
+    halves = {stage: frozenset(s[2:] for s in sorts.values() if s[:2] == ("B", stage)) for stage in parts}
     return tuple(
         (tuple(costs.layers[p.first : p.last]), p.has_embedding, p.has_head, halves[stage])
         for stage, p in parts.items()

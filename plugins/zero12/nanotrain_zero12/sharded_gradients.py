@@ -13,7 +13,7 @@ Source: stages 1 and 2 of Rajbhandari et al., "ZeRO", arXiv 1910.02054, section 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence, Set
 
 import torch
 from torch import nn
@@ -62,9 +62,16 @@ class Line:
         self._rewind()
 
     def _rewind(self) -> None:
-        self.sent = 0
+        self.sent, self.expecting = 0, False
         for bucket, _ in self.buckets:
             bucket.reset()
+
+    def expect(self, parameters: Set[nn.Parameter]) -> None:
+        """Wait for gradients of these parameters only: all others have theirs."""
+        if not self.expecting:
+            self.expecting = True
+            for bucket, _ in self.buckets:
+                bucket.missing &= parameters
 
     def arrived(self, parameter: nn.Parameter) -> None:
         """Record a gradient."""
@@ -139,15 +146,18 @@ class ShardedGradients(LocalGradients):
     def on_final_gradient(self, parameter: nn.Parameter) -> None:
         """Send every bucket that is next in order."""
         line = self.line_of[parameter]
-        if line is self.tied:
+        if line is self.tied or not self.config.overlap:
             return
+        # Until the W pass of a microbatch, its parameters without deferred gradients may get the next
+        # microbatch's, too. A bucket sent before would have only part of the microbatches of the other
+        # buckets of such a parameter. All of them are sent by the end of the W pass.
+        if self.passes.deferred is not None:
+            return
+        if self.passes.computing is not None:
+            line.expect(self.passes.computing)
         line.arrived(parameter)
-        # Where weight gradients are deferred, a parameter may get the next microbatch's before this one's
-        # have been sent: a bucket sent early would have only part of the microbatches of the parameter's
-        # other buckets.
-        if self.config.overlap and not (self.config.stage == 2 and self.passes.splits_backward):
-            for bucket, transport in line.ready():
-                self._send(bucket, transport)
+        for bucket, transport in line.ready():
+            self._send(bucket, transport)
 
     def microbatch_done(self, parameters: Collection[nn.Parameter]) -> None:
         """In stage 2, send the remaining gradients of one microbatch."""

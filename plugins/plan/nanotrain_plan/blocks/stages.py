@@ -63,6 +63,7 @@ def make_step(
         whole: without a pipeline, the stage of embedding, one layer and head, less that layer.
     """
     layout = seconds.links.layout
+    tied = _tied_in_rank(blocks, parts) if whole is None else {}
     held: dict[tuple[str, ...], Share] = {}
     measured: dict[Sort, Phase] = {}
     for stage, part in parts.items():
@@ -82,9 +83,17 @@ def make_step(
             if (kind, place) == ("B", 0) and not part.has_embedding:
                 work.change += blocks.message  # what was sent is held until the next message
                 work.made += blocks.message
+            if (kind, place) == ("B", 0) and part.has_embedding:  # the head's backward pass made it before
+                gradient = blocks.gradients * sum(share.elements for share in tied.values())
+                work.change -= gradient
+                work.made -= gradient
             peak = _highest(blocks, part, found, key)
             measured[kind, stage, place, split] = _phase(str(key), work, peak, seconds)
-    own = {dims: share.elements / _shards(blocks, dims, layout) for dims, share in held.items()}
+    held.update(tied)
+    own = {
+        dims: share.elements / _shards(blocks, dims, layout, stages=1 if dims in tied else 2)
+        for dims, share in held.items()
+    }
     return RankStep(
         rank=0,
         coordinates={},
@@ -96,6 +105,17 @@ def make_step(
         saved=0.0,
         described=(),
     )
+
+
+def _tied_in_rank(blocks: Blocks, parts: Mapping[int, Part]) -> dict[tuple[str, ...], Share]:
+    """Return what embedding and head share, if the rank has both: as DualPipe-V's first rank.
+
+    A probe has them on two ranks, each of which holds a copy.
+    """
+    if not any(p.has_embedding for p in parts.values()) or not any(p.has_head for p in parts.values()):
+        return {}
+    shares = blocks.embedding.shares
+    return {dims: shares[dims] for dims in blocks.head.shares if "pp" in dims and dims in shares}
 
 
 def _blocks_of(blocks: Blocks, part: Part, costs: Costs) -> list[Block]:
@@ -147,11 +167,11 @@ def _phase(name: str, work: Work, peak: float, seconds: Seconds) -> SummedPhase:
     )
 
 
-def _shards(blocks: Blocks, dims: tuple[str, ...], layout: Layout) -> int:
-    """Return over how many ranks optimizer state is shared out."""
+def _shards(blocks: Blocks, dims: tuple[str, ...], layout: Layout, *, stages: int) -> int:
+    """Return over how many ranks optimizer state is sharded; ``stages``: that hold a tied parameter."""
     if blocks.shards.get(dims, 1) == 1:
         return 1
-    return layout.size(*(dim for dim in dims if dim != "pp")) * (2 if "pp" in dims else 1)
+    return layout.size(*(dim for dim in dims if dim != "pp")) * (stages if "pp" in dims else 1)
 
 
 def _state(
