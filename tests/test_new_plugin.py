@@ -191,7 +191,8 @@ def test_the_run_that_is_printed_trains(tmp_path, kind):
 def wheels(tmp_path_factory):
     """Build the core's wheel, of a copy: several workers would write the checkout's build folder at once."""
     folder = tmp_path_factory.mktemp("wheels")
-    shutil.copytree(ROOT / "nanotrain_core", folder / "core/nanotrain_core")
+    for name in ("nanotrain_core", "recipes"):
+        shutil.copytree(ROOT / name, folder / "core" / name)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder / "core")
     pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", folder]

@@ -50,6 +50,7 @@ def run_info(engine: RuntimeEngine) -> RunInfo:
         progress=engine.progress,
         metrics=Metrics(engine.watching.board, 0, "", strict=False),
         schedule=run.schedule,
+        current_schedule=lambda: engine.run.schedule,
         pipeline_share=run.pipeline_share,
         described=run.described,
     )

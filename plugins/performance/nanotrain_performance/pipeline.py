@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
-from nanotrain_core.api import simulate
+from nanotrain_core.api import Action, simulate
 from nanotrain_core.api.torch import MetricsReport, Monitor, RunInfo, StepReport, UpdateReport
 from nanotrain_performance import PipelineConfig
 from nanotrain_performance.windows import percentile
@@ -25,10 +26,10 @@ class Pipeline(Monitor):
         del config  # it has no keys
 
     def on_start(self, run: RunInfo) -> None:
-        """Simulate the schedule once."""
+        """Begin to measure."""
         self.run = run
         self.rank = run.mesh.coordinate("pp") if len(run.schedule) > 1 else None
-        self.ideal = simulate(run.schedule).bubble(self.rank) if self.rank is not None else 0.0
+        self.schedule: Sequence[Sequence[Action]] = ()
         run.progress.time_device(run.device)
         self.passes = run.progress.measured().get(PASSES)
         self.before: float | None = None
@@ -48,10 +49,17 @@ class Pipeline(Monitor):
             passes, name = now.since(self.passes), f"rank-{self.rank}"
             if passes.seconds > 0:
                 self.run.metrics.scalar(f"pipeline/bubble/measured/{name}", passes.messages / passes.seconds)
-                self.run.metrics.scalar(f"pipeline/bubble/ideal/{name}", self.ideal)
+                self.run.metrics.scalar(f"pipeline/bubble/ideal/{name}", self._ideal(self.rank))
         self.passes = now
         if self.run.world_size > 1 and len(self.window) >= FEW:
             self.run.metrics.of_rank("pipeline/work/{over}", percentile([*self.window], 0.5))
+
+    def _ideal(self, rank: int) -> float:
+        """Simulate the schedule, again where a phase has changed it."""
+        now = self.run.current_schedule()
+        if now is not self.schedule:
+            self.schedule, self.ideal = now, simulate(now).bubble(rank)
+        return self.ideal
 
     def on_metrics(self, report: MetricsReport) -> None:
         """Publish with the next logged step how far the slowest rank is above the others."""
