@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
+from nanotrain_core.api import PhaseTimeline
 from nanotrain_core.api.torch import MetricsReport
 from nanotrain_health.watcher import Scene, Watcher
 
@@ -25,7 +26,9 @@ class Ratios(Watcher):
         config = recipe if config is None else config.config
         self.clip_norm = float(getattr(config, "clip_norm", 0.0) or 0.0)
         self.full_lr = float(getattr(config, "lr", 0.0) or 0.0)
-        """The highest learning rate of the schedule; of a script 0: it is not known."""
+        """The highest learning rate of the schedule, or of all phases; of a script 0: it is not known."""
+        if getattr(recipe, "phase", ()):
+            self.full_lr = max(now.optimizer.config.lr for _, now in PhaseTimeline(recipe).corners())
         self.clipped: deque[float] = deque(maxlen=CLIPS)
         self.skipped: deque[float] = deque(maxlen=SKIPS)
 

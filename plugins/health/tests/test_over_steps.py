@@ -10,6 +10,7 @@ from nanotrain_health.losses import Losses
 from nanotrain_health.ratios import Ratios
 
 from nanotrain_core.api.torch import MetricsReport
+from nanotrain_core.testing import Case
 
 
 def scene(config=None, *, layers=(), data=None, clip_norm=1.0):
@@ -56,3 +57,16 @@ def test_percentiles_of_the_layers_proxies():
     assert found["updates/proxy_max"] == pytest.approx(ratios[-1])
     assert found["updates/proxy_p95"] == pytest.approx(ratios[37])  # of 40, 38 are at most as large
     assert found["updates/proxy_median"] == pytest.approx((ratios[19] + ratios[20]) / 2)
+
+
+def test_updates_are_scaled_to_the_highest_rate_of_all_phases():
+    phases = [
+        {"until_tokens": 10_000, "optimizer": {"lr": 0.02}},
+        {"until_tokens": 20_000, "optimizer": {"lr": {"end": 0.05, "shape": "linear"}}},
+        {"optimizer": {"lr": 0.01}},
+    ]
+    seen = scene(layers=("layers.0",))
+    seen.run.recipe = Case("topology", use="grid").recipe(phase=phases)
+    values = {"updates/norm/layers.0": 1.0, "weights/norm/layers.0": 4.0}
+    found = Ratios(seen).derive(step(1, **values))
+    assert found["updates/ratio_at_full_lr"] == pytest.approx(1 / 4 * 0.05 / 0.1)
