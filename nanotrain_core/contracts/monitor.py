@@ -88,7 +88,9 @@ class RunInfo:
     schedule: Sequence[Sequence[Action]] = ()
     """The actions of every pipeline rank in a step, in order: those of the first step if phases change the
     batch. Empty in a script."""
-    current_schedule: Callable[[], Sequence[Sequence[Action]]] = tuple
+    current_schedule: Callable[[], Sequence[Sequence[Action]]] = attrs.Factory(
+        lambda self: lambda: self.schedule, takes_self=True
+    )
     """Returns :attr:`schedule` as the current step has it."""
     pipeline_share: float = 1.0
     """FLOPs of this rank's pipeline stages over the mean of pipeline ranks."""

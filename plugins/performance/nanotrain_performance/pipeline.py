@@ -29,7 +29,7 @@ class Pipeline(Monitor):
         """Begin to measure."""
         self.run = run
         self.rank = run.mesh.coordinate("pp") if len(run.schedule) > 1 else None
-        self.schedule: Sequence[Sequence[Action]] = ()
+        self.schedule: Sequence[Sequence[Action]] | None = None
         run.progress.time_device(run.device)
         self.passes = run.progress.measured().get(PASSES)
         self.before: float | None = None
