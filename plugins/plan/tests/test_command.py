@@ -224,6 +224,7 @@ def test_check_asks_for_memory_and_passes_what_does_not_fit(recipe, tmp_path, ca
     assert "pip install -e plugins/plan)" in tell_memory(args, load_plugins(block=["nanotrain-plan"]))
 
 
+@pytest.mark.full
 def test_check_tells_memory_where_the_data_is_missing(recipe, capsys):
     words = ["--set", "model.layers=1", "--set", 'data={use="text",paths=["no/such/corpus"]}']
     assert main(["check", recipe, *words, "--hardware", "cpu"]) == 2

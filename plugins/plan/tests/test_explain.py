@@ -258,6 +258,7 @@ def test_a_step_is_that_of_the_largest_batch_of_the_phases(tmp_path, capsys):
     assert value(told["The batch"], "phases") == 2
 
 
+@pytest.mark.full  # the test above has phases, too
 def test_a_smaller_recipe_has_no_phases_that_set_another_batch(tmp_path, capsys):
     path = tmp_path / "phases.toml"
     path.write_text(TINY.replace("steps = 10\n", "").replace("width = 32", "width = 512") + PHASES)
