@@ -64,7 +64,7 @@ class Passes:
 
     def compute_weight_gradients(self, deferred: DeferredGradients) -> None:
         """Run a W pass: compute what a backward pass left to ``deferred``."""
-        self.computing = deferred.weights
+        self.computing = frozenset(deferred.waiting)
         try:
             deferred.compute()
         finally:

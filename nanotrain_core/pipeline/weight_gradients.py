@@ -23,14 +23,12 @@ class DeferredGradients:
     """The deferred weight-gradient GEMMs of one backward pass."""
 
     def __init__(self) -> None:
-        self.weights: set[nn.Parameter] = set()
-        """The weights whose gradients were deferred; :meth:`compute` keeps them."""
-        self._waiting: dict[nn.Parameter, deque[Product]] = {}
+        self.waiting: dict[nn.Parameter, deque[Product]] = {}
+        """By weight, in the order in which the backward pass reached them; :meth:`compute` empties it."""
 
     def add(self, weight: nn.Parameter, wgrad: Product) -> None:
         """Defer the gradient of ``weight``."""
-        self.weights.add(weight)
-        self._waiting.setdefault(weight, deque()).append(wgrad)
+        self.waiting.setdefault(weight, deque()).append(wgrad)
 
     def compute(self) -> None:
         """Compute all of them and accumulate the results, as backward would have, hooks included.
@@ -38,8 +36,8 @@ class DeferredGradients:
         Hooks notify a gradient sync that a microbatch's gradient of a weight is complete. For a weight that
         the pass used several times, only the last product runs them.
         """
-        for weight in [*self._waiting]:
-            products = self._waiting.pop(weight)
+        for weight in [*self.waiting]:
+            products = self.waiting.pop(weight)
             while products:
                 with torch.no_grad():  # as in a backward pass
                     gradient = products.popleft()()
