@@ -60,7 +60,7 @@ def held(found: object) -> Iterator[torch.Tensor]:
         case torch.Tensor():
             yield found
         case DeferredGradients():
-            yield from held([*vars(found)["_waiting"].values()])
+            yield from held([*found.waiting.values()])
         case partial():
             yield from held([found.func, *found.args, *found.keywords.values()])
         case FunctionType():
