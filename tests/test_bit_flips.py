@@ -40,6 +40,7 @@ def train(case, changes, flip):
     return None, flip and flip.flipped
 
 
+@pytest.mark.full_cases("masters-the last one", "weights-a step follows")
 @pytest.mark.parametrize("step", [1, 4], ids=["a step follows", "the last one"])
 @pytest.mark.parametrize(
     ("case", "changes", "prefix"),
@@ -62,6 +63,7 @@ def test_it_is_looked_for_in_every_so_many_steps_alone():
     assert name in said
 
 
+@pytest.mark.full_cases("bf16 moments", "weights on their way", "tp")
 @pytest.mark.parametrize(
     ("case", "changes"),
     [

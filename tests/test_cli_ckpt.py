@@ -43,6 +43,7 @@ def test_shows_one_step_and_its_recipe(run):
     assert nanotrain("check", "again.toml", cwd=run).code == Exit.DONE
 
 
+@pytest.mark.full
 def test_replay_arrives_at_the_same_bytes(run):
     ended = ckpt("replay", "run/checkpoints", cwd=run)
     assert ended.code == Exit.DONE, ended.out + ended.err

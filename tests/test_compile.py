@@ -51,6 +51,9 @@ def check(cell):
             assert compiled == pytest.approx(eager, rel=1e-3)
 
 
+@pytest.mark.full_cases(
+    "deepseek-sp-bf16", "llama-sp-fp64", "deepseek-around-fp64", "gpt-sp-fp64", "deepseek-fp64"
+)
 @pytest.mark.parametrize("cell", FIRST, ids=lambda cell: cell.id)
 def test_one_graph_each_and_the_eager_numbers(cell):
     check(cell)
@@ -62,6 +65,7 @@ def test_one_graph_each_in_every_variant(cell):
     check(cell)
 
 
+@pytest.mark.full_cases("whole-expected1")
 @pytest.mark.parametrize(
     ("tp", "expected"),
     [("sp", {"all_gather_into_tensor": 4, "reduce_scatter_tensor": 4}), ("whole", {"all_reduce": 4})],

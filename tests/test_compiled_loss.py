@@ -35,6 +35,7 @@ def found(loss, tokens, dtype, multiple=1):
     return silent, total.detach(), *torch.autograd.grad(total * 0.37, (hidden, weight))
 
 
+@pytest.mark.full_cases("dtype1-1e-06-1", "dtype0-1e-13-1", "dtype2-0.0078125-8", "dtype1-1e-06-8")
 @pytest.mark.parametrize("multiple", [1, 8])
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 1e-6), (torch.bfloat16, 2.0**-7)]

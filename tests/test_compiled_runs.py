@@ -69,6 +69,7 @@ class Sampling(probe.Reports):
         self.evaluations.append(self.run.logits(torch.arange(8)[None]).double().mean().item())
 
 
+@pytest.mark.full
 @mock.patch.object(probe, "Reports", Sampling)
 @pytest.mark.parametrize(
     ("precision", "tolerance"), [("fp64", 1e-12), pytest.param("bf16", 0.02, marks=pytest.mark.full)]
@@ -102,6 +103,7 @@ def test_selective_checkpointing_is_part_of_a_graph():
     assert graphs == 2 + 1  # layers with it, and those without; the loss
 
 
+@pytest.mark.full
 def test_two_ranks_layers_share_a_graph():
     """Hooks of tensor parallelism are in the graph of each layer, and alike."""
     split = case(degrees={"tp": 2}, parallel=[{"use": "tp", "sequence_parallel": True}], batch=EVEN)

@@ -109,6 +109,7 @@ def test_many_more(composition):
     assert_trains_the_same(composition)
 
 
+@pytest.mark.full_cases("transformer-pp2-dp2-1f1b-zero2-mb6")
 @pytest.mark.parametrize(
     "composition",
     [pytest.param(each, marks=[pytest.mark.full] * (each.tp > 1), id=each.id) for each in to_compile()],

@@ -26,12 +26,6 @@ test_conformance = conformance(
     Case("precision", use="bf16"),
     Case("precision", use="fp16"),
     Case("checkpoint", use="simple", topology={"dp": 2}, overrides={"parallel": [{"use": "summed"}]}),
-    Case("monitor", use="console"),
-    Case("monitor", use="jsonl"),
-    Case("monitor", use="replicas"),
-    Case("monitor", use="bit_flips"),
-    Case("monitor", use="guard"),
-    Case("monitor", use="stragglers", config={"every": 1}),
     Case("monitor", use="sample", config={"tokens": 4, "every": 1}, overrides=TEXT),
     Case("data", use="synthetic"),
     Case("data", use="text", overrides=TEXT),
@@ -47,6 +41,19 @@ test_conformance = conformance(
         ),
         pytest.mark.full,
     ),
+)
+
+#: These go through the core alone: the first tier has them of one of its monitors, and of plugins'.
+RUNS = ("its_failure_does_not_stop_training", "publishing_waits_for_nothing", "what_it_remembers_comes_back")
+
+test_monitors = conformance(
+    Case("monitor", use="console"),
+    Case("monitor", use="jsonl"),
+    Case("monitor", use="replicas"),
+    Case("monitor", use="bit_flips"),
+    Case("monitor", use="guard"),
+    Case("monitor", use="stragglers", config={"every": 1}),
+    marks=dict.fromkeys(RUNS, pytest.mark.full),
 )
 
 test_exhaustively = pytest.mark.full(

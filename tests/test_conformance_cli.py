@@ -26,6 +26,7 @@ def call(*words):
     return conformance.run(parser.parse_args(words))
 
 
+@pytest.mark.full
 def test_a_component_that_passes_exits_with_0(capsys):
     assert call("topology:grid", "--set", "tp=2", "--nproc", "2", "--quick") == Exit.DONE
     lines = capsys.readouterr().out.splitlines()

@@ -260,8 +260,19 @@ def collectives_compared(monkeypatch):
     monkeypatch.setenv(COLLECTIVE_CHECKS, "on")
 
 
-#: One kills a rank at every write of a save, the others fail checks of many steps: 15 s each.
-LONG = {"tells_anyhow", "drops_one_sum", "as_long_as_its_piece"}
+#: One kills a rank at every write of a save, others fail checks of many steps: up to 15 s each.
+LONG = {
+    "adds_eps_to_the_root",
+    "as_long_as_its_piece",
+    "counts_on_one_rank",
+    "draws_before_saving",
+    "draws_numbers",
+    "drops_one_sum",
+    "forgets_their_weights",
+    "publishes_anything",
+    "tells_anyhow",
+    "wrong_gradient_of_gates",
+}
 
 
 @pytest.mark.parametrize(

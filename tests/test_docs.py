@@ -129,6 +129,7 @@ def test_a_wrapper_whose_work_a_precision_would_undo_is_found(tmp_path):
     )
 
 
+@pytest.mark.full_cases("shared")
 @pytest.mark.parametrize(
     ("old", "new", "where"),
     [
@@ -150,6 +151,7 @@ def test_the_wrapper_of_the_documentation_knows_what_lies_between_linears(tmp_pa
     assert where in found[label]
 
 
+@pytest.mark.full_cases("data-counting")
 @pytest.mark.parametrize(
     ("kind", "use"),
     [
@@ -204,6 +206,7 @@ def test_the_command_of_the_documentation_prints_a_table(tmp_path):
     assert re.search(r"^sequences = \d+$", done.out, re.MULTILINE)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "topology",
     [

@@ -11,6 +11,7 @@ def findings(out):
     return {each["check"]: each for each in json.loads(out)["findings"]}
 
 
+@pytest.mark.full
 def test_its_own_ranks_measure_and_agree(tmp_path):
     done = nanotrain("doctor", "--ranks", "2", "--json", cwd=tmp_path)
     found = findings(done.out)

@@ -15,6 +15,7 @@ def tokens_in(path, tokens):
     return example("data", "npy", config={"path": str(path), "vocab": 64}, overrides=around)
 
 
+@pytest.mark.full
 def test_tokens_of_a_file_pass_every_check(tmp_path):
     rng = np.random.default_rng(3)
     assert failed(tokens_in(tmp_path / "tokens.npy", rng.integers(0, 64, 3000, dtype=np.uint16))) == {}

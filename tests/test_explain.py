@@ -157,6 +157,7 @@ def _assert_exchanges(section, trace):
         assert (told_counts, told_sizes) == (counts, sizes)
 
 
+@pytest.mark.full
 def test_an_explanation_is_true(tmp_path, capsys):
     sections = assert_true(write(tmp_path, "tp_sp_zero1"), capsys)
     whose = {row[6].partition(":")[0] for row in sections["Who talks to whom"]["tables"][0]["rows"]}

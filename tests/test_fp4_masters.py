@@ -75,6 +75,7 @@ def full(*values):
     return pytest.param(*values, marks=pytest.mark.full)
 
 
+@pytest.mark.full_cases("int8-eco-sharded_v2")
 @pytest.mark.parametrize(
     ("layout", "variant", "checkpoint"),
     [
@@ -111,6 +112,7 @@ MOVES = [
 ]
 
 
+@pytest.mark.full_cases("one-zero2-residual-simple", "tp2-zero2-remainder-sharded_v2")
 @pytest.mark.parametrize(("before", "after", "variant", "checkpoint"), MOVES)
 def test_a_checkpoint_has_the_same_weights_on_another_layout(before, after, variant, checkpoint):
     """Loaded and saved again without a step: every code, scale, residual and moment."""

@@ -52,6 +52,7 @@ def train_one_parameter(case, folder, **options):
         return train(case, changes, folder=folder, **options)
 
 
+@pytest.mark.full_cases("torch-simple", "torch-sharded_v2")
 @pytest.mark.parametrize("kind", ["simple", "sharded_v2"])
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
 def test_a_rank_that_owns_no_part_of_the_state_trains_saves_and_goes_on(tmp_path, kind, kernels):
@@ -102,6 +103,7 @@ def files(folder):
     return {name: path.read_bytes() for name, path in here if "superseded" not in str(name)}
 
 
+@pytest.mark.full_cases("torch")
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
 def test_what_is_written_while_training_goes_on_is_the_step_that_was_saved(tmp_path, kernels):
     for name, seconds, asynchronous in (("beside", 0.05, True), ("at once", 0.0, False)):
@@ -160,6 +162,7 @@ def go_back_unreadably(folder, full):
     return sorted(path.name for path in folder.glob("checkpoints/superseded-*/step-*"))
 
 
+@pytest.mark.full_cases("False")
 @pytest.mark.parametrize("full", [True, False])
 def test_all_ranks_go_back_to_a_checkpoint_that_each_can_read(tmp_path, full):
     """Rank 0 finds the newest whole: the other one's word counts as much."""
@@ -183,6 +186,7 @@ def resume_unreadably(folder, full, steps):
     return engine.step
 
 
+@pytest.mark.full_cases("False")
 @pytest.mark.parametrize("full", [True, False])
 def test_all_ranks_resume_from_a_checkpoint_that_each_can_read(tmp_path, full):
     """One bad host sets nothing aside that all others could go on from, if it can read none."""

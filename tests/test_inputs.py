@@ -300,6 +300,7 @@ def survey(config, length):
 """
 
 
+@pytest.mark.full_cases("torch")
 @pytest.mark.parametrize(
     ("says", "text"),
     [

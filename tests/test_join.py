@@ -247,6 +247,7 @@ def test_ranks_with_different_recipes_are_told_so_before_they_train(tmp_path):
         assert "step=" not in outcome.out
 
 
+@pytest.mark.full
 def test_a_folder_in_use_is_told_on_every_rank_with_its_code(tmp_path):
     lock = RunFolder.claim("other", folder=str(tmp_path / "here"))
     for outcome in run_both(tmp_path, torchrun, (), ()):

@@ -88,6 +88,7 @@ def trained(case, changes, late, after=0, request=None, folder=None):
         return seen.losses, end.reason, end.step, weights
 
 
+@pytest.mark.full_cases("fp32", "bf16")
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_a_late_run_trains_the_same_bits(precision):
     changes = {"optimizer": ADAMW, "precision": {"use": precision}}
@@ -168,6 +169,7 @@ def given_up(steps, first, last, late):
         return "", engine.step
 
 
+@pytest.mark.full_cases("False")
 @pytest.mark.parametrize("late", [False, True])
 def test_after_thirty_skipped_steps_in_a_row_a_run_is_given_up(late):
     text, step = given_up(50, 3, 50, late)
@@ -176,6 +178,7 @@ def test_after_thirty_skipped_steps_in_a_row_a_run_is_given_up(late):
     assert given_up(50, 3, 31, late) == ("", 50)
 
 
+@pytest.mark.full_cases("False")
 @pytest.mark.parametrize("late", [False, True])
 def test_a_run_whose_last_steps_are_skipped_is_given_up_too(late):
     text, _ = given_up(32, 3, 32, late)

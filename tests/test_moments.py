@@ -174,6 +174,7 @@ def test_shared_out_or_not_the_moments_are_the_same(form):
         assert_same(found, wanted, what, atol=1e-9)
 
 
+@pytest.mark.full_cases("zero12-bfloat16", "adamw-int8", "adamw-bfloat16")
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("use", ["adamw", "zero12"])
 def test_a_resumed_run_has_every_bit_of_one_that_went_through(use, form):
@@ -192,6 +193,7 @@ MOVES = [
 ]
 
 
+@pytest.mark.full_cases("before1-after1-int8", "before2-after2-int8")
 @pytest.mark.parametrize("form", [pytest.param("bfloat16", marks=pytest.mark.full), "int8"])
 @pytest.mark.parametrize(("before", "after"), MOVES)
 def test_moments_move_between_optimizers_and_layouts_bit_by_bit(before, after, form):

@@ -66,6 +66,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.full_cases("dp4", "tp2-ep2")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_megatron_7452_and_1532_every_loss_term_is_divided_by_its_global_count(layout):
     """MTP's loss was divided by each rank's own count, or not averaged at all."""
@@ -76,6 +77,7 @@ def test_megatron_7452_and_1532_every_loss_term_is_divided_by_its_global_count(l
     assert_same(got, want, "gradients", atol=1e-9)
 
 
+@pytest.mark.full_cases("dp4", "tp2-ep2")
 @pytest.mark.parametrize("layout", ["tp2-dp2-sp", "tp2-ep2", "dp4"])
 def test_megatron_7452_3768_and_3672_a_balance_loss_weighs_the_same_on_every_layout(layout):
     """The routers' gradient from it was twice as large with tensor parallelism."""
@@ -89,6 +91,7 @@ def test_megatron_7452_3768_and_3672_a_balance_loss_weighs_the_same_on_every_lay
         assert ratio.item() == pytest.approx(1.0, abs=1e-9), name
 
 
+@pytest.mark.full_cases("{'tp': 4, 'ep': 2, 'sp': True}", "{'tp': 2, 'dp': 2, 'etp': 2}")
 @pytest.mark.parametrize(
     "layout",
     [{"tp": 2, "dp": 2, "ep": 2}, {"tp": 2, "dp": 2, "etp": 2}, {"tp": 4, "ep": 2, "sp": True}],
@@ -102,6 +105,7 @@ def test_bridge_1376_experts_have_groups_of_their_own_beside_tensor_parallelism(
     assert_same({name: got[name] for name in experts}, experts, "gradients of experts", atol=1e-9)
 
 
+@pytest.mark.full_cases("sgd")
 @pytest.mark.parametrize(
     "optimizer",
     [
@@ -142,6 +146,7 @@ def test_deepspeed_1488_and_966_stages_and_plain_data_parallelism_agree():
         assert_same(weights[zero], weights[0], f"stage {zero}", atol=1e-9)
 
 
+@pytest.mark.full_cases("interleaved_1f1b")
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b"])
 def test_deepspeed_1629_823_and_1110_sharded_gradients_meet_a_pipeline(schedule):
     """ZeRO-2 was refused with pipelines, or gave other gradients."""
@@ -155,6 +160,7 @@ def test_deepspeed_1629_823_and_1110_sharded_gradients_meet_a_pipeline(schedule)
     assert_same(got, want, "weights after 3 steps", atol=1e-9)
 
 
+@pytest.mark.full_cases("5-zb_h1", "5-interleaved_1f1b", "5-gpipe")
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "dualpipe_v"])
 @pytest.mark.parametrize("microbatches", [pytest.param(1, marks=pytest.mark.full), 5])
 def test_deepspeed_8152_and_7773_microbatches_weigh_the_same_in_every_stage(schedule, microbatches):
@@ -173,6 +179,7 @@ def test_deepspeed_8152_and_7773_microbatches_weigh_the_same_in_every_stage(sche
     assert_same(got, want, "gradients", atol=1e-9)
 
 
+@pytest.mark.full_cases("zb_h1")
 @pytest.mark.parametrize("schedule", ["zb_h1", "dualpipe_v"])
 def test_sharded_gradients_wait_for_weight_gradients_that_were_put_off(schedule):
     """The head, cut by a bucket's end, gets the next microbatch's gradient before this one's are complete."""
@@ -256,6 +263,10 @@ def released(tmp_path_factory):
     return run, exported
 
 
+@pytest.mark.full_cases(
+    "{'tp': 2, 'pp': 2, 'ep': 2, 'sp': True, 'schedule': 'zb_h1'}",
+    "{'pp': 2, 'dp': 2, 'ep': 2, 'schedule': 'dualpipe_v'}",
+)
 @pytest.mark.parametrize(
     "layout",
     [

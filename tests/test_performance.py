@@ -90,6 +90,7 @@ def test_every_rank_is_told_the_same(ranks):
         assert told[0] == told[1]
 
 
+@pytest.mark.full
 def test_every_rank_is_told_the_memory_of_each(ranks):
     for rank in ranks:
         (step, held, values), (later, *_) = rank.held

@@ -95,6 +95,7 @@ def assert_left_alone(found, case):
         assert one.meta == other.meta
 
 
+@pytest.mark.full_cases("deepseek_v3-pp2-dp2-dualpipe_v-tied-zero2-mb2")
 @pytest.mark.parametrize(
     "found",
     [
@@ -126,6 +127,7 @@ class Reports(Monitor):
         self.values.append(dict(report.values))
 
 
+@pytest.mark.full
 def test_other_monitors_do_not_count_what_is_replayed():
     """Bytes sent to experts, and operands rounded to eight bits: counted from one update to the next."""
     others = [{"use": "fp8", "every": 1}, {"use": "moe"}]

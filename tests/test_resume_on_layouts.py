@@ -60,6 +60,7 @@ def assert_goes_on(found, straight, atol):
 EACH = [pytest.param(name, marks=[pytest.mark.full] * (name == "same")) for name in TARGETS]
 
 
+@pytest.mark.full_cases("sharded_v2-one rank", "simple-one rank", "simple-zero2-dp4-ep2-etp2")
 @pytest.mark.parametrize("target", EACH)
 def test_goes_on_from_step_two(saved, target):
     kind, folder, straight = saved
@@ -67,6 +68,7 @@ def test_goes_on_from_step_two(saved, target):
     assert_goes_on(found, straight, atol=0.0 if target == "same" else 1e-9)
 
 
+@pytest.mark.full
 def test_goes_back_from_shared_out_state_to_whole(tmp_path):
     straight = run(SHARED_OUT, "sharded_v2", tmp_path, save_at=2)
     assert_goes_on(run(SOURCE, "sharded_v2", tmp_path, resume="2"), straight, atol=1e-9)
@@ -83,6 +85,7 @@ def test_a_resumed_run_may_change_how_the_model_is_trained(saved):
     assert [r.step for r in traces[0].reports] == [3]
 
 
+@pytest.mark.full_cases("simple")
 def test_goes_on_with_the_layers_split_otherwise(saved):
     kind, folder, straight = saved
     changes = {

@@ -42,6 +42,7 @@ def most_in_w_passes(case):
     return max(most), max(whole), max(weight.numel() for weight in sync.line_of)
 
 
+@pytest.mark.full_cases("zb_h1")
 @pytest.mark.parametrize("schedule", ["zb_h1", "dualpipe_v"])
 def test_a_w_pass_holds_the_gradients_of_a_few_buckets_and_not_of_the_stage(schedule):
     bucket = LIMIT * 2**20 // torch.float64.itemsize
@@ -66,6 +67,7 @@ def started_in_the_last_w_pass(case):
     return started[-1], len(sync.buckets)
 
 
+@pytest.mark.full_cases("False")
 @pytest.mark.parametrize("tied", [False, True])
 def test_all_reduces_start_in_the_last_w_pass(tied):
     base = case("zb_h1", tied=tied)
@@ -78,6 +80,7 @@ def test_all_reduces_start_in_the_last_w_pass(tied):
     assert_trains_as_one_process(replicated)
 
 
+@pytest.mark.full_cases("zb_h1-1", "zb_h1-2")
 @pytest.mark.parametrize(("schedule", "pp"), [("zb_h1", 1), ("zb_h1", 2), ("dualpipe_v", 2)])
 def test_a_tied_weight_with_gradients_in_both_passes_gets_all_of_them(schedule, pp):
     """In one stage it gets an embedding's gradient in the B pass, and a head's in the W pass."""

@@ -16,6 +16,15 @@ test_conformance = conformance(
     Case("schedule", use="accumulate", topology={"dp": 2}, overrides=DDP),
     Case("precision", use="fp16", topology={"dp": 2}, overrides=DDP),
     Case("monitor", use="replicas", topology={"dp": 2}, overrides=DDP),
+    # These go through the core alone: the first tier has them of one of the core's own monitors.
+    marks=dict.fromkeys(
+        (
+            "its_failure_does_not_stop_training",
+            "publishing_waits_for_nothing",
+            "what_it_remembers_comes_back",
+        ),
+        pytest.mark.full,
+    ),
 )
 
 GPT = {"positions": "learned", "max_length": 16, "norm": "layernorm", "activation": "gelu", "bias": True}

@@ -210,6 +210,7 @@ def test_a_run_with_slow_ranks_and_failures_is_simulated(recipe, capsys):
     assert "Young 1974" in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_check_asks_for_memory_and_passes_what_does_not_fit(recipe, tmp_path, capsys):
     small = tmp_path / "small.toml"
     small.write_text(shipped()["cpu"].read_text().replace("memory_gb = 32.0", "memory_gb = 1.001"))

@@ -221,7 +221,7 @@ def test_what_is_too_large_to_trace_is_told_a_smaller_recipe(recipe, capsys, mon
     assert whole["trace"]["same"]
 
 
-@pytest.mark.parametrize("bytes_of_memory", [None, 1_000_000])
+@pytest.mark.parametrize("bytes_of_memory", [pytest.param(None, marks=pytest.mark.full), 1_000_000])
 def test_a_trace_without_the_recipes_data_is_told_one_on_synthetic_data(
     bytes_of_memory, tmp_path, capsys, monkeypatch
 ):

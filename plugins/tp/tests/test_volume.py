@@ -39,7 +39,10 @@ def activations_sent(model, width, *, sequence_parallel=True):
 
 @pytest.mark.parametrize(
     ("sequence_parallel", "each"),
-    [(True, {"broadcast": 4, "alltoall_base": 4}), (False, {"allreduce": 4})],
+    [
+        (True, {"broadcast": 4, "alltoall_base": 4}),
+        pytest.param(False, {"allreduce": 4}, marks=pytest.mark.full),
+    ],
     ids=["shares", "whole"],
 )
 def test_one_more_layer_adds_two_of_each_each_way(sequence_parallel, each):

@@ -27,8 +27,10 @@ AFTER_THE_SUM = (
     "learning_rate_is_honoured",
     "lost_weights_are_carried_or_refused",
     "resume_is_bit_equal",
+    "resumed_twice_is_the_same_run",
     "small_gradients_are_not_clipped",
     "state_has_a_place",
+    "twenty_steps_on_any_layout",
 )
 test_sockets = conformance(
     case(2, {**SMALL, "overlap": False}, {"dp": 2}, "sockets", SOCKETS),
