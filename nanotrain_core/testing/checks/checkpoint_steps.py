@@ -8,11 +8,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from pathlib import Path
+from random import Random
 from typing import Any
 from unittest import mock
 
 import attrs
 import torch
+import torch.distributed as dist
 
 from nanotrain_core.contracts import Block
 from nanotrain_core.errors import CheckpointError
@@ -106,7 +108,10 @@ def go_back(case: Case, folder: Path) -> tuple[list[int], list[int]]:
 
 @check("checkpoint", since="0.2", applies=distributed)
 def due_on_all_ranks_alike(case: Case) -> None:
-    """Where a clock decides when to save, ranks whose clocks differ save after the same steps."""
+    """Where a clock decides when to save, ranks whose clocks differ save after the same steps.
+
+    With and without a number of steps between saves, and where saves themselves are timed.
+    """
     fields = attrs.fields(case.component().config)
     steps = {field.name: 5 for field in fields if field.name == "every"}
     minutes = {
@@ -114,7 +119,8 @@ def due_on_all_ranks_alike(case: Case) -> None:
         for field in fields
         if field.name.endswith(("minutes", "seconds", "hours")) and isinstance(field.default, int | float)
     }
-    for config in (steps, {**steps, **minutes}) if minutes else (steps,):
+    configs = [steps, {}, {**steps, **minutes}] if minutes else [steps, {}]
+    for config in configs:
         timed = attrs.evolve(case, config={**config, **case.config})
         with temporary_folder() as folder:
             ranks = run_ranks(when_due, case.world_size, timed, folder)
@@ -126,12 +132,33 @@ def due_on_all_ranks_alike(case: Case) -> None:
 
 
 def when_due(case: Case, folder: Path) -> list[int]:
-    """Return after which of 12 steps to save; on all ranks but the first a day passes between readings."""
+    """Return the first steps after which a run would save, by clocks that differ between ranks."""
     with other_clock() as clock:
         checkpoint, state = open_state(case, folder)
         save(checkpoint, 1, state)  # whose age may be asked for
-        clock.seconds = DAY if rank() else clock.seconds
-        return [step for step in range(1, 13) if checkpoint.due(step)]
+        if rank():
+            clock.seconds, clock.uneven = DAY, Random(rank())
+        steps: list[int] = []
+        for step in range(2, 1000):
+            due = checkpoint.due(step)
+            if due:
+                steps.append(step)
+            if not agreed(due):
+                break  # a save would wait for the other ranks for ever
+            if due:
+                save(checkpoint, step, state)
+            if len(steps) == 4:
+                break
+        return steps
+
+
+def agreed(value: bool) -> bool:
+    """Return whether ``value`` is the same on all ranks."""
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    count = torch.tensor(int(value))
+    if ranks > 1:
+        dist.all_reduce(count)
+    return int(count) in (0, ranks)
 
 
 #: Longer than any time between two saves that is worth a default.
@@ -140,10 +167,17 @@ DAY = 86_400.0
 
 @attrs.define
 class Clock:
-    """A clock that stands still, except for this many seconds at every reading."""
+    """A clock that stands still, except for this many seconds or more at every reading."""
 
     seconds: float = 1e-6
+    uneven: Random | None = None
+    """Makes readings take up to 10,000 times as long: ratios of durations differ from other ranks'."""
     ahead: float = 0.0
+
+    def tick(self) -> float:
+        """Return the time of one more reading."""
+        self.ahead += self.seconds * (10 ** self.uneven.uniform(0, 4) if self.uneven is not None else 1.0)
+        return self.ahead
 
 
 @contextmanager
@@ -155,8 +189,8 @@ def other_clock() -> Iterator[Clock]:
 
     def read(name: str) -> Callable[[], float]:
         def clock() -> float:
-            told.ahead += told.seconds
-            return began[name] + (int(told.ahead * 1e9) if name.endswith("_ns") else told.ahead)
+            ahead = told.tick()
+            return began[name] + (int(ahead * 1e9) if name.endswith("_ns") else ahead)
 
         return clock
 

@@ -49,28 +49,36 @@ def logits_are_those_of_the_loss(case: Case, mode: str) -> None:
 
 @check("model", since="0.2")
 def a_target_costs_only_itself(case: Case) -> None:
-    """The loss of one target is the same whatever the targets and tokens after it are."""
+    """The loss of one target is the same whatever the targets and tokens after it are, in every term.
+
+    Terms that targets have no part in, such as a router's balance loss, may depend on all tokens.
+    """
     parts, batch = parts_of(case), batch_of(case, ignored=False)
     assert batch.targets is not None
-    length = batch.tokens.shape[1]
+    length, nothing = batch.tokens.shape[1], torch.full_like(batch.targets, IGNORE)
+    without = _terms(parts, Batch(batch.tokens, nothing))
     for place in sorted({0, length // 2, length - 2}):
-        only = torch.full_like(batch.targets, IGNORE)
+        only = nothing.clone()
         only[:, place] = batch.targets[:, place]
         tokens = batch.tokens.clone()
         tokens[:, place + 1 :] = (tokens[:, place + 1 :] + 1) % model_of(case).vocab_size
-        with torch.no_grad():
-            one, other = (
-                run_parts(parts, Batch(given, only))["lm"].item() for given in (batch.tokens, tokens)
+        ones, others = (_terms(parts, Batch(given, only)) for given in (batch.tokens, tokens))
+        for term in (term for term, loss in without.items() if loss == 0):
+            one, other = ones[term], others[term]
+            assert abs(one - other) < 1e-9, (
+                f"{term}: the loss of the targets at position {place} is {one:.12g}, and {other:.12g} with "
+                "other tokens behind it: the pass with targets sees the future"
             )
-        assert abs(one - other) < 1e-9, (
-            f"the loss of the targets at position {place} is {one:.12g}, and {other:.12g} with other tokens "
-            "behind it: the pass with targets sees the future"
-        )
+
+
+def _terms(parts: list[nn.Module], batch: Batch) -> dict[str, float]:
+    with torch.no_grad():
+        return {term: loss.item() for term, loss in run_parts(parts, batch).items()}
 
 
 @check("model", since="0.2")
 def a_pass_knows_nothing_of_earlier_ones(case: Case) -> None:
-    """Logits are bitwise a new model's whatever the lengths and numbers of sequences of passes before."""
+    """Results are a new model's whatever the lengths, numbers of sequences and documents of passes before."""
     batch, length = batch_of(case), case.recipe().batch.length
     lengths = [max(2, length // 2), length, max(1, length // 3), length]
     used = parts_of(case)
@@ -84,6 +92,22 @@ def a_pass_knows_nothing_of_earlier_ones(case: Case) -> None:
             f"pass {number + 1} of {count} tokens, after passes of {lengths[:number]}",
             atol=1e-12,
         )
+    if "document_masks" in case.component().provides:
+        _documents_are_those_of_the_batch(case, used, batch)
+
+
+def _documents_are_those_of_the_batch(case: Case, used: list[nn.Module], batch: Batch) -> None:
+    length = batch.tokens.shape[1]
+    at_S = torch.arange(length)
+    for cut in (length // 4, length // 2, length - 1):  # where a second document begins
+        begins = torch.where(at_S < cut, 0, cut).expand_as(batch.tokens).contiguous()
+        documents = attrs.evolve(batch, begins=begins)
+        got, wanted = _terms(used, documents), _terms(parts_of(case), documents)
+        for term, loss in wanted.items():
+            assert abs(got[term] - loss) < 1e-9, (
+                f"{term} of sequences whose second document begins at {cut} is {loss:.12g} in a new model, "
+                f"and {got[term]:.12g} after passes with other documents"
+            )
 
 
 def _measured(part: nn.Module, value: torch.Tensor, batch: Batch) -> tuple[float, torch.Tensor | None]:

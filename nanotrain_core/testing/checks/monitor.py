@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import attrs
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -96,26 +97,58 @@ def works_without_a_folder(case: Case) -> None:
 
 @check("monitor", since="0.2")
 def what_it_remembers_comes_back(case: Case) -> None:
-    """``meta`` is JSON, the same on every rank, and a new monitor that loads it returns the same."""
+    """``meta`` is JSON, the same on every rank; a new monitor that loads it returns the same, and keeps it.
+
+    A resumed run calls ``load_meta`` before ``on_start``, which must not reset what was loaded.
+    """
     with tempfile.TemporaryDirectory() as name:
         ranks = run_ranks(remembered, case.world_size, case, Path(name))
-    for rank, (said, again) in enumerate(ranks):
-        assert said == ranks[0][0], f"rank {rank} would remember {said}, rank 0 {ranks[0][0]}"
+    for rank, found in enumerate(ranks):
+        said, again = (json.dumps(each, sort_keys=True) for each in (found.said, found.loaded))
+        first = json.dumps(ranks[0].said, sort_keys=True)
+        assert said == first, f"rank {rank} would remember {said}, rank 0 {first}"
         assert again == said, f"rank {rank}: given {said}, a new monitor says {again}"
+        for who, meta in found.said.items():
+            lost = found.resumed.get(who) == found.started.get(who) != meta
+            assert not lost, (
+                f"rank {rank}: '{who}' was given {meta} before on_start, and says {found.resumed.get(who)} "
+                "after it, as in a new run: let only __init__ set what load_meta loads"
+            )
 
 
-def remembered(case: Case, folder: Path) -> tuple[str, str]:
-    """Return the monitors' ``meta`` at the end of a run, and that of new ones that loaded it."""
-    engine = make_engine(case, EVENTS, folder=folder)
+@attrs.define(frozen=True)
+class Remembered:
+    """What a case's monitors return for ``meta``, by their names."""
+
+    said: dict[str, Any]
+    """At the end of a run."""
+    loaded: dict[str, Any]
+    """New ones that loaded it."""
+    resumed: dict[str, Any]
+    """Those of a run that was resumed at its last step."""
+    started: dict[str, Any]
+    """Those of a new run before its first step."""
+
+
+def remembered(case: Case, folder: Path) -> Remembered:
+    """Return the monitors' ``meta`` of a run, of new monitors, of a resumed run, and of a new run."""
+    for name in ("run", "new"):
+        (folder / name).mkdir(exist_ok=True)
+    engine = make_engine(case, EVENTS, folder=folder / "run")
     engine.fit()
-    said = _said(engine.run.monitors)
+    said = _meta(engine.run.monitors)
     new = make_run(case, EVENTS).monitors
-    Events(new, StopRequest(), strict=True).load_meta(json.loads(said))
-    return said, _said(new)
+    Events(new, StopRequest(), strict=True).load_meta(json.loads(json.dumps(said)))
+    resumed = make_engine(case, EVENTS, folder=folder / "run", resume="latest")
+    resumed.fit()
+    started = make_engine(case, {"run": EVENTS["run"]}, folder=folder / "new")
+    started.steps = 0
+    started.fit()
+    return Remembered(said, _meta(new), _meta(resumed.run.monitors), _meta(started.run.monitors))
 
 
-def _said(monitors: Sequence[Monitor]) -> str:
-    return json.dumps(Events(monitors, StopRequest(), strict=True).meta(), sort_keys=True)
+def _meta(monitors: Sequence[Monitor]) -> dict[str, Any]:
+    return dict(Events(monitors, StopRequest(), strict=True).meta())
 
 
 @check("monitor", since="0.2")
