@@ -155,6 +155,16 @@ class ForgetsLate(DrawsLate):
         self.seen = min(4, meta["seen"])
 
 
+class BeginsAnewAtStart(ForgetsLate):
+    """Sets what it has loaded back when the run starts."""
+
+    def on_start(self, run):
+        self.seen = 0
+
+    def load_meta(self, meta):
+        self.seen = meta["seen"]
+
+
 # --- data ------------------------------------------------------------------------------------------
 
 
@@ -280,7 +290,7 @@ def nanotrain_register_optimizer(register):
 
 @hookimpl
 def nanotrain_register_monitor(register):
-    for cls in (DrawsLate, ChangesGradientsLate, PublishesLate, ForgetsLate):
+    for cls in (DrawsLate, ChangesGradientsLate, PublishesLate, ForgetsLate, BeginsAnewAtStart):
         register(twin(cls))
 
 

@@ -3,8 +3,10 @@
 import attrs
 import torch
 from broken_twins import twin
+from torch.nn.functional import cross_entropy
 
 from nanotrain_core import hookimpl
+from nanotrain_core.batch import IGNORE
 from nanotrain_core.builtin.transformer_config import TransformerConfig
 from nanotrain_core.contracts import PartOutput
 from nanotrain_core.layout.roles import Role, tag
@@ -75,6 +77,21 @@ class AveragesInTraining(ReadsItsTargets):
         return x if batch.targets is None else x + 0.1 * x.mean(1, keepdim=True)
 
 
+class SeesFurtherTargets(ScalesItsLogits):
+    """A second term predicts the token after the next one from that token."""
+
+    def loss_counts(self, batch):
+        return {**super().loss_counts(batch), "further": batch.later(1).target_tokens()}
+
+    def change(self, part, inputs, output):
+        if output.value is not None:
+            return output
+        targets, table = inputs[1].later(1).targets, part.head.weight
+        logits = table[targets.clamp(min=0)] @ table.T
+        further = cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction="sum")
+        return PartOutput(None, {**output.losses, "further": further})
+
+
 # --- FLOPs that are off -------------------------------------------------------------------------------
 
 
@@ -143,6 +160,22 @@ class BeginsAnewAfterItsFirstLength(StretchesToItsFirstLength):
         return torch.arange(length) % first
 
 
+class KeepsItsFirstDocuments(Transformer):
+    """Documents begin where those of the first batch of this shape did."""
+
+    def build(self, part, *ops):
+        module, first = super().build(part, *ops), {}
+
+        def replace(part, inputs):
+            value, batch = inputs
+            if batch.begins is None:
+                return None
+            return value, attrs.evolve(batch, begins=first.setdefault(batch.begins.shape, batch.begins))
+
+        module.register_forward_pre_hook(replace)
+        return module
+
+
 # --- units of shared key heads ---------------------------------------------------------------------------
 
 
@@ -185,6 +218,7 @@ def nanotrain_register_model(register):
         ReadsItsTargets,
         LooksAheadInTraining,
         AveragesInTraining,
+        SeesFurtherTargets,
         ForgetsBackwardFlops,
         ForgetsHeadFlops,
         ForgetsAttentionFlops,
@@ -196,3 +230,4 @@ def nanotrain_register_model(register):
         HalvesValueHeads,
     ):
         register(twin(cls, TransformerConfig))
+    register(twin(KeepsItsFirstDocuments, TransformerConfig, provides={"document_masks"}))

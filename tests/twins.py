@@ -62,7 +62,7 @@ FAULTS = (
         "broken_models",
         "model",
         "the training pass sees its targets",
-        "reads_its_targets looks_ahead_in_training averages_in_training",
+        "reads_its_targets looks_ahead_in_training averages_in_training sees_further_targets",
         "logits_are_those_of_the_loss a_target_costs_only_itself",
     ),
     _fault(
@@ -76,7 +76,8 @@ FAULTS = (
         "broken_models",
         "model",
         "positions are those of the first call",
-        "stretches_to_its_first_length stops_at_its_first_length begins_anew_after_its_first_length",
+        "stretches_to_its_first_length stops_at_its_first_length begins_anew_after_its_first_length "
+        "keeps_its_first_documents",
         "a_pass_knows_nothing_of_earlier_ones",
     ),
     _fault(
@@ -191,7 +192,8 @@ FAULTS = (
         "broken_stores",
         "checkpoint",
         "each rank's own clock says when to save",
-        "due_by_its_clock due_by_the_day due_by_counter due_by_nanoseconds due_by_short_clock due_by_age",
+        "due_by_its_clock due_by_the_day due_by_counter due_by_nanoseconds due_by_short_clock due_by_age "
+        "due_by_its_pace",
         "due_on_all_ranks_alike",
     ),
     _fault(
@@ -247,7 +249,7 @@ FAULTS = (
         "broken_late",
         "monitor",
         "it misbehaves after the fourth step",
-        "draws_late changes_gradients_late publishes_late forgets_late",
+        "draws_late changes_gradients_late publishes_late forgets_late begins_anew_at_start",
         "changes_nothing publishes_what_it_declares what_it_remembers_comes_back",
     ),
 )

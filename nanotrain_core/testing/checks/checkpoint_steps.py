@@ -119,14 +119,16 @@ def due_on_all_ranks_alike(case: Case) -> None:
         for field in fields
         if field.name.endswith(("minutes", "seconds", "hours")) and isinstance(field.default, int | float)
     }
-    configs = [steps, {}, {**steps, **minutes}] if minutes else [steps, {}]
+    configs: list[dict[str, Any]] = [steps, {}]
+    if minutes:
+        configs.append({**steps, **minutes})
     for config in configs:
         timed = attrs.evolve(case, config={**config, **case.config})
         with temporary_folder() as folder:
             ranks = run_ranks(when_due, case.world_size, timed, folder)
-        for number, steps in enumerate(ranks):
-            assert steps == ranks[0], (
-                f"with clocks that differ between ranks, rank {number} would save after steps {steps}, rank "
+        for number, due in enumerate(ranks):
+            assert due == ranks[0], (
+                f"with clocks that differ between ranks, rank {number} would save after steps {due}, rank "
                 f"0 after {ranks[0]}: let one rank decide, and tell the others"
             )
 
