@@ -3,7 +3,7 @@
 from math import prod
 
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanotrain_core.checkpoint.tensor_boxes import boxes
@@ -16,6 +16,7 @@ def ranges(draw):
     return shape, draw(st.integers(0, stop)), stop
 
 
+@settings(deadline=None)
 @given(ranges())
 def test_boxes_hold_the_range_in_its_order(drawn):
     shape, start, stop = drawn
@@ -27,6 +28,7 @@ def test_boxes_hold_the_range_in_its_order(drawn):
     assert torch.cat([torch.empty(0, dtype=torch.int64), *found]).tolist() == list(range(start, stop))
 
 
+@settings(deadline=None)
 @given(ranges())
 def test_boxes_are_few(drawn):
     shape, start, stop = drawn

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from nanotrain_doctor.findings import bad
 from nanotrain_doctor.redact import environment_to_tell, redacted
@@ -24,6 +24,7 @@ SECRETS = [
 ]
 
 
+@settings(deadline=None)
 @given(
     st.sampled_from(SECRETS),
     st.sampled_from(["{}", "pip failed: {} refused", "x={}", "'{}'", "https://{}@host/x"]),

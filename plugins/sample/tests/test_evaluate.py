@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from nanotrain_sample.evaluate import tasks
 from nanotrain_sample.evaluate.windows import windows
@@ -115,6 +115,7 @@ def test_every_byte_of_a_file_is_scored_after_those_before_it(trained, capsys, s
     assert text["bits_per_byte"] == pytest.approx(total / len(content) / math.log(2), abs=1e-9)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 60), st.integers(1, 20), st.data(), st.booleans())
 def test_windows_score_each_token_once_within_the_length(count, length, data, with_start):
     stride = data.draw(st.integers(1, length))

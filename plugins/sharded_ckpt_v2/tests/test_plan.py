@@ -3,7 +3,7 @@
 from itertools import pairwise, product
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from nanotrain_sharded_ckpt_v2.save_plan import make_plan
 
@@ -58,6 +58,7 @@ def test_ranks_that_do_not_fit_together_are_refused(held, said):
         make_plan(held)
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_flat_ranges_make_up_a_tensor_and_a_missing_box_is_noticed(data):
     shape = tuple(data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=3)))
@@ -72,6 +73,7 @@ def test_flat_ranges_make_up_a_tensor_and_a_missing_box_is_noticed(data):
     assert uncovered(shape, [*parts, parts[lost]])
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(*[st.tuples(st.integers(0, 5), st.integers(0, 4))] * 2), max_size=6))
 def test_overlap_is_found_where_there_is_one(sides):
     found = [(tuple(o for o, _ in side), tuple(n for _, n in side)) for side in sides]
