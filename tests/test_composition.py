@@ -109,11 +109,12 @@ def test_many_more(composition):
     assert_trains_the_same(composition)
 
 
-@pytest.mark.full_cases("transformer-pp2-dp2-1f1b-zero2-mb6")
-@pytest.mark.parametrize(
-    "composition",
-    [pytest.param(each, marks=[pytest.mark.full] * (each.tp > 1), id=each.id) for each in to_compile()],
+@pytest.mark.full_cases(
+    "transformer-tp2-sp-tied-recompute-mb6",
+    "transformer-pp2-dp2-1f1b-zero2-mb6",
+    "deepseek_v2-tp2-ep2-sp-recompute-zero1-mb6",
 )
+@pytest.mark.parametrize("composition", to_compile(), ids=lambda c: c.id)
 def test_compiled(composition):
     """Layers compiled with ``aot_eager`` in some of these compositions, against the same eager process."""
     assert_compiled_trains_the_same(composition)

@@ -260,28 +260,13 @@ def collectives_compared(monkeypatch):
     monkeypatch.setenv(COLLECTIVE_CHECKS, "on")
 
 
-#: One kills a rank at every write of a save, others fail checks of many steps: up to 15 s each.
-LONG = {
-    "adds_eps_to_the_root",
-    "as_long_as_its_piece",
-    "counts_on_one_rank",
-    "draws_before_saving",
-    "draws_numbers",
-    "drops_one_sum",
-    "forgets_their_weights",
-    "publishes_anything",
-    "tells_anyhow",
+# One kills a rank at every write of a save, others fail checks of many steps: up to 15 s each.
+@pytest.mark.full_cases(
+    *("adds_eps_to_the_root", "as_long_as_its_piece", "counts_on_one_rank", "draws_before_saving"),
+    *("draws_numbers", "drops_one_sum", "forgets_their_weights", "publishes_anything", "tells_anyhow"),
     "wrong_gradient_of_gates",
-}
-
-
-@pytest.mark.parametrize(
-    ("case", "faults"),
-    [
-        pytest.param(case, faults, marks=[pytest.mark.full] * (case.use in LONG), id=case.use)
-        for case, faults in FAULTS
-    ],
 )
+@pytest.mark.parametrize(("case", "faults"), FAULTS, ids=[case.use for case, _ in FAULTS])
 def test_a_fault_fails_each_check_meant_for_it(case, faults):
     found = failures(t for t in trials(case) if t.check.kind == case.kind and t.label in faults)
     assert set(found) == faults

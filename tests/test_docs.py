@@ -209,10 +209,7 @@ def test_the_command_of_the_documentation_prints_a_table(tmp_path):
 @pytest.mark.full
 @pytest.mark.parametrize(
     "topology",
-    [
-        pytest.param({"dp": 2}, id="dp"),
-        pytest.param({"dp": 2, "pp": 2}, marks=pytest.mark.full, id="tied over pp"),
-    ],
+    [pytest.param({"dp": 2}, id="dp"), pytest.param({"dp": 2, "pp": 2}, id="tied over pp")],
 )
 def test_the_gradient_sync_of_the_documentation_passes_every_check(tmp_path, topology):
     plugins = [write_example(tmp_path, "narrow_ddp.py")]

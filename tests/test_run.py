@@ -176,7 +176,7 @@ def test_a_signal_ends_all_ranks_at_a_checkpointed_step(recipe, tmp_path, number
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("whom", [pytest.param("group", marks=pytest.mark.full), "everyone"])
+@pytest.mark.parametrize("whom", ["group", "everyone"])
 def test_sigterm_to_all_processes_ends_the_run_as_one_to_the_launcher_does(recipe, tmp_path, whom):
     """``timeout`` tells the process group, and the launcher twice; Slurm tells every process, ranks too."""
     words = ("run", "small.toml", "--nproc", "2", "--set", "run.steps=100000", "--folder", "here")

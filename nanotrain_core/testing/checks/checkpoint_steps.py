@@ -156,11 +156,9 @@ def when_due(case: Case, folder: Path) -> list[int]:
 
 def agreed(value: bool) -> bool:
     """Return whether ``value`` is the same on all ranks."""
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
     count = torch.tensor(int(value))
-    if ranks > 1:
-        dist.all_reduce(count)
-    return int(count) in (0, ranks)
+    dist.all_reduce(count)
+    return int(count) in (0, dist.get_world_size())
 
 
 #: Longer than any time between two saves that is worth a default.

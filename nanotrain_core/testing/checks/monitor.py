@@ -103,9 +103,9 @@ def what_it_remembers_comes_back(case: Case) -> None:
     """
     with tempfile.TemporaryDirectory() as name:
         ranks = run_ranks(remembered, case.world_size, case, Path(name))
+    first = json.dumps(ranks[0].said, sort_keys=True)
     for rank, found in enumerate(ranks):
         said, again = (json.dumps(each, sort_keys=True) for each in (found.said, found.loaded))
-        first = json.dumps(ranks[0].said, sort_keys=True)
         assert said == first, f"rank {rank} would remember {said}, rank 0 {first}"
         assert again == said, f"rank {rank}: given {said}, a new monitor says {again}"
         for who, meta in found.said.items():
