@@ -74,6 +74,15 @@ class Batch:
     def to(self, device: torch.device) -> Batch:
         return self._each(lambda tensor: tensor.to(device, non_blocking=True))
 
+    def clone(self) -> Batch:
+        """Return a copy in memory of its own."""
+        return self._each(torch.clone)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return the tensors of which it consists, also those of :attr:`whole`, always in the same order."""
+        own = [each for each in (self.tokens, self.targets, self.begins) if each is not None]
+        return own if self.whole is None else [*own, *self.whole.tensors()]
+
     def pinned(self) -> Batch:
         """Return it in pinned memory, from which a GPU copies asynchronously."""
         return self._each(lambda tensor: tensor.pin_memory())

@@ -74,6 +74,23 @@ class StaysEager:
 EagerRule = Callable[["Recipe", Any, "Layout"], Iterable[StaysEager]]
 
 
+@attrs.define(frozen=True)
+class NotCaptured:
+    """Why forward and backward passes with a component cannot be replayed from a CUDA graph."""
+
+    why: str
+    """As a clause: ``stage 2 sends the gradients of every microbatch``."""
+
+
+#: Returns what prevents a CUDA graph with a component in a run: none if nothing does.
+CaptureRule = Callable[["Recipe", Any, "Layout"], Iterable[NotCaptured]]
+
+
+def always_captured(recipe: Recipe, config: Any, layout: Layout) -> Iterable[NotCaptured]:
+    """A rule for :attr:`Component.cuda_graphs`: nothing prevents a CUDA graph in any run."""
+    return ()
+
+
 #: Yields config keys, each with the metric that it names.
 MetricPatterns = Callable[[Any], Iterable[tuple[str, str]]]
 #: Likewise for modules.
@@ -135,6 +152,11 @@ class Component:
     stays_eager: EagerRule | None = None
     """Returns what must not be compiled because of this component; takes the arguments of ``check``. Must
     not import torch: ``nanotrain check --explain`` shows it."""
+    cuda_graphs: CaptureRule | None = None
+    """Returns why forward and backward passes with this component cannot be replayed from a CUDA graph, in
+    which no Python code runs and every tensor keeps its address; takes the arguments of ``check``, must not
+    import torch. ``always_captured``: nothing prevents it. None, the default: unknown, ``run.cuda_graphs`` is
+    refused. Only of kernels, models, parallel components, optimizers and precisions."""
 
     metrics: tuple[Metric, ...] = attrs.field(default=(), converter=_metrics)
     """The metrics a monitor publishes: ``nanotrain metrics`` lists them; sinks get unit, group and rule."""

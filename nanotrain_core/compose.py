@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from torch import nn
 
 from nanotrain_core.batch import Shard
 from nanotrain_core.compile.blocks import compile_blocks
+from nanotrain_core.compile.cuda_graphs import not_captured
 from nanotrain_core.compile.eager import describe_compiled, kept_eager, refused
 from nanotrain_core.compile.loss import compile_losses
 from nanotrain_core.contracts import (
@@ -30,7 +31,7 @@ from nanotrain_core.contracts import (
     Schedule,
     Topology,
 )
-from nanotrain_core.errors import PluginError, RecipeError
+from nanotrain_core.errors import PluginError, Problem, RecipeError
 from nanotrain_core.hf.open_weights import load_weights
 from nanotrain_core.layout.gradients import AllReduceGradients
 from nanotrain_core.layout.initialisation import equalise
@@ -103,6 +104,8 @@ class Run:
     """FLOPs of this rank's stages over the mean of pipeline ranks."""
     passes: Passes = attrs.field(factory=Passes)
     """What layers may query about the current pass."""
+    cuda_graphs: bool = False
+    """Whether microbatches are replayed from a CUDA graph."""
     feed: Feed
     phases: RunPhases | None = None
     """What the recipe changes during the run; None in a script."""
@@ -221,6 +224,7 @@ def compose(
         schedule=actions,
         pipeline_share=pp * sum(costs.of(part) for part in parts if part.rank == pp_rank) / costs.total,
         passes=passes,
+        cuda_graphs=recipe.run.cuda_graphs,
         feed=DataFeed(
             data,
             model,
@@ -272,21 +276,28 @@ def _compile(
     """Compile layers and losses of ``parts`` if the recipe requests it; return a description of them.
 
     Raises:
-        RecipeError: ``run.compile = true``, and nothing would be compiled.
+        RecipeError: nothing would be compiled by ``run.compile = true``, or something cannot be captured by
+            ``run.cuda_graphs``.
     """
     wanted, device = recipe.run.compile, mesh.device.type
+    if device != "meta":  # a dry run of what runs on a GPU
+        _reject(not_captured(recipe, registry, mesh.layout, device))
     if wanted is False or (wanted == "auto" and (device != "cuda" or recipe.run.share_device)):
         return ()
     kept, backend = kept_eager(recipe, registry, mesh.layout, device), recipe.run.compile_backend
-    problems = list(refused(recipe, kept))
-    if problems:
-        raise RecipeError([f"{problem.key}: {problem.message}" for problem in problems])
+    _reject(refused(recipe, kept))
     eager = {each.role for each in kept}
     if Role.BLOCK not in eager:
         compile_blocks(parts, backend, eager=eager, passes=passes, log=mesh.rank == 0)
     if Role.HEAD not in eager:
         compile_losses(parts, backend, log=mesh.rank == 0)
     return describe_compiled(backend, kept)
+
+
+def _reject(problems: Iterable[Problem]) -> None:
+    found = [f"{problem.key}: {problem.message}" for problem in problems]
+    if found:
+        raise RecipeError(found)
 
 
 def split_linear_layers(part: nn.Module, gemm: GEMMBackend, passes: Passes) -> None:

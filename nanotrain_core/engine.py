@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from nanotrain_core.checkpoint.saver import CheckpointSaver
+from nanotrain_core.compile.captured_executor import CapturingExecutor
 from nanotrain_core.compose import Run, compose
 from nanotrain_core.contracts import (
     EndReport,
@@ -123,10 +124,14 @@ class RuntimeEngine:
         self.evaluated: int | None = None
         """The last step whose validation loss was finite."""
         log.ensure(run.mesh.rank)
-        self.executor = Executor(run.stages, run.gradients, run.mesh, run.owners, run.passes)
         self.stop = StopRequest()
         self.weights_ready = install_ready_hooks(run.stages.values(), run.optimizer)
         """Waits for weights that the optimizer's last step left in flight."""
+        self.executor = Executor(run.stages, run.gradients, run.mesh, run.owners, run.passes)
+        if run.cuda_graphs:
+            self.executor = CapturingExecutor(
+                run.stages, run.gradients, run.mesh, run.owners, run.passes, weights_ready=self.weights_ready
+            )
         self.events = Events(
             run.monitors, self.stop, strict=run.strict_monitors, weights_ready=self.weights_ready
         )

@@ -43,7 +43,8 @@ LEVELS = (
     ),
     (
         "recipe and registry",
-        "phases.tables recipe.* registry.* hf.* checkpoint.convert checkpoint.listing compile.eager",
+        "phases.tables recipe.* registry.* hf.* checkpoint.convert checkpoint.listing compile.cuda_graphs "
+        "compile.eager",
     ),
     (
         "built-ins",
@@ -174,12 +175,12 @@ def code_lines(path: Path) -> int:
 ROOMS = {path.parent.name for path in CORE.glob("*/__init__.py")}
 #: What each room of the core may have of code, in lines; "": all that is in none. Not the harness.
 SMALL = {
-    "": 950,
+    "": 980,
     "api": 620,
-    "builtin": 475,
+    "builtin": 490,
     "checkpoint": 870,
     "cli": 1600,
-    "compile": 350,
+    "compile": 560,
     "contracts": 645,
     "data": 785,
     "hf": 860,

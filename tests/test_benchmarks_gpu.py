@@ -143,7 +143,7 @@ def test_everything_runs_on_a_cpu_in_tiny_sizes(tmp_path, nano_gpt):
     found = json.loads((tmp_path / "out/result.json").read_text())
     assert [part["ended"] for part in found["parts"]] == [""] * len(command.PARTS)
     missing = {record["why"] for part in found["parts"] for record in part["records"] if "why" in record}
-    assert all("not installed" in why or "this version has no" in why or "GPU" in why for why in missing)
+    assert all("not installed" in why or "GPU" in why for why in missing)
     sides = {record["cells"]["side"] for part in found["parts"] for record in part["records"]
              if record.get("table") == "training steps"}  # fmt: skip
     assert {"ours, bf16", "ours, FP8", "PyTorch, compiled whole", "nanoGPT, compiled"} <= sides
@@ -252,7 +252,7 @@ def test_every_contender_of_every_race_has_a_recipe_of_one_rank():
             getattr(races, name)(settings) for name in ("llama", "wide", "gpt2", "deepseek", "host")
         ):
             for each in (race.ours, *race.others):
-                if not each.needs:
+                if not (smoke and each.on_gpu_only):
                     assert each.load().run.ranks == 1
                 assert {*each.bars} <= {*bars.BARS}
 

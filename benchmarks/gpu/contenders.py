@@ -16,7 +16,7 @@ from typing import Any, Literal
 import attrs
 
 from nanotrain_core.recipe import load_recipe
-from nanotrain_core.recipe.tree import Recipe, RunConfig
+from nanotrain_core.recipe.tree import Recipe
 
 
 @attrs.define(frozen=True, kw_only=True)
@@ -32,8 +32,8 @@ class Contender:
     torchao: str = ""
     """A recipe of torchao's FP8 layers, empty: bfloat16."""
     clone: Path | None = None
-    needs: str = ""
-    """A key of ``[run]`` that it needs, which a version may lack."""
+    on_gpu_only: bool = False
+    """Whether it cannot run in tiny sizes on a CPU."""
     bar: str = ""
     """What ours / it is, or for one of ours it / ours, or it / ``versus``."""
     versus: str = ""
@@ -46,16 +46,16 @@ class Contender:
     def bars(self) -> tuple[str, ...]:
         return tuple(bar for bar in (self.bar, self.memory_bar, self.mfu_bar) if bar)
 
-    def missing(self) -> str:
-        """Return why it cannot take part here; empty if it can."""
+    def missing(self, device: str) -> str:
+        """Return why it cannot take part on this type of device; empty if it can."""
         if self.torchao and find_spec("torchao") is None:
             return "torchao is not installed: pip install torchao"
         if self.who == "nanogpt" and self.clone is None:
             return "no --nanogpt CLONE was given: git clone https://github.com/karpathy/nanoGPT"
         if self.who == "nanogpt" and self.clone is not None and not (self.clone / "model.py").is_file():
             return f"--nanogpt {self.clone} has no model.py"
-        if self.needs and self.needs not in {field.name for field in attrs.fields(RunConfig)}:
-            return f"this version has no run.{self.needs}"
+        if self.on_gpu_only and device == "cpu":
+            return "it needs a GPU"
         return ""
 
     def load(self) -> Recipe:

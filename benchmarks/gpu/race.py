@@ -118,7 +118,7 @@ class Runner:
         return f"{self.race.model}: {contender.name}"
 
     def _is_here(self, contender: Contender) -> bool:
-        why = contender.missing()
+        why = contender.missing(self.settings.device)
         if why:
             self.record.left_out(self._named(contender), why, *contender.bars)
         return not why

@@ -31,7 +31,7 @@ from nanotrain_core.cli.machines import fewest_machines
 from nanotrain_core.cli.planned import plan_recipe
 from nanotrain_core.command import Command
 from nanotrain_core.compile.eager import KeptEager, kept_eager
-from nanotrain_core.component import Component, StaysEager, Support
+from nanotrain_core.component import Component, NotCaptured, StaysEager, Support, always_captured
 from nanotrain_core.data.survey import Survey
 from nanotrain_core.deprecated import attribute_of
 from nanotrain_core.errors import (
@@ -144,6 +144,7 @@ __all__ = [
     "Metric",
     "MetricNames",
     "NanotrainError",
+    "NotCaptured",
     "OptimizerConfig",
     "ParameterMapping",
     "Part",
@@ -179,6 +180,7 @@ __all__ = [
     "above_one",
     "add_plugin_options",
     "add_recipe_options",
+    "always_captured",
     "cached_token_of",
     "check_combination",
     "check_moments",

@@ -5,7 +5,7 @@ This module contains only descriptions: every command imports it, and it never i
 
 from nanotrain_core import hookimpl
 from nanotrain_core.builtin import configs, stragglers, transformer_config
-from nanotrain_core.component import Component
+from nanotrain_core.component import Component, always_captured
 from nanotrain_core.hookspecs import Register
 from nanotrain_core.optim.moment_groups import check_moments
 
@@ -40,6 +40,7 @@ def nanotrain_register_kernels(register: Register) -> None:
             config=configs.TorchKernelsConfig,
             factory="nanotrain_core.models.kernels:TorchKernels",
             summary="plain PyTorch, the reference for every function; the default on a GPU",
+            cuda_graphs=always_captured,
         )
     )
 
@@ -54,6 +55,7 @@ def nanotrain_register_model(register: Register) -> None:
             factory="nanotrain_core.models.transformer:Transformer",
             summary="decoder of GPT-2 or Llama shape",
             provides={"document_masks"},
+            cuda_graphs=always_captured,
             check=transformer_config.check_transformer,
             hf="nanotrain_core.hf.llama_gpt2:names",
         )
@@ -69,6 +71,7 @@ def nanotrain_register_parallel(register: Register) -> None:
             config=configs.RecomputeConfig,
             factory="nanotrain_core.models.activation_checkpointing:Recompute",
             summary="activation checkpointing: full, or selective, which recomputes no matrix product",
+            cuda_graphs=configs.recompute_captured,
         )
     )
 
@@ -82,6 +85,7 @@ def nanotrain_register_optimizer(register: Register) -> None:
             config=configs.AdamWConfig,
             factory="nanotrain_core.optim.adamw:AdamW",
             summary="AdamW, fused, decay on matrices only",
+            cuda_graphs=always_captured,
             check=check_moments,
         )
     )
@@ -91,6 +95,7 @@ def nanotrain_register_optimizer(register: Register) -> None:
             config=configs.SGDConfig,
             factory="nanotrain_core.optim.sgd:SGD",
             summary="plain gradient descent with optional momentum",
+            cuda_graphs=always_captured,
         )
     )
 
@@ -109,6 +114,7 @@ def nanotrain_register_precision(register: Register) -> None:
                 config=configs.PrecisionConfig,
                 factory=f"nanotrain_core.precision.uniform:{name}",
                 summary=summary,
+                cuda_graphs=always_captured,
             )
         )
     register(
@@ -117,6 +123,7 @@ def nanotrain_register_precision(register: Register) -> None:
             config=configs.FP16Config,
             factory="nanotrain_core.precision.uniform:fp16",
             summary="like bf16, with float16 and a dynamic loss scale",
+            cuda_graphs=always_captured,
         )
     )
 

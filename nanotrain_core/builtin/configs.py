@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Literal
 
 import attrs
 
+from nanotrain_core.component import NotCaptured
 from nanotrain_core.data.survey import Survey
+from nanotrain_core.layout.layout import Layout
 from nanotrain_core.recipe.ranges import LARGEST_SIZE, Range
-from nanotrain_core.recipe.tree import FOUR_MONTHS, OptimizerConfig, path_field
+from nanotrain_core.recipe.tree import FOUR_MONTHS, OptimizerConfig, Recipe, path_field
 
 
 @attrs.define(frozen=True, kw_only=True)
@@ -53,6 +55,15 @@ class RecomputeConfig:
     activation functions and casts, which take memory and little time."""
     every: int = attrs.field(default=1, validator=Range(1))
     """1: all layers of a stage; 2: every second one, for half of the savings and half of the time."""
+
+
+def recompute_captured(recipe: Recipe, config: RecomputeConfig, layout: Layout) -> Iterator[NotCaptured]:
+    """Compiled layers recompute inside their graph; eager ones save a random state on the host."""
+    if recipe.run.compile is False:
+        yield NotCaptured(
+            "layers that are recomputed eagerly save the state of random numbers on the host; expected "
+            'run.compile = "auto"'
+        )
 
 
 def _expect_decay_below_one(lr: float, weight_decay: float) -> None:

@@ -10,7 +10,7 @@ import attrs
 
 from nanotrain_core.cli.common import add_recipe_options, resolve
 from nanotrain_core.cli.memory import tell_memory
-from nanotrain_core.compile.eager import explain_compiled
+from nanotrain_core.compile.cuda_graphs import explain_passes
 from nanotrain_core.errors import Exit
 from nanotrain_core.launch.inputs import input_problems
 from nanotrain_core.launch.modules import check_modules
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     check_modules(found)
     if args.explain:
         print(explain(found.recipe, found.merged), end="")
-        for line in explain_compiled(found.recipe, found.registry, found.layout):
+        for line in explain_passes(found.recipe, found.registry, found.layout):
             print(f"# {line}")
         return Exit.DONE
     memory = tell_memory(args, found.registry) if args.hardware else ""  # a wrong name fails before "ok"

@@ -32,6 +32,8 @@ class Passes:
         """False while a microbatch is replayed: statistics of the step must not include it."""
         self.eager = False
         """Whether compiled layers currently run eagerly: a monitor sets it to observe inside them."""
+        self.observed = False
+        """Whether monitors observe this step's forward passes: they run in Python, and are not replayed."""
         self._number, self._open = 0, False
 
     @property

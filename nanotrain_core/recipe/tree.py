@@ -121,6 +121,9 @@ class RunConfig:
     on GPUs. See docs/performance.md for what stays eager."""
     compile_backend: str = attrs.field(default="inductor", validator=_compile_backend)
     """Compiler backend, by a name that torch knows. `aot_eager` calls the kernels of an eager run."""
+    cuda_graphs: bool = False
+    """Capture the forward and backward pass of a microbatch in a CUDA graph and replay it, where the host
+    launches kernels more slowly than the GPU runs them. See docs/performance.md for what is refused."""
 
     @share_device.validator
     def _is_a_gpu(self, field: Any, value: bool) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from nanotrain_core.compile.cuda_graphs import not_captured
 from nanotrain_core.compile.eager import kept_eager, refused
 from nanotrain_core.component import EXCLUSIVE_CAPABILITIES, LISTED_KINDS, Component
 from nanotrain_core.errors import NanotrainError, PluginError, Problem, RecipeError, describe
@@ -92,9 +93,11 @@ def find_problems(recipe: Recipe, registry: Registry) -> tuple[Layout | None, li
     problems += unknown_metrics(recipe, registry)
     if recipe.phase and not problems:
         problems += _phases(recipe, layout, registry)
-    if recipe.run.compile is True and not problems:
+    if not problems:
         device = None if recipe.run.device == "auto" else recipe.run.device
-        problems += refused(recipe, kept_eager(recipe, registry, layout, device))
+        problems += not_captured(recipe, registry, layout, device)
+        if recipe.run.compile is True:
+            problems += refused(recipe, kept_eager(recipe, registry, layout, device))
     return layout, problems
 
 

@@ -194,11 +194,11 @@ class Taps:
     @contextmanager
     def looking(self, on: bool) -> Iterator[None]:
         """Observe the modules that run within the block, if ``on``."""
-        self.on = on
+        self.on, self.passes.observed = on, on and bool(self._handles)
         try:
             yield
         finally:
-            self.on = False
+            self.on = self.passes.observed = False
 
     def remove(self) -> None:
         """Remove all taps."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import attrs
 
-from nanotrain_core.api import Component, Register, hookimpl
+from nanotrain_core.api import Component, Register, always_captured, hookimpl
 
 __version__ = "0.1.0"
 
@@ -27,5 +27,6 @@ def nanotrain_register_kernels(register: Register) -> None:
             factory="nanotrain_cuda.kernels:CUDAKernels",
             summary="permute and unpermute of experts' rows as one Triton kernel each",
             provides={"kernels:cuda"},
+            cuda_graphs=always_captured,
         )
     )

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import attrs
 
-from nanotrain_core.api import Component, Range, Register, hookimpl
+from nanotrain_core.api import Component, Range, Register, always_captured, hookimpl
 
 __version__ = "0.1.0"
 
@@ -38,5 +38,6 @@ def nanotrain_register_parallel(register: Register) -> None:
             summary="bucketed gradient all-reduce overlapped with backward",
             provides={"gradient_sync"},
             mesh_dims={"dp"},
+            cuda_graphs=always_captured,
         )
     )

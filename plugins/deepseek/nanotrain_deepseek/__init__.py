@@ -4,7 +4,7 @@ The plugin's entry module: every ``nanotrain`` command imports it, so it never i
 """
 
 from nanotrain_core.api import Component, Register, hookimpl
-from nanotrain_deepseek.config import DeepSeekConfig, check_deepseek
+from nanotrain_deepseek.config import DeepSeekConfig, check_deepseek, experts_captured
 from nanotrain_deepseek.samples import V3
 
 __version__ = "0.1.0"
@@ -20,6 +20,7 @@ def nanotrain_register_model(register: Register) -> None:
             factory="nanotrain_deepseek.model:DeepSeek",
             summary="DeepSeek-V3 or V2: latent attention, mixture of experts, multi-token prediction",
             provides={"document_masks"},
+            cuda_graphs=experts_captured,
             check=check_deepseek,
             example=V3,
             hf="nanotrain_deepseek.hf_config:names",

@@ -14,6 +14,7 @@ from nanotrain_core.api import (
     TRAINING,
     CachedToken,
     Divisible,
+    NotCaptured,
     Problem,
     Range,
     Role,
@@ -227,6 +228,15 @@ def check_deepseek(recipe: Recipe, config: DeepSeekConfig, layout: Layout) -> It
         )
     yield from _check_groups(c)
     yield from _check_losses(c)
+
+
+def experts_captured(recipe: Recipe, config: DeepSeekConfig, layout: Layout) -> Iterator[NotCaptured]:
+    """Only in bfloat16 does one kernel multiply all experts' rows, whose numbers the host does not learn."""
+    precision = recipe.precision.use
+    if config.moe_layers and precision in ("fp64", "fp32", "fp16"):
+        yield NotCaptured(
+            f"in precision '{precision}' the host reads how many rows each expert got; expected 'bf16'"
+        )
 
 
 def _check_groups(c: DeepSeekConfig) -> Iterator[Problem]:

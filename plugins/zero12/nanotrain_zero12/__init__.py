@@ -3,13 +3,23 @@
 The plugin's entry module: every ``nanotrain`` command imports it, so it never imports torch.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import ClassVar
 
 import attrs
 from attrs.validators import in_
 
-from nanotrain_core.api import AdamWConfig, Component, Range, Register, check_moments, hookimpl
+from nanotrain_core.api import (
+    AdamWConfig,
+    Component,
+    Layout,
+    NotCaptured,
+    Range,
+    Recipe,
+    Register,
+    check_moments,
+    hookimpl,
+)
 
 __version__ = "0.1.0"
 
@@ -46,6 +56,12 @@ class ShardConfig:
     can."""
 
 
+def cuda_graphs(recipe: Recipe, config: Zero12Config | ShardConfig, layout: Layout) -> Iterator[NotCaptured]:
+    """Stage 2 reduces gradients in every microbatch, stage 1 only in the last, which is not captured."""
+    if config.stage == 2:
+        yield NotCaptured("stage 2 reduce-scatters the gradients of every microbatch; expected stage 1")
+
+
 @hookimpl
 def nanotrain_register_parallel(register: Register) -> None:
     """Register ``zero12`` for other optimizers."""
@@ -57,6 +73,7 @@ def nanotrain_register_parallel(register: Register) -> None:
             summary="any optimizer, its state (stage 1) and gradients (stage 2) sharded over data ranks",
             provides={"gradient_sync"},
             mesh_dims={"dp"},
+            cuda_graphs=cuda_graphs,
         )
     )
 
@@ -72,6 +89,7 @@ def nanotrain_register_optimizer(register: Register) -> None:
             summary="AdamW with optimizer state (stage 1) and gradients (stage 2) sharded over data ranks",
             provides={"gradient_sync"},
             mesh_dims={"dp"},
+            cuda_graphs=cuda_graphs,
             check=check_moments,
         )
     )

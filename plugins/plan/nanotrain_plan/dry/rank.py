@@ -148,7 +148,7 @@ def dry_recipe(recipe: Recipe, registry: Registry, *, host: bool) -> Recipe:
     return attrs.evolve(
         recipe,
         optimizer=optimizer,
-        run=attrs.evolve(recipe.run, weights=None, compile=False),
+        run=attrs.evolve(recipe.run, weights=None, compile=False, cuda_graphs=False),
         kernels=stand_in("kernels", "dry", host=host),
         data=stand_in("data", "synthetic", vocab=2, branching=1, sequences=1, validation_sequences=0),
         precision=precision,

@@ -127,7 +127,7 @@ def real_recipe(recipe: Recipe, registry: Registry) -> Recipe:
     kernels = Selection("kernels", "torch", registry.get("kernels", "torch").config())
     return attrs.evolve(
         recipe,
-        run=attrs.evolve(recipe.run, weights=None, compile=False),
+        run=attrs.evolve(recipe.run, weights=None, compile=False, cuda_graphs=False),
         evaluation=attrs.evolve(recipe.evaluation, every=0),
         kernels=kernels,
         monitor=(),

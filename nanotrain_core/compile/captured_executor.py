@@ -1,0 +1,220 @@
+"""Replays the forward and backward pass of a microbatch from a CUDA graph, captured once for one shape.
+
+The host may need longer to launch the kernels of a small model one by one than the GPU to run them; a graph
+launches all of them at once. It repeats the same kernels on the same addresses. Microbatches are therefore
+copied into one that stays, gradients are accumulated in tensors that stay, and what Python code does in a
+pass is done around a replay: losses are added up, routers get their loads, weights in flight are waited for.
+
+A microbatch is not replayed if its shape is not that of the step's first one, if monitors observe the step,
+or if it is the last one and gradients are reduced during its backward pass.
+
+Source: torch's notes on CUDA graphs, "whole network capture"; Megatron-LM captures iterations likewise.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
+
+import attrs
+import structlog
+import torch
+from torch import nn
+
+from nanotrain_core.batch import Batch
+from nanotrain_core.errors import NanotrainError
+from nanotrain_core.moe.routing import counting_routers
+from nanotrain_core.pipeline.actions import Action
+from nanotrain_core.pipeline.executor import Executor, Losses
+
+T = TypeVar("T")
+
+#: Microbatches that run eagerly before one is captured: layers are compiled, libraries choose kernels.
+WARM_UP = 2
+
+_log = structlog.get_logger()
+
+
+class Graph(Protocol):
+    """A sequence of kernels that can be run again."""
+
+    def capture(self, work: Callable[[], T]) -> T:
+        """Record the kernels of ``work`` without running them; return its result, whose values come later."""
+
+    def replay(self) -> None:
+        """Run them on the current stream."""
+
+
+class CUDAGraph:
+    """The GPU's."""
+
+    def __init__(self) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+
+    def capture(self, work: Callable[[], T]) -> T:
+        """See :class:`Graph`. Other threads, which copy batches to the GPU, go on meanwhile."""
+        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+            return work()
+
+    def replay(self) -> None:
+        """See :class:`Graph`."""
+        self._graph.replay()
+
+
+@attrs.define(frozen=True, eq=False)
+class Captured:
+    """A captured microbatch."""
+
+    graph: Graph
+    batch: Batch
+    """The tensors that it reads."""
+    losses: Losses
+    """What the last replay computed."""
+    loads: Mapping[str, torch.Tensor]
+    """Tokens of each expert [E] in the last replay, by router."""
+    addresses: Sequence[int]
+    """Of weights and gradients."""
+
+
+class CapturingExecutor(Executor):
+    """An executor for one stage, whose microbatches go forward and then backward in turn."""
+
+    def __init__(
+        self,
+        *args: Any,
+        weights_ready: Callable[[], None] = lambda: None,
+        new_graph: Callable[[], Graph] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Capture nothing yet.
+
+        Args:
+            args: as for :class:`Executor`.
+            weights_ready: waits for weights that the optimizer's last step left in flight.
+            new_graph: makes a graph, by default a :class:`CUDAGraph`.
+            kwargs: as for :class:`Executor`.
+        """
+        super().__init__(*args, **kwargs)
+        self.weights_ready, self.new_graph = weights_ready, new_graph or CUDAGraph
+        trained = (each for part in self.stages.values() for each in part.parameters() if each.requires_grad)
+        self._trained: list[nn.Parameter] = list(dict.fromkeys(trained))
+        self._own_gradients: dict[nn.Parameter, torch.Tensor] = {}
+        self._routers = counting_routers(self.stages.values())
+        self._last_is_eager = getattr(self.gradients, "needs_gradient_hooks", True)
+        """Whether gradients are reduced while the last microbatch's backward pass runs."""
+        self._captured: Captured | None = None
+        self._factors: dict[str, torch.Tensor] = {}
+        self._shapes: list[torch.Size] = []
+        self._ran = 0
+        """Microbatches of these shapes that ran eagerly."""
+        self.replays = 0
+        """Microbatches that were replayed."""
+
+    def _begin(
+        self,
+        actions: Sequence[Action],
+        loss_factors: Mapping[str, torch.Tensor],
+        microbatches: Sequence[Batch],
+    ) -> None:
+        super()._begin(actions, loss_factors, microbatches)
+        self._replayed: set[int] = set()
+        self._put_gradients()
+        self._put_factors(loss_factors)
+        shapes = _shapes(microbatches[0])
+        if shapes != self._shapes or (self._captured and self._captured.addresses != self._addresses()):
+            self._captured, self._shapes, self._ran = None, shapes, 0
+
+    def _put_gradients(self) -> None:
+        """Give parameters without a gradient a zero one, which is in the same memory in every step."""
+        cleared = []
+        for each in self._trained:
+            if each.grad is None:
+                if each not in self._own_gradients:
+                    dtype = each.grad_dtype or each.dtype
+                    self._own_gradients[each] = torch.zeros(each.shape, dtype=dtype, device=each.device)
+                cleared.append(self._own_gradients[each])
+                each.grad = self._own_gradients[each]
+        if cleared:
+            torch._foreach_zero_(cleared)
+
+    def _put_factors(self, loss_factors: Mapping[str, torch.Tensor]) -> None:
+        """Copy the step's factors to where graphs read them."""
+        new = torch.stack([*loss_factors.values()])
+        if self._factors.keys() != loss_factors.keys():
+            memory = torch.empty_like(new, device=self.mesh.device)
+            self._factors = dict(zip(loss_factors, memory.unbind(), strict=True))
+            self._all_factors, self._captured = memory, None
+        self._all_factors.copy_(new, non_blocking=True)
+        self._loss_factors = self._factors
+
+    def _addresses(self) -> Sequence[int]:
+        both = ((each.data_ptr(), each.grad.data_ptr()) for each in self._trained if each.grad is not None)
+        return [address for pair in both for address in pair]
+
+    def _execute(self, action: Action) -> None:
+        number = action.microbatch
+        if number in self._replayed:
+            return  # its backward pass followed at once
+        if action.kind == "F" and self._can_replay(number):
+            if not self._replayed:  # Python code that waits for weights is not replayed
+                self.weights_ready()
+            self._replay(self._microbatches[number])
+            self._replayed.add(number)
+            return
+        super()._execute(action)
+
+    def _can_replay(self, number: int) -> bool:
+        last = number == len(self._microbatches) - 1
+        if self.passes.observed or self.passes.eager or (last and self._last_is_eager):
+            return False
+        if _shapes(self._microbatches[number]) != self._shapes:
+            return False
+        self._ran += 1
+        return self._ran > WARM_UP
+
+    def _replay(self, batch: Batch) -> None:
+        captured = self._captured = self._captured or self._capture(batch)
+        for own, given in zip(captured.batch.tensors(), batch.tensors(), strict=True):
+            own.copy_(given, non_blocking=True)
+        captured.graph.replay()
+        for name, loss in captured.losses.items():  # the next replay overwrites it
+            self._sums[name] = self._sums[name] + loss if name in self._sums else loss.clone()
+        for name, load in captured.loads.items():
+            self._routers[name].add_load(load.clone())
+        self.replays += 1
+
+    def _capture(self, like: Batch) -> Captured:
+        """Capture the passes of a microbatch of this shape.
+
+        Raises:
+            NanotrainError: something in them cannot be captured, such as the host reading a value.
+        """
+        began, graph, batch = time.perf_counter(), self.new_graph(), like.clone()
+        counted = {name: router.take_load() for name, router in self._routers.items()}
+        try:
+            losses, loads = graph.capture(lambda: self._passes_of(batch))
+        except RuntimeError as problem:
+            said = " ".join(str(problem).split())[:600]
+            raise NanotrainError(
+                f"run.cuda_graphs: the passes of a microbatch cannot be captured: {said}; "
+                "set run.cuda_graphs = false"
+            ) from problem
+        for name, load in counted.items():
+            self._routers[name].add_load(load)
+        if self.mesh.rank == 0:
+            seconds = round(time.perf_counter() - began, 1)
+            _log.info("captured a CUDA graph", shape=tuple(batch.tokens.shape), seconds=seconds)
+        return Captured(graph, batch, losses, loads, self._addresses())
+
+    def _passes_of(self, batch: Batch) -> tuple[Losses, Mapping[str, torch.Tensor]]:
+        """Run a microbatch forward and backward; return its losses, and its load of each router."""
+        output = self._pass(0, batch.tokens, batch)
+        losses = {name: loss.detach() for name, loss in output.losses.items()}
+        with self.passes.backward():
+            torch.autograd.backward(self._roots(output.losses))
+        return losses, {name: router.take_load() for name, router in self._routers.items()}
+
+
+def _shapes(batch: Batch) -> list[torch.Size]:
+    return [tensor.shape for tensor in batch.tensors()]

@@ -1,0 +1,97 @@
+"""Whether a recipe's microbatches can be replayed from a CUDA graph: known before anything runs. Torch-free.
+
+In a replay no Python code runs and every tensor keeps its address. Whether a component allows that only its
+author knows: it is declared with :attr:`Component.cuda_graphs`, and refused where nothing is declared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from nanotrain_core.compile.eager import explain_compiled, kernels_of
+from nanotrain_core.component import NotCaptured
+from nanotrain_core.errors import Problem
+from nanotrain_core.layout.layout import Layout
+from nanotrain_core.pipeline.actions import Action
+from nanotrain_core.recipe.component_functions import call_declared
+from nanotrain_core.recipe.tree import Recipe, Selection
+from nanotrain_core.registry.registry import Registry
+
+#: Kinds whose components take part in forward and backward passes, or say where weights and gradients are.
+KINDS = ("kernels", "model", "parallel", "precision", "optimizer")
+
+
+def not_captured(
+    recipe: Recipe, registry: Registry, layout: Layout, device: str | None = None
+) -> Iterator[Problem]:
+    """Yield what prevents ``run.cuda_graphs`` in a recipe that asks for it.
+
+    Args:
+        recipe: the checked recipe.
+        registry: the plugins.
+        layout: the layout of its ranks.
+        device: type of the run's device; None: unknown.
+
+    Raises:
+        PluginError: a component's rule is wrong.
+    """
+    for why in _reasons(recipe, registry, layout, device) if recipe.run.cuda_graphs else ():
+        yield Problem("run.cuda_graphs", why if "expected" in why else f"{why}; expected false")
+
+
+def explain_passes(recipe: Recipe, registry: Registry, layout: Layout) -> list[str]:
+    """Return what is compiled and what is captured, in lines for ``nanotrain check --explain``."""
+    compiled = explain_compiled(recipe, registry, layout)
+    if not recipe.run.cuda_graphs:
+        return compiled
+    return [
+        *compiled,
+        "CUDA graph: forward and backward of a microbatch; eager are the first ones, those of another shape, "
+        "those in which a monitor taps modules, and a step's last if gradients are reduced during backward",
+    ]
+
+
+def _reasons(recipe: Recipe, registry: Registry, layout: Layout, device: str | None) -> Iterator[str]:
+    if device not in (None, "cuda"):
+        yield f"a CUDA graph needs an NVIDIA GPU, and this run is on '{device}'"
+    if recipe.run.share_device:
+        yield "ranks that share a GPU communicate through host memory"
+    if recipe.run.compile_backend == "cudagraphs":
+        yield 'compile_backend = "cudagraphs" makes its own'
+    for dim in layout.dims:
+        if dim not in ("dp", "edp") and layout.size(dim) > 1:
+            yield f"topology.{dim} = {layout.size(dim)}: passes that communicate are not captured"
+    if not _in_turn(_actions(recipe, registry, layout)):
+        yield f"schedule '{recipe.schedule.use}' does not run each microbatch forward and then backward"
+    for selection in recipe.selections():
+        if selection.kind in KINDS:
+            yield from _of_component(selection, recipe, registry, layout, device)
+
+
+def _actions(recipe: Recipe, registry: Registry, layout: Layout) -> Sequence[Action]:
+    sizes = {dim: layout.size(dim) for dim in ("pp", "dp") if dim in layout.dims}
+    microbatches = recipe.batch.microbatches(sizes.get("dp", 1))
+    actions: Sequence[Action] = registry.build(recipe.schedule).actions(sizes.get("pp", 1), microbatches)[0]
+    return actions
+
+
+def _in_turn(actions: Sequence[Action]) -> bool:
+    """Return whether they are F and B of each microbatch in turn, of one stage."""
+    pairs = zip(actions[::2], actions[1::2], strict=False)
+    return len(actions) % 2 == 0 and all(
+        (f.kind, b.kind) == ("F", "B") and (f.stage, f.microbatch) == (b.stage, b.microbatch) and f.stage == 0
+        for f, b in pairs
+    )
+
+
+def _of_component(
+    selection: Selection, recipe: Recipe, registry: Registry, layout: Layout, device: str | None
+) -> Iterator[str]:
+    if selection.kind == "kernels" and selection.use == "auto":
+        use = kernels_of(selection, registry, device or "cuda")
+        selection = Selection("kernels", use, registry.get("kernels", use).config())
+    who = f"{selection.kind} '{selection.use}'"
+    if registry.get(selection.kind, selection.use).cuda_graphs is None:
+        yield f"{who} does not declare that its passes can be captured (Component.cuda_graphs)"
+    for each in call_declared("cuda_graphs", selection, recipe, layout, registry, NotCaptured):
+        yield f"{who}: {each.why}"
