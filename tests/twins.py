@@ -246,6 +246,13 @@ FAULTS = (
         "what_was_trained_on_is_never_held_out",
     ),
     _fault(
+        "broken_splits",
+        "data",
+        "it validates on what it trains on",
+        "validates_on_the_beginning validates_on_one_of_them trains_on_what_is_left",
+        "validation_is_never_trained_on",
+    ),
+    _fault(
         "broken_late",
         "monitor",
         "it misbehaves after the fourth step",

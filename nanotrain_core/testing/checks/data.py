@@ -172,14 +172,35 @@ def validation_has_one_order(case: Case) -> None:
 
 @check("data", since="0.1")
 def validation_is_never_trained_on(case: Case) -> None:
-    """No validation sequence is among the sequences of the first 32 training batches."""
+    """No validation sequence is among the sequences of the first 32 training batches.
+
+    Short sequences of few different tokens may be there by chance: a hundred times as many as expected may.
+    """
     data = opened(case)
-    validated = held_out(data)
-    trained = {tuple(row.tolist()) for tokens, _ in batches(data, 32) for row in tokens}
+    validated, tokens = held_out(data), batches(data, 32)[:, 0].flatten(0, 1)
+    trained = {tuple(row) for row in tokens.tolist()}
     shared = validated & trained
-    assert not shared, (
+    by_chance = len(validated) * len(trained) * chance_of_equal(tokens)
+    assert len(shared) <= 100 * by_chance, (
         f"{len(shared)} of {len(validated)} validation sequences were trained on: {min(shared)}"
     )
+
+
+def chance_of_equal(tokens: torch.Tensor) -> float:
+    """Estimate the probability that two unrelated sequences like the rows of ``tokens`` [N, S] are equal.
+
+    As if each token depended on the one before it only: that of equal first tokens, times that of equal next
+    ones after equal ones for each further token. Both are shares of equal pairs in the sample.
+    """
+    one = _equal_pairs(tokens.flatten()[:, None])
+    two = _equal_pairs(torch.stack((tokens[:, :-1], tokens[:, 1:]), dim=-1).flatten(0, 1))
+    return one * (two / one) ** (tokens.shape[1] - 1) if one else 0.0
+
+
+def _equal_pairs(rows: torch.Tensor) -> float:
+    """Return which share of the pairs of different rows are equal."""
+    counts, n = torch.unique(rows, dim=0, return_counts=True)[1].double(), len(rows)
+    return float((counts * (counts - 1)).sum()) / max(1, n * (n - 1))
 
 
 @check("data", since="0.1")
