@@ -8,12 +8,14 @@ import sys
 from importlib import util
 from pathlib import Path
 
+import attrs
 import pytest
 
 import nanotrain_core.api
 import nanotrain_core.api.ranks
 import nanotrain_core.api.text
 import nanotrain_core.api.torch
+from nanotrain_core.batch import Batch
 
 ROOT = Path(__file__).parents[1]
 DOORS = [nanotrain_core.api, nanotrain_core.api.torch, nanotrain_core.api.ranks, nanotrain_core.api.text]
@@ -61,9 +63,28 @@ def test_three_doors_do_not_import_torch():
     assert run.stdout.strip() == "False"
 
 
-NAMES = util.spec_from_file_location("site_names", ROOT / "docs/site/names.py")
-names = util.module_from_spec(NAMES)
-NAMES.loader.exec_module(names)
+def site_module(name):
+    spec = util.spec_from_file_location(f"site_{name}", ROOT / f"docs/site/{name}.py")
+    module = util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+names, objects = site_module("names"), site_module("objects")
+
+
+def test_the_page_of_objects_is_up_to_date():
+    told = "docs/objects.md is not what the source says: run `python docs/site/objects.py`"
+    assert objects.PAGE.read_text(encoding="utf-8") == objects.page(), told
+
+
+def test_the_page_of_objects_has_what_classes_have():
+    """Fields of an attrs class, a property, and a method as it is called."""
+    told = objects.PAGE.read_text(encoding="utf-8").partition("\n### Batch\n")[2].partition("\n### ")[0]
+    fields = [field.name for field in attrs.fields(Batch)]
+    assert all(f"| `{name}: " in told for name in fields)
+    assert "| `length: int` | Tokens of a whole sequence, of which this rank may have a part. |" in told
+    assert "| `part(index: int, count: int) -> Batch` |" in told
 
 
 def test_the_page_of_names_is_up_to_date():

@@ -24,7 +24,8 @@ DOORS = (
 HEAD = """# Names that plugins import
 
 Everything in `__all__` of the modules that a plugin may import from, grouped by the package of the core
-that defines it. The sentence is the first one of its docstring; the file has arguments, shapes and errors.
+that defines it. The sentence is the first one of its docstring; the file has arguments, shapes and errors,
+and [objects.md](objects.md) the fields and methods of each class.
 [What to import from where](plugins.md#what-to-import-from-where) says which module is for what,
 [compatibility.md](compatibility.md) how long a name stays.
 
@@ -50,14 +51,15 @@ def file_of(module: str) -> Path:
 
 def names_of(door: str) -> list[Name]:
     """Return what a module lists in ``__all__``, in the order in which a reader would look it up."""
-    tree = _tree(file_of(door))
+    tree = parsed(file_of(door))
     (listed,) = (
         node.value for node in tree.body if isinstance(node, ast.Assign) and _targets(node) == ["__all__"]
     )
     return [Name(name, *_defined(door, name)) for name in sorted(ast.literal_eval(listed), key=str.lower)]
 
 
-def _tree(path: Path) -> ast.Module:
+def parsed(path: Path) -> ast.Module:
+    """Return the syntax tree of a file."""
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
@@ -75,14 +77,14 @@ def _targets(node: ast.stmt) -> list[str]:
 def _defined(module: str, name: str) -> tuple[Path, str]:
     """Follow imports to where a name is defined; return the file and the first sentence about it."""
     path = file_of(module)
-    body = list(_statements(_tree(path).body))
+    body = list(_statements(parsed(path).body))
     for number, node in enumerate(body):
         if name in _targets(node):
             text = ast.get_docstring(node) if isinstance(node, ast.ClassDef | ast.FunctionDef) else None
             behind = body[number + 1] if number + 1 < len(body) else None
             if text is None and isinstance(behind, ast.Expr) and isinstance(behind.value, ast.Constant):
                 text = str(behind.value.value)
-            return path, _sentence(text or _comment_before(path, node.lineno))
+            return path, first_sentence(text or _comment_before(path, node.lineno))
     for node in body:
         if isinstance(node, ast.ImportFrom) and node.module:
             for alias in node.names:
@@ -108,7 +110,7 @@ def _comment_before(path: Path, line: int) -> str:
     return " ".join(found)
 
 
-def _sentence(text: str) -> str:
+def first_sentence(text: str) -> str:
     """Return the first sentence of a docstring as Markdown in a table."""
     words = " ".join(text.strip().partition("\n\n")[0].split())
     words = re.sub(r":\w+:`~?(?:[\w.]*\.)?(\w+)`", r"`\1`", words).replace("``", "`")
@@ -119,8 +121,8 @@ def page() -> str:
     """Return docs/api.md."""
     lines = [HEAD]
     for door in DOORS:
-        about = ast.get_docstring(_tree(file_of(door))) or ""
-        lines += [f"## {door}", "", _sentence(about), ""]
+        about = ast.get_docstring(parsed(file_of(door))) or ""
+        lines += [f"## {door}", "", first_sentence(about), ""]
         rooms: dict[str, list[Name]] = {}
         for each in names_of(door):
             rooms.setdefault(_room(each.path), []).append(each)
@@ -143,8 +145,8 @@ def _room(path: Path) -> str:
 def _title(room: str) -> str:
     if not room:
         return "The core itself"
-    about = ast.get_docstring(_tree(ROOT / "nanotrain_core" / room / "__init__.py")) or ""
-    return _sentence(about).rstrip(".")
+    about = ast.get_docstring(parsed(ROOT / "nanotrain_core" / room / "__init__.py")) or ""
+    return first_sentence(about).rstrip(".")
 
 
 if __name__ == "__main__":
