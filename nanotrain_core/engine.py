@@ -161,6 +161,7 @@ class RuntimeEngine:
         self.steps = steps or self.steps
         self.stop.clear()
         self.run.gradients.zero()
+        self.executor.check_model()
         for router in counting_routers(self.run.stages.values()).values():
             router.take_load()  # of an interrupted step: the next one would count it too
         self._saved, self._owes_save = -1, False

@@ -18,11 +18,21 @@ from nanotrain_core import compose
 from nanotrain_core.compile import captured_executor
 from nanotrain_core.recipe import validate
 
+#: Operators for which the host waits: for a value, or for the size of the result.
+READS = {
+    torch.ops.aten._local_scalar_dense,
+    torch.ops.aten.nonzero,
+    torch.ops.aten.masked_select,
+    torch.ops.aten._unique2,
+    torch.ops.aten.unique_dim,
+    torch.ops.aten.unique_consecutive,
+}
+
 
 class RecordedGraph(TorchDispatchMode):
     """See :class:`~nanotrain_core.compile.captured_executor.Graph`."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         super().__init__()
         self.calls: list[tuple[Any, Any, Any, list[torch.Tensor]]] = []
         self._own: set[int] = set()
@@ -37,7 +47,7 @@ class RecordedGraph(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func is torch.ops.aten._local_scalar_dense.default:
+        if func.overloadpacket in READS:
             _forbidden()
         arguments = func._schema.arguments
         for declared, given in zip(arguments, args, strict=False):
@@ -80,8 +90,8 @@ def _forbidden(*_: Any) -> None:
 
 
 @contextmanager
-def recorded_graphs():
-    """Let runs with ``cuda_graphs`` record operators of a CPU; yield the executors that capture."""
+def counted_executors():
+    """Yield the executors that capture, as runs make them."""
     made = []
     begin = captured_executor.CapturingExecutor.__init__
 
@@ -89,10 +99,17 @@ def recorded_graphs():
         begin(self, *args, **kwargs)
         made.append(self)
 
+    with mock.patch.object(captured_executor.CapturingExecutor, "__init__", remember):
+        yield made
+
+
+@contextmanager
+def recorded_graphs():
+    """Let runs with ``cuda_graphs`` record operators of a CPU; yield the executors that capture."""
     with (
         mock.patch.object(compose, "not_captured", return_value=()),  # there is no GPU
         mock.patch.object(validate, "not_captured", return_value=()),
         mock.patch.object(captured_executor, "CUDAGraph", RecordedGraph),
-        mock.patch.object(captured_executor.CapturingExecutor, "__init__", remember),
+        counted_executors() as made,
     ):
         yield made

@@ -13,7 +13,9 @@ Source: torch's notes on CUDA graphs, "whole network capture"; Megatron-LM captu
 
 from __future__ import annotations
 
+import gc
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -32,6 +34,8 @@ T = TypeVar("T")
 
 #: Microbatches that run eagerly before one is captured: layers are compiled, libraries choose kernels.
 WARM_UP = 2
+#: Steps after which a run is told that nothing was replayed.
+PATIENCE = 10
 
 _log = structlog.get_logger()
 
@@ -49,13 +53,41 @@ class Graph(Protocol):
 class CUDAGraph:
     """The GPU's."""
 
-    def __init__(self) -> None:
-        self._graph = torch.cuda.CUDAGraph()
+    def __init__(self, device: torch.device) -> None:
+        self.device, self._graph = device, torch.cuda.CUDAGraph()
 
     def capture(self, work: Callable[[], T]) -> T:
-        """See :class:`Graph`. Other threads, which copy batches to the GPU, go on meanwhile."""
-        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
-            return work()
+        """See :class:`Graph`. Other threads, which copy batches to the GPU, go on meanwhile.
+
+        Raises:
+            RuntimeError: what ``work`` raised where something cannot be captured, or nothing was.
+        """
+        raised: list[Exception] = []
+
+        def noted() -> T:
+            try:
+                return work()
+            except Exception as problem:  # the end of the capture will raise another, without the reason
+                raised.append(problem)
+                raise
+
+        gc.collect()  # a graph of autograd's that is still alive would draw another stream in
+        stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        try:
+            with (
+                torch.cuda.device(self.device),
+                torch.cuda.stream(torch.cuda.current_stream(self.device)),  # restored if a capture fails
+                warnings.catch_warnings(),
+                torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"),
+            ):
+                warnings.filterwarnings("error", message=".*CUDA Graph is empty")
+                return noted()
+        except UserWarning as problem:
+            raise RuntimeError(f"{problem}") from problem
+        except Exception:
+            if raised:
+                raise raised[0] from None
+            raise
 
     def replay(self) -> None:
         """See :class:`Graph`."""
@@ -74,7 +106,7 @@ class Captured:
     loads: Mapping[str, torch.Tensor]
     """Tokens of each expert [E] in the last replay, by router."""
     addresses: Sequence[int]
-    """Of weights and gradients."""
+    """Of weights, buffers and gradients."""
 
 
 class CapturingExecutor(Executor):
@@ -84,7 +116,7 @@ class CapturingExecutor(Executor):
         self,
         *args: Any,
         weights_ready: Callable[[], None] = lambda: None,
-        new_graph: Callable[[], Graph] | None = None,
+        new_graph: Callable[[torch.device], Graph] | None = None,
         **kwargs: Any,
     ) -> None:
         """Capture nothing yet.
@@ -92,24 +124,48 @@ class CapturingExecutor(Executor):
         Args:
             args: as for :class:`Executor`.
             weights_ready: waits for weights that the optimizer's last step left in flight.
-            new_graph: makes a graph, by default a :class:`CUDAGraph`.
+            new_graph: makes a graph on a device, by default a :class:`CUDAGraph`.
             kwargs: as for :class:`Executor`.
         """
         super().__init__(*args, **kwargs)
         self.weights_ready, self.new_graph = weights_ready, new_graph or CUDAGraph
-        trained = (each for part in self.stages.values() for each in part.parameters() if each.requires_grad)
-        self._trained: list[nn.Parameter] = list(dict.fromkeys(trained))
         self._own_gradients: dict[nn.Parameter, torch.Tensor] = {}
         self._routers = counting_routers(self.stages.values())
         self._last_is_eager = getattr(self.gradients, "needs_gradient_hooks", True)
         """Whether gradients are reduced while the last microbatch's backward pass runs."""
+        self._factors = torch.empty(0)
+        self._key: Any = None
+        """What the captured passes depend on besides tensors' values."""
+        self.steps = self.replays = 0
+        """Steps, and microbatches that were replayed."""
+        self._why = ""
+        """Why the last microbatch was not."""
+        self._model: Any = None
+        """What a script, or a monitor at its start, may have changed in the model."""
+        self.check_model()
+
+    def check_model(self) -> None:
+        """See :meth:`Executor.check_model`: at the next step, after monitors have put their hooks."""
+        self._unchecked = True
+
+    def _check_model(self) -> None:
+        """Capture anew if other parameters are trained, or if modules have other hooks."""
+        self._unchecked = False
+        parts = [*self.stages.values()]
+        modules = [module for part in parts for module in part.modules()]
+        parameters = [each for part in parts for each in part.parameters()]
+        hooks = [(*m._forward_pre_hooks, *m._forward_hooks, *m._backward_hooks) for m in modules]
+        model = [each.requires_grad for each in parameters], hooks
+        if model != self._model:
+            self._model = model
+            self._trained = [each for each in dict.fromkeys(parameters) if each.requires_grad]
+            self._held = [*parameters, *(each for part in parts for each in part.buffers())]
+            self._forget()
+
+    def _forget(self) -> None:
+        """Capture anew, after microbatches that run eagerly."""
         self._captured: Captured | None = None
-        self._factors: dict[str, torch.Tensor] = {}
-        self._shapes: list[torch.Size] = []
         self._ran = 0
-        """Microbatches of these shapes that ran eagerly."""
-        self.replays = 0
-        """Microbatches that were replayed."""
 
     def _begin(
         self,
@@ -119,11 +175,25 @@ class CapturingExecutor(Executor):
     ) -> None:
         super()._begin(actions, loss_factors, microbatches)
         self._replayed: set[int] = set()
+        self._warn_once()
+        if self._unchecked:
+            self._check_model()
         self._put_gradients()
-        self._put_factors(loss_factors)
-        shapes = _shapes(microbatches[0])
-        if shapes != self._shapes or (self._captured and self._captured.addresses != self._addresses()):
-            self._captured, self._shapes, self._ran = None, shapes, 0
+        self._shapes = _shapes(microbatches[0])
+        key = self._shapes, self.passes.model_changes, [*loss_factors]
+        if key != self._key or (self._captured and self._captured.addresses != self._addresses()):
+            self._forget()
+            self._factors = torch.zeros(len(loss_factors), dtype=torch.float64, device=self.mesh.device)
+        self._key = key
+        self._factors.copy_(torch.stack([*loss_factors.values()]), non_blocking=True)
+        self._loss_factors = dict(zip(loss_factors, self._factors, strict=True))
+
+    def _warn_once(self) -> None:
+        """Warn if after some steps nothing was replayed."""
+        self.steps += 1
+        if self.steps == PATIENCE + 1 and not self.replays and self.mesh.rank == 0:
+            why = f"no microbatch was replayed in {PATIENCE} steps: {self._why}"
+            _log.warning("run.cuda_graphs has no effect", why=why)
 
     def _put_gradients(self) -> None:
         """Give parameters without a gradient a zero one, which is in the same memory in every step."""
@@ -138,19 +208,9 @@ class CapturingExecutor(Executor):
         if cleared:
             torch._foreach_zero_(cleared)
 
-    def _put_factors(self, loss_factors: Mapping[str, torch.Tensor]) -> None:
-        """Copy the step's factors to where graphs read them."""
-        new = torch.stack([*loss_factors.values()])
-        if self._factors.keys() != loss_factors.keys():
-            memory = torch.empty_like(new, device=self.mesh.device)
-            self._factors = dict(zip(loss_factors, memory.unbind(), strict=True))
-            self._all_factors, self._captured = memory, None
-        self._all_factors.copy_(new, non_blocking=True)
-        self._loss_factors = self._factors
-
     def _addresses(self) -> Sequence[int]:
-        both = ((each.data_ptr(), each.grad.data_ptr()) for each in self._trained if each.grad is not None)
-        return [address for pair in both for address in pair]
+        gradients = (each.grad for each in self._trained)
+        return [each.data_ptr() for each in (*self._held, *gradients) if each is not None]
 
     def _execute(self, action: Action) -> None:
         number = action.microbatch
@@ -165,13 +225,17 @@ class CapturingExecutor(Executor):
         super()._execute(action)
 
     def _can_replay(self, number: int) -> bool:
-        last = number == len(self._microbatches) - 1
-        if self.passes.observed or self.passes.eager or (last and self._last_is_eager):
-            return False
-        if _shapes(self._microbatches[number]) != self._shapes:
-            return False
-        self._ran += 1
-        return self._ran > WARM_UP
+        if self.passes.observed or self.passes.eager:
+            self._why = "a monitor observes every step: raise run.log_every"
+        elif number == len(self._microbatches) - 1 and self._last_is_eager:
+            self._why = "a step's last microbatch, during which gradients are reduced, is its only one"
+        elif _shapes(self._microbatches[number]) != self._shapes:
+            self._why = "microbatches have different shapes"
+        else:
+            self._why = "what the passes depend on, such as a key of the model, changes in every step"
+            self._ran += 1
+            return self._ran > WARM_UP
+        return False
 
     def _replay(self, batch: Batch) -> None:
         captured = self._captured = self._captured or self._capture(batch)
@@ -190,10 +254,12 @@ class CapturingExecutor(Executor):
         Raises:
             NanotrainError: something in them cannot be captured, such as the host reading a value.
         """
-        began, graph, batch = time.perf_counter(), self.new_graph(), like.clone()
+        began, graph, batch = time.perf_counter(), self.new_graph(self.mesh.device), like.clone()
         counted = {name: router.take_load() for name, router in self._routers.items()}
         try:
             losses, loads = graph.capture(lambda: self._passes_of(batch))
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as problem:
             said = " ".join(str(problem).split())[:600]
             raise NanotrainError(

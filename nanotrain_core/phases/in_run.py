@@ -86,6 +86,7 @@ class RunPhases:
         if any(key.startswith("model.") for key in changed):
             assert isinstance(self._model, ChangesInRun)
             self._model.change(now.model.config, tuple(run.stages.values()))
+            run.passes.model_changes += 1
             run = attrs.evolve(run, model=now.model, loss_weights=self._model.loss_weights)
         return run
 

@@ -63,6 +63,9 @@ class Executor:
 
     # --- training -----------------------------------------------------------------------------
 
+    def check_model(self) -> None:
+        """Notice what a script has changed in the model since the last ``fit``: nothing matters here."""
+
     def run(
         self,
         actions: Sequence[Action],

@@ -34,6 +34,8 @@ class Passes:
         """Whether compiled layers currently run eagerly: a monitor sets it to observe inside them."""
         self.observed = False
         """Whether monitors observe this step's forward passes: they run in Python, and are not replayed."""
+        self.model_changes = 0
+        """How often phases have changed keys of the model: whoever keeps what a pass computes compares it."""
         self._number, self._open = 0, False
 
     @property

@@ -233,10 +233,18 @@ def check_deepseek(recipe: Recipe, config: DeepSeekConfig, layout: Layout) -> It
 def experts_captured(recipe: Recipe, config: DeepSeekConfig, layout: Layout) -> Iterator[NotCaptured]:
     """Only in bfloat16 does one kernel multiply all experts' rows, whose numbers the host does not learn."""
     precision = recipe.precision.use
-    if config.moe_layers and precision in ("fp64", "fp32", "fp16"):
+    if not config.moe_layers:
+        return
+    if precision in ("fp64", "fp32", "fp16"):
         yield NotCaptured(
             f"in precision '{precision}' the host reads how many rows each expert got; expected 'bf16'"
         )
+    for name, size in (("width", config.width), ("expert_ffn", config.expert_ffn)):
+        if size % 8:
+            yield NotCaptured(
+                f"with {name} = {size} the host reads how many rows each expert got; "
+                f"expected a multiple of 8, such as model.{name} = {-(-size // 8) * 8}"
+            )
 
 
 def _check_groups(c: DeepSeekConfig) -> Iterator[Problem]:

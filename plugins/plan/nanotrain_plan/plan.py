@@ -183,6 +183,8 @@ def assumptions(
             f"each rank has {hardware.cores} cores for itself, {ranks * hardware.cores} in all on a host; "
             f"this machine has {os.cpu_count()}"
         )
+    if recipe.run.cuda_graphs:
+        found.append("memory that a CUDA graph keeps for itself, activations of a microbatch, is not counted")
     if not eager:
         found.append("activations are those of eager layers: torch.compile keeps as many or fewer")
         kept = kept_eager(recipe, registry, stages.layout, "cuda")

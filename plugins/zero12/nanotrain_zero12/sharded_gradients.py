@@ -104,6 +104,7 @@ class ShardedGradients(LocalGradients):
         passes: Passes | None = None,
     ) -> None:
         """Move every trained parameter into a flat buffer, and split these into buckets. Collective."""
+        self.needs_gradient_hooks = self.config.overlap  # otherwise buckets are sent after backward
         super().attach(parameters, mesh, dtype, passes)
         trained = [placed for placed in parameters if placed.parameter.requires_grad]
         self.transports: dict[tuple[int, ...], BucketExchange] = {}
