@@ -14,7 +14,8 @@ def harm_snapshots(memory: str, rank: int, harm: str) -> None:
     """Damage the snapshots that a rank has in the folder ``memory``, from within that rank."""
     (folder,) = Path(memory).glob(f"*-{rank:05d}")
     if harm == "gone":
-        shutil.rmtree(folder)
+        while folder.exists():  # the rank's own thread may be writing into it
+            shutil.rmtree(folder, ignore_errors=True)
         return
     sealed = max(folder.glob("own-*.json"), key=lambda path: path.stat().st_mtime_ns)
     with sealed.with_suffix(".bin").open("r+b") as file:

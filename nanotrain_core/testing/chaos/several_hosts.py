@@ -13,7 +13,7 @@ from typing import Any
 
 from nanotrain_core.errors import Exit
 from nanotrain_core.testing.chaos.bench import Bench, Ended, Trial
-from nanotrain_core.testing.chaos.memory import MONITOR, MemoryRow
+from nanotrain_core.testing.chaos.memory import MONITOR, RESTORED, MemoryRow
 from nanotrain_core.testing.chaos.row import RESUME, Row, expect, some_rank, some_step
 from nanotrain_core.testing.virtual_hosts import Network, not_here
 
@@ -129,7 +129,7 @@ class InMemory(HostsRow):
 
 class HostLostInMemory(InMemory, HostLost):
     number, name = "28", "neighbour memory: host lost, replaced"
-    texts = ("restored from memory",)
+    texts = RESTORED
 
 
 class RendezvousHostLost(HostsRow):
@@ -144,7 +144,7 @@ class RendezvousHostLost(HostsRow):
 
 class RendezvousHostLostInMemory(InMemory, RendezvousHostLost):
     number, name = "28", "neighbour memory: rendezvous host lost, replaced"
-    texts = ("restored from memory",)
+    texts = RESTORED
 
 
 class Partition(HostsRow):

@@ -93,7 +93,8 @@ class MemorySnapshots(Monitor):
             for problem in damaged:
                 log.warning("a memory snapshot is damaged", problem=problem)
             if self.found is None:
-                _fall_back(f"none is whole on all ranks and of step {at_least} or later")
+                why = f"no snapshot as new as the checkpoint, of step {at_least}, is complete on all ranks"
+                _fall_back(why)
             else:
                 lost, copies = self.found.steps_lost, self.found.from_copies
                 step = self.found.moment.step
@@ -237,4 +238,4 @@ def _agree(mesh: Mesh, act: Callable[[], object]) -> None:
 
 
 def _fall_back(why: str) -> None:
-    log.warning("no memory snapshot is gone back to, but the checkpoint", why=why)
+    log.warning("restored from the checkpoint, not from memory", why=why)

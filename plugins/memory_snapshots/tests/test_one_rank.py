@@ -9,7 +9,7 @@ from nanotrain_core.api import NanotrainError
 
 def reasons(logs):
     """Return why the checkpoint was gone back to."""
-    return [each["why"] for each in logs if "no memory snapshot is gone back to" in each["event"]]
+    return [each["why"] for each in logs if "restored from the checkpoint" in each["event"]]
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +93,7 @@ def test_without_a_whole_one_the_checkpoint_is_loaded(tmp_path, whole):
         flip(path)
     with capture_logs() as logs:
         ran = attempt(tmp_path, "run", again=True, recipe=recipe)
-    assert reasons(logs) == ["none is whole on all ranks and of step 3 or later"]
+    assert reasons(logs) == ["no snapshot as new as the checkpoint, of step 3, is complete on all ranks"]
     assert ran.first == 3
     assert same(ran, whole)
 
