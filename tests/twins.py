@@ -45,6 +45,13 @@ FAULTS = (
         "a_skipped_step_leaves_no_trace",
     ),
     _fault(
+        "broken_syncs",
+        "optimizer",
+        "one that sums gradients itself has a fault of a gradient sync",
+        "loses_the_odd_microbatch sums_sixteen_microbatches knows_the_first_step",
+        "any_number_of_microbatches a_parameter_may_be_used_later",
+    ),
+    _fault(
         "broken_degrees",
         "topology",
         "another degree than was asked for",

@@ -60,21 +60,22 @@ class Wanted:
 
 #: The check with layers that the tiny models do not have.
 MORE_LAYERS = "inner_shared_and_biased_layers"
+#: Of whoever sums gradients, where layers are split as well.
+OF_SYNC = frozenset({MORE_LAYERS, "any_number_of_microbatches"})
 
 
 def _parallel(component: Component) -> Iterator[Wanted]:
     own = [dim for dim in ("tp", "cp", "ep", "etp", "pp") if dim in component.mesh_dims]
     here = {"use": component.name}
-    inner = frozenset({MORE_LAYERS, "any_number_of_microbatches"})
     if "gradient_sync" in component.provides:
-        yield from _sync("parallel", [here], inner)
+        yield from _sync("parallel", [here], OF_SYNC)
     elif own:
         for dim in own:
             data, model = ({"dp": 2}, EXPERTS) if dim in ("ep", "etp") else ({}, {})
             two = {**data, dim: 2}
             around = {**model, "parallel": [here, SUMMED]}
             yield Wanted(f"{dim}2", two, around, scope=Scope.ALL, needs=(dim,))
-            yield Wanted(f"dp2-{dim}2", {"dp": 4 if data else 2, dim: 2}, around, extra=inner, needs=(dim,))
+            yield Wanted(f"dp2-{dim}2", {"dp": 4 if data else 2, dim: 2}, around, extra=OF_SYNC, needs=(dim,))
             four = {**({"dp": 4} if data else {}), dim: 4}
             yield Wanted(f"{dim}4", four, around, extra=frozenset({MORE_LAYERS}), needs=(dim,))
             if not model:
@@ -116,7 +117,7 @@ def _models(layout: str, topology: Mapping[str, int], around: Tables) -> Iterato
 
 def _optimizer(component: Component) -> Iterator[Wanted]:
     sync = "gradient_sync" in component.provides
-    yield from _sync("optimizer", [] if sync else [SUMMED])
+    yield from _sync("optimizer", [] if sync else [SUMMED], OF_SYNC if sync else frozenset())
     if not sync:  # one that completes gradients itself knows who updates what
         for name, topology, wrappers in (
             ("dp2-ranges", {"dp": 2}, [RANGED]),

@@ -77,6 +77,16 @@ def distributed(case: Case) -> bool:
     return case.world_size > 1
 
 
+def syncs(case: Case) -> bool:
+    """For checks of an optimizer that sums gradients itself: it is held to what wrappers that do are."""
+    return "gradient_sync" in case.component().provides
+
+
+def syncs_distributed(case: Case) -> bool:
+    """Likewise, where there is more than one rank."""
+    return distributed(case) and syncs(case)
+
+
 def every_check() -> list[Check]:
     """Return all checks of all kinds, those of every kind first."""
     for module in iter_modules(__path__):

@@ -10,7 +10,7 @@ import torch
 from nanotrain_core.recipe import check_combination as resolve_layout
 from nanotrain_core.testing.altered import train_with_extra, train_with_more_roles, train_with_replaced
 from nanotrain_core.testing.case import Case
-from nanotrain_core.testing.checks import check, distributed
+from nanotrain_core.testing.checks import check, distributed, syncs_distributed
 from nanotrain_core.testing.compare import EXACT, assert_numbers, assert_same, whole
 from nanotrain_core.testing.pool import run_ranks
 from nanotrain_core.testing.probe import Trace, placements, train
@@ -118,6 +118,7 @@ def a_precision_may_replace_modules(case: Case) -> None:
 
 
 @check("parallel", since="0.1", applies=distributed)
+@check("optimizer", since="0.2", applies=syncs_distributed)
 def inner_shared_and_biased_layers(case: Case) -> None:
     """Gradients are also right with biases, an INNER norm, a scale PER_HEAD, and SHARED inputs of heads."""
     recipe, around = case.recipe(), case.tables()["parallel"]
@@ -175,6 +176,7 @@ def _message(operator: str) -> bool:
 
 
 @check("parallel", since="0.1", variants=("nowhere", "on_one_rank"))
+@check("optimizer", since="0.2", applies=syncs_distributed, variants=("nowhere", "on_one_rank"))
 def unused_parameter_does_not_hang(case: Case, used: str) -> None:
     """A parameter used by no rank, or by one data rank, gets zero, or that rank's gradient, on all ranks."""
     ranks = run_ranks(train_with_extra, case.world_size, case, {"run": {"steps": 1}}, used)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from nanotrain_core.testing.altered import train_with_extra
 from nanotrain_core.testing.case import Case
-from nanotrain_core.testing.checks import check
+from nanotrain_core.testing.checks import check, syncs
 from nanotrain_core.testing.checks.parallel import ADAMW, assert_same_reports, one_process, traces
 from nanotrain_core.testing.compare import EXACT, assert_same, whole
 from nanotrain_core.testing.pool import run_ranks
@@ -16,6 +18,7 @@ COUNTS = (1, 3, 17)
 
 
 @check("parallel", since="0.2")
+@check("optimizer", since="0.2", applies=syncs)
 def any_number_of_microbatches(case: Case) -> None:
     """With 1, 3 and 17 microbatches a rank, gradients and weights are those of one process."""
     shards = case.topology.get("dp", 1)
@@ -58,14 +61,22 @@ def _data_parallel_alone(case: Case) -> bool:
     applies=_data_parallel_alone,
     variants=("from_the_second_step", "in_the_first_step"),
 )
+@check(
+    "optimizer",
+    since="0.2",
+    applies=lambda case: syncs(case) and _data_parallel_alone(case),
+    variants=("from_the_second_step", "in_the_first_step"),
+)
 def a_parameter_may_be_used_later(case: Case, used: str) -> None:
     """A parameter that no rank uses in the first step, or in later ones, has its gradient in the others."""
     changes: dict[str, Any] = {"run": {"steps": 4}}
     ranks = run_ranks(train_with_extra, case.world_size, case, changes, used)
     (alone,) = run_ranks(train_with_extra, 1, case.alone(), changes, used)
-    assert_same(
-        whole([t.weights for t in ranks]), whole([alone.weights]), "weights after 4 steps", atol=EXACT
-    )
+    (unused,) = run_ranks(train_with_extra, 1, case.alone(), changes, "nowhere")
+    found, never = whole([t.weights for t in ranks]), whole([unused.weights])
+    assert_same(found, whole([alone.weights]), "weights after 4 steps", atol=EXACT)
+    for name in (name for name in never if name.startswith("extra_")):  # one process has the fault as well
+        assert not torch.equal(found[name], never[name]), f"{name} is as if it had never been used"
 
 
 @check("parallel", since="0.2")
