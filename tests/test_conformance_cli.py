@@ -17,7 +17,10 @@ from nanotrain_core.testing import Case
 from nanotrain_core.testing.campaign import Result, Verdict
 from nanotrain_core.testing.trial_process import described
 
-TWINS, FLAT = (str(Path(__file__).with_name(f"{name}.py")) for name in ("broken_twins", "flat_topology"))
+TWINS, FLAT, FOUR = (
+    str(Path(__file__).with_name(f"{name}.py"))
+    for name in ("broken_twins", "flat_topology", "broken_layouts")
+)
 
 
 def call(*words):
@@ -104,6 +107,15 @@ def test_an_expected_failure_is_none_and_one_that_passes_is_one(capsys):
     assert call(*words, "--expect-failure", "every_rank_gets_the_same", "-x") == Exit.FAILED
     with pytest.raises(NanotrainError, match=r"no check is named 'every_pass' \(did you mean"):
         call(*words, "--expect-failure", "every_pass")
+
+
+def test_a_failure_that_shows_in_one_layout_alone_can_be_expected(capsys):
+    """Biases that four ranks add: two ranks have no fault."""
+    words = ("parallel:adds_biases_of_four", "--plugin", FOUR, "-k", "inner_shared")
+    assert call(*words, "--expect-failure", "inner_shared_and_biased_layers") == Exit.DONE
+    printed = capsys.readouterr().out
+    assert "xfail   adds_biases_of_four-tp4-" in printed
+    assert "ok      adds_biases_of_four-tp2-" in printed
 
 
 def test_a_service_is_started_before_the_checks_and_ended_behind_them(tmp_path, capfd):

@@ -154,6 +154,17 @@ def test_commands_take_what_they_are_given(block, words, tmp_path, monkeypatch):
         assert program in OTHERS
 
 
+def test_the_package_of_the_tutorial_is_a_plugin(tmp_path, capsys):
+    """Its ``pyproject.toml`` as the page has it, with the page's first plugin as the module."""
+    (project,) = [block for block in blocks("toml") if "[project]" in block.text]
+    (tmp_path / "pyproject.toml").write_text(project.text)
+    (tmp_path / "nanotrain_lion").mkdir()
+    (tmp_path / "nanotrain_lion/__init__.py").write_text(file_of("lion.py"))
+    assert main(["plugins", "--json", "--plugin", str(tmp_path)]) == Exit.DONE
+    (lion,) = [each for each in json.loads(capsys.readouterr().out)["plugins"] if each["name"] == "lion"]
+    assert (lion["error"], lion["distribution"]) == (None, "nanotrain-lion")
+
+
 def write_files(folder):
     """Write every file that some page gives in whole."""
     for block in blocks("python"):

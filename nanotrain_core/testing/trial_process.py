@@ -151,7 +151,9 @@ def serve(
     try:
         connection.send(process.listing())
     except SystemExit as error:
-        connection.send(Refusal(f"sys.exit({error.code!r}) was called", mistake=True))
+        who = f"{arguments.get('kind')} '{arguments.get('use')}'"
+        text = f"{who}: its code called sys.exit({error.code!r}) when it was loaded"
+        connection.send(Refusal(text, mistake=True))
         return
     while True:
         try:

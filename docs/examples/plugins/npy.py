@@ -28,8 +28,18 @@ def nanotrain_register_data(register):
             factory=f"{__name__}:build",
             summary="tokens in a .npy file",
             survey=f"{__name__}:survey",
+            example_of_text=f"{__name__}:example",
         )
     )
+
+
+def example(text, folder):
+    """Write the bytes of a text as tokens, for `nanotrain conformance`; return the keys that name them."""
+    import numpy as np
+
+    path = Path(folder, "tokens.npy")
+    np.save(path, np.frombuffer(Path(text).read_bytes(), dtype=np.uint8))
+    return {"path": str(path), "vocab": 256}
 
 
 def opened(config):
