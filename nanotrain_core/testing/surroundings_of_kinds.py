@@ -131,9 +131,19 @@ def _optimizer(component: Component) -> Iterator[Wanted]:
 def _precision(component: Component) -> Iterator[Wanted]:
     yield Wanted("dp2", {"dp": 2}, {"parallel": [SUMMED]}, needs=("dp",))
     yield Wanted("tp2", {"tp": 2}, {"parallel": [SLICED, SUMMED]}, needs=("tp",))
+    yield from _of_four_ranks()
     yield Wanted("experts", {}, EXPERTS, needs=("experts",))
     yield Wanted("biased", {}, BIASED, needs=("biased",))
     yield Wanted("uneven", {}, UNEVEN, needs=("uneven",))
+
+
+def _of_four_ranks() -> Iterator[Wanted]:
+    """Yield layouts in which replicas, and parts of a layer or experts, are both on several ranks."""
+    tied = merge(STAGED, {"parallel": [SUMMED], "model": {"tied": True}})
+    yield Wanted("dp2-tp2", {"dp": 2, "tp": 2}, {"parallel": [SLICED, SUMMED]}, needs=("dp", "tp"))
+    yield Wanted("dp2-pp2-tied", {"dp": 2, "pp": 2}, tied, needs=("dp", "pp"))
+    spread = {**EXPERTS, "parallel": [SPREAD, SUMMED]}
+    yield Wanted("dp2-ep2", {"dp": 2, "ep": 2}, spread, needs=("dp", "ep"))
 
 
 def _checkpoint(component: Component) -> Iterator[Wanted]:
@@ -163,6 +173,7 @@ def _monitor(component: Component) -> Iterator[Wanted]:
     yield Wanted("dp2", {"dp": 2}, {"parallel": [SUMMED]}, scope=Scope.ALL, needs=("dp",))
     yield Wanted("tp2", {"tp": 2}, {"parallel": [SLICED, SUMMED]}, needs=("tp",))
     yield Wanted("pp2", {"pp": 2}, {**STAGED, "parallel": [SUMMED]}, needs=("pp",))
+    yield from _of_four_ranks()
     yield Wanted("experts", {}, EXPERTS, needs=("experts",))
     yield Wanted("skipped_steps", {}, SKIPPING, needs=("skipped_steps",))
     yield Wanted("every_third_step_logged", {}, {"run": {"log_every": 3}})
