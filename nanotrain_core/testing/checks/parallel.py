@@ -121,7 +121,7 @@ def a_precision_may_replace_modules(case: Case) -> None:
 @check("optimizer", since="0.2", applies=syncs_distributed)
 def inner_shared_and_biased_layers(case: Case) -> None:
     """Gradients are also right with biases, an INNER norm, a scale PER_HEAD, and SHARED inputs of heads."""
-    recipe, around = case.recipe(), case.tables()["parallel"]
+    recipe, around = case.recipe(), case.tables().get("parallel", [])
     syncs = any("gradient_sync" in case.registry().get(s.kind, s.use).provides for s in recipe.selections())
     changes = {"run": {"steps": 1}, "parallel": around if syncs else [*around, {"use": "summed"}]}
     ranks = run_ranks(train_with_more_roles, case.world_size, case, changes)
