@@ -115,6 +115,11 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}{place}"
 
 
+def in_one_line(error: BaseException, most: int = 600) -> str:
+    """Return at most so many characters of another library's error, which may have many lines."""
+    return " ".join(str(error).split())[:most]
+
+
 def did_you_mean(word: str, choices: Sequence[str], *, cutoff: float = 0.5) -> str:
     """Return `` (did you mean 'x'?)`` for the nearest of ``choices``, or an empty string.
 

@@ -30,7 +30,7 @@ READS = {
 
 
 class RecordedGraph(TorchDispatchMode):
-    """See :class:`~nanotrain_core.compile.captured_executor.Graph`."""
+    """Stands for :class:`~nanotrain_core.compile.captured_executor.CUDAGraph`."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -50,24 +50,20 @@ class RecordedGraph(TorchDispatchMode):
         if func.overloadpacket in READS:
             _forbidden()
         arguments = func._schema.arguments
-        for declared, given in zip(arguments, args, strict=False):
-            if declared.alias_info is not None and declared.alias_info.is_write:
-                self._keep(given)
-        for declared in arguments:
-            if declared.name in kwargs and declared.alias_info is not None and declared.alias_info.is_write:
-                self._keep(kwargs[declared.name])
+        given = dict(zip((declared.name for declared in arguments), args, strict=False)) | kwargs
+        written = [d.name for d in arguments if d.alias_info is not None and d.alias_info.is_write]
+        for name in written:
+            self._keep(given.get(name))
         result = func(*args, **kwargs)
         is_new = all(declared.alias_info is None for declared in func._schema.returns)
         outputs = [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)] if is_new else []
         self._own.update(x.untyped_storage().data_ptr() for x in outputs)
-        self.outputs_alive = [*getattr(self, "outputs_alive", []), *outputs]  # their addresses stay theirs
-        writes = any(d.alias_info is not None and d.alias_info.is_write for d in arguments)
-        if outputs or writes:
-            self.calls.append((func, args, kwargs, outputs))
+        if outputs or written:
+            self.calls.append((func, args, kwargs, outputs))  # which keeps their memory theirs
         return result
 
     def _keep(self, given: Any) -> None:
-        for tensor in tree_leaves(given):
+        for tensor in filter(torch.is_tensor, tree_leaves(given)):
             storage = tensor.untyped_storage().data_ptr()
             if storage not in self._own and storage not in self._before:
                 with torch._C._DisableTorchDispatch():

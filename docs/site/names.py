@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -58,6 +59,7 @@ def names_of(door: str) -> list[Name]:
     return [Name(name, *_defined(door, name)) for name in sorted(ast.literal_eval(listed), key=str.lower)]
 
 
+@cache
 def parsed(path: Path) -> ast.Module:
     """Return the syntax tree of a file."""
     return ast.parse(path.read_text(encoding="utf-8"))
@@ -81,16 +83,23 @@ def _defined(module: str, name: str) -> tuple[Path, str]:
     for number, node in enumerate(body):
         if name in _targets(node):
             text = ast.get_docstring(node) if isinstance(node, ast.ClassDef | ast.FunctionDef) else None
-            behind = body[number + 1] if number + 1 < len(body) else None
-            if text is None and isinstance(behind, ast.Expr) and isinstance(behind.value, ast.Constant):
-                text = str(behind.value.value)
-            return path, first_sentence(text or _comment_before(path, node.lineno))
+            return path, first_sentence(
+                text or text_behind(body, number) or _comment_before(path, node.lineno)
+            )
     for node in body:
         if isinstance(node, ast.ImportFrom) and node.module:
             for alias in node.names:
                 if (alias.asname or alias.name) == name and node.module.startswith("nanotrain_core"):
                     return _defined(node.module, alias.name)
     return path, ""
+
+
+def text_behind(body: list[ast.stmt], number: int) -> str:
+    """Return the string that follows a statement, such as a field's docstring; empty if there is none."""
+    match body[number + 1 : number + 2]:
+        case [ast.Expr(value=ast.Constant(value=str(text)))]:
+            return text
+    return ""
 
 
 def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from names import DOORS, ROOT, Name, first_sentence, names_of, parsed
+from names import DOORS, ROOT, Name, first_sentence, names_of, parsed, text_behind
 
 PAGE = ROOT / "docs/objects.md"
 
@@ -34,17 +34,9 @@ def members(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
     for number, each in enumerate(node.body):
         match each:
             case ast.AnnAssign(target=ast.Name(id=name), annotation=kind) if not name.startswith("_"):
-                behind = node.body[number + 1] if number + 1 < len(node.body) else None
-                yield f"{name}: {ast.unparse(kind)}", _text_of(behind)
+                yield f"{name}: {ast.unparse(kind)}", text_behind(node.body, number)
             case ast.FunctionDef(name=name) if not name.startswith("_"):
                 yield _call(each), ast.get_docstring(each) or ""
-
-
-def _text_of(node: ast.stmt | None) -> str:
-    match node:
-        case ast.Expr(value=ast.Constant(value=str(text))):
-            return text
-    return ""
 
 
 def _call(node: ast.FunctionDef) -> str:
@@ -52,9 +44,7 @@ def _call(node: ast.FunctionDef) -> str:
     returns = ast.unparse(node.returns) if node.returns else ""
     if any(ast.unparse(each).endswith("property") for each in node.decorator_list):
         return f"{node.name}: {returns}"
-    arguments = node.args
-    first = arguments.posonlyargs or arguments.args
-    shown = ast.unparse(arguments)
+    first, shown = node.args.posonlyargs or node.args.args, ast.unparse(node.args)
     if first and first[0].arg in ("self", "cls"):
         shown = shown.removeprefix(first[0].arg).removeprefix(", ")
     return f"{node.name}({shown})" + (f" -> {returns}" if returns not in ("", "None") else "")

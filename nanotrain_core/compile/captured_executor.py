@@ -17,7 +17,7 @@ import gc
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import attrs
 import structlog
@@ -25,10 +25,10 @@ import torch
 from torch import nn
 
 from nanotrain_core.batch import Batch
-from nanotrain_core.errors import NanotrainError
+from nanotrain_core.errors import NanotrainError, in_one_line
 from nanotrain_core.moe.routing import counting_routers
 from nanotrain_core.pipeline.actions import Action
-from nanotrain_core.pipeline.executor import Executor, Losses
+from nanotrain_core.pipeline.executor import Executor, Losses, add_losses
 
 T = TypeVar("T")
 
@@ -40,24 +40,16 @@ PATIENCE = 10
 _log = structlog.get_logger()
 
 
-class Graph(Protocol):
-    """A sequence of kernels that can be run again."""
-
-    def capture(self, work: Callable[[], T]) -> T:
-        """Record the kernels of ``work`` without running them; return its result, whose values come later."""
-
-    def replay(self) -> None:
-        """Run them on the current stream."""
-
-
 class CUDAGraph:
-    """The GPU's."""
+    """A sequence of kernels of a GPU that can be run again."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self._graph = device, torch.cuda.CUDAGraph()
 
     def capture(self, work: Callable[[], T]) -> T:
-        """See :class:`Graph`. Other threads, which copy batches to the GPU, go on meanwhile.
+        """Record the kernels of ``work`` without running them; return its result, whose values come later.
+
+        Other threads, which copy batches to the GPU, go on meanwhile.
 
         Raises:
             RuntimeError: what ``work`` raised where something cannot be captured, or nothing was.
@@ -90,7 +82,7 @@ class CUDAGraph:
             raise
 
     def replay(self) -> None:
-        """See :class:`Graph`."""
+        """Run them on the current stream."""
         self._graph.replay()
 
 
@@ -98,7 +90,7 @@ class CUDAGraph:
 class Captured:
     """A captured microbatch."""
 
-    graph: Graph
+    graph: CUDAGraph
     batch: Batch
     """The tensors that it reads."""
     losses: Losses
@@ -116,7 +108,6 @@ class CapturingExecutor(Executor):
         self,
         *args: Any,
         weights_ready: Callable[[], None] = lambda: None,
-        new_graph: Callable[[torch.device], Graph] | None = None,
         **kwargs: Any,
     ) -> None:
         """Capture nothing yet.
@@ -124,11 +115,10 @@ class CapturingExecutor(Executor):
         Args:
             args: as for :class:`Executor`.
             weights_ready: waits for weights that the optimizer's last step left in flight.
-            new_graph: makes a graph on a device, by default a :class:`CUDAGraph`.
             kwargs: as for :class:`Executor`.
         """
         super().__init__(*args, **kwargs)
-        self.weights_ready, self.new_graph = weights_ready, new_graph or CUDAGraph
+        self.weights_ready = weights_ready
         self._own_gradients: dict[nn.Parameter, torch.Tensor] = {}
         self._routers = counting_routers(self.stages.values())
         self._last_is_eager = getattr(self.gradients, "needs_gradient_hooks", True)
@@ -242,8 +232,8 @@ class CapturingExecutor(Executor):
         for own, given in zip(captured.batch.tensors(), batch.tensors(), strict=True):
             own.copy_(given, non_blocking=True)
         captured.graph.replay()
-        for name, loss in captured.losses.items():  # the next replay overwrites it
-            self._sums[name] = self._sums[name] + loss if name in self._sums else loss.clone()
+        # The next replay overwrites them.
+        add_losses({name: loss.clone() for name, loss in captured.losses.items()}, self._sums)
         for name, load in captured.loads.items():
             self._routers[name].add_load(load.clone())
         self.replays += 1
@@ -254,16 +244,15 @@ class CapturingExecutor(Executor):
         Raises:
             NanotrainError: something in them cannot be captured, such as the host reading a value.
         """
-        began, graph, batch = time.perf_counter(), self.new_graph(self.mesh.device), like.clone()
+        began, graph, batch = time.perf_counter(), CUDAGraph(self.mesh.device), like.clone()
         counted = {name: router.take_load() for name, router in self._routers.items()}
         try:
             losses, loads = graph.capture(lambda: self._passes_of(batch))
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as problem:
-            said = " ".join(str(problem).split())[:600]
             raise NanotrainError(
-                f"run.cuda_graphs: the passes of a microbatch cannot be captured: {said}; "
+                f"run.cuda_graphs: the passes of a microbatch cannot be captured: {in_one_line(problem)}; "
                 "set run.cuda_graphs = false"
             ) from problem
         for name, load in counted.items():

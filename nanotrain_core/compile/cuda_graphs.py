@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from nanotrain_core.compile.eager import explain_compiled, kernels_of
+from nanotrain_core.compile.eager import actions_of, explain_compiled, known_kernels
 from nanotrain_core.component import NotCaptured
 from nanotrain_core.errors import Problem
 from nanotrain_core.layout.layout import Layout
@@ -61,18 +61,11 @@ def _reasons(recipe: Recipe, registry: Registry, layout: Layout, device: str | N
     for dim in layout.dims:
         if dim not in ("dp", "edp") and layout.size(dim) > 1:
             yield f"topology.{dim} = {layout.size(dim)}: passes that communicate are not captured"
-    if not _in_turn(_actions(recipe, registry, layout)):
+    if not _in_turn(actions_of(recipe, registry, layout)[0]):
         yield f"schedule '{recipe.schedule.use}' does not run each microbatch forward and then backward"
     for selection in recipe.selections():
         if selection.kind in KINDS:
             yield from _of_component(selection, recipe, registry, layout, device)
-
-
-def _actions(recipe: Recipe, registry: Registry, layout: Layout) -> Sequence[Action]:
-    sizes = {dim: layout.size(dim) for dim in ("pp", "dp") if dim in layout.dims}
-    microbatches = recipe.batch.microbatches(sizes.get("dp", 1))
-    actions: Sequence[Action] = registry.build(recipe.schedule).actions(sizes.get("pp", 1), microbatches)[0]
-    return actions
 
 
 def _in_turn(actions: Sequence[Action]) -> bool:
@@ -87,9 +80,8 @@ def _in_turn(actions: Sequence[Action]) -> bool:
 def _of_component(
     selection: Selection, recipe: Recipe, registry: Registry, layout: Layout, device: str | None
 ) -> Iterator[str]:
-    if selection.kind == "kernels" and selection.use == "auto":
-        use = kernels_of(selection, registry, device or "cuda")
-        selection = Selection("kernels", use, registry.get("kernels", use).config())
+    if selection.kind == "kernels":
+        selection = known_kernels(selection, registry, device or "cuda")
     who = f"{selection.kind} '{selection.use}'"
     if registry.get(selection.kind, selection.use).cuda_graphs is None:
         yield f"{who} does not declare that its passes can be captured (Component.cuda_graphs)"

@@ -7,7 +7,7 @@ them immediately.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import attrs
 
@@ -15,6 +15,7 @@ from nanotrain_core.component import StaysEager
 from nanotrain_core.errors import Problem
 from nanotrain_core.layout.layout import Layout
 from nanotrain_core.layout.roles import Role
+from nanotrain_core.pipeline.actions import Action
 from nanotrain_core.recipe.component_functions import call_declared
 from nanotrain_core.recipe.tree import Recipe, Selection
 from nanotrain_core.registry.registry import Registry
@@ -46,6 +47,23 @@ def kernels_of(selection: Selection, registry: Registry, device: str) -> str:
     return found[0] if len(found) == 1 else "torch"
 
 
+def known_kernels(selection: Selection, registry: Registry, device: str) -> Selection:
+    """Return the selection of :func:`kernels_of`; with its default config if ``auto`` leaves it open."""
+    if selection.use != "auto":
+        return selection
+    use = kernels_of(selection, registry, device)
+    return Selection("kernels", use, registry.get("kernels", use).config())
+
+
+def actions_of(recipe: Recipe, registry: Registry, layout: Layout) -> Sequence[Sequence[Action]]:
+    """Return the actions of every pipeline rank in a step."""
+    sizes = {dim: layout.size(dim) for dim in ("pp", "dp") if dim in layout.dims}
+    lists: Sequence[Sequence[Action]] = registry.build(recipe.schedule).actions(
+        sizes.get("pp", 1), recipe.batch.microbatches(sizes.get("dp", 1))
+    )
+    return lists
+
+
 def kept_eager(
     recipe: Recipe, registry: Registry, layout: Layout, device: str | None = None
 ) -> list[KeptEager]:
@@ -65,9 +83,7 @@ def kept_eager(
         if selection.kind != "kernels" or selection.use != "auto":
             kept += _of_component(selection, recipe, registry, layout)
         elif device is not None:
-            use = kernels_of(selection, registry, device)
-            config = registry.get("kernels", use).config()
-            kept += _of_component(Selection("kernels", use, config), recipe, registry, layout)
+            kept += _of_component(known_kernels(selection, registry, device), recipe, registry, layout)
     return kept
 
 
@@ -79,10 +95,7 @@ def _of_component(
 
 
 def _of_w_passes(recipe: Recipe, registry: Registry, layout: Layout) -> Iterator[KeptEager]:
-    sizes = {dim: layout.size(dim) for dim in ("pp", "dp") if dim in layout.dims}
-    lists = registry.build(recipe.schedule).actions(
-        sizes.get("pp", 1), recipe.batch.microbatches(sizes.get("dp", 1))
-    )
+    lists = actions_of(recipe, registry, layout)
     if any(action.kind == "W" for actions in lists for action in actions):
         why = "its W passes make weight gradients later, and a compiled backward pass makes them at once"
         yield KeptEager(f"schedule '{recipe.schedule.use}'", Role.BLOCK, why)

@@ -21,7 +21,7 @@ from torch import nn
 from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.utils import counters
 
-from nanotrain_core.errors import NanotrainError
+from nanotrain_core.errors import NanotrainError, in_one_line
 from nanotrain_core.pipeline.passes import Passes
 from nanotrain_core.precision.gemm import gemms_of, prepare_weights
 
@@ -120,10 +120,9 @@ class CompiledFunction:
             with torch._dynamo.config.patch(flags), _without_wide_gradients(args):
                 result = self._compiled(*args, **kwargs)
         except TorchDynamoException as problem:
-            said = " ".join(str(problem).split())[:600]
             raise NanotrainError(
-                f"run.compile: {self.name} cannot be compiled by {self.backend}: {said}; set run.compile = "
-                "false, or have the component whose code this is declare stays_eager"
+                f"run.compile: {self.name} cannot be compiled by {self.backend}: {in_one_line(problem)}; "
+                "set run.compile = false, or have the component whose code this is declare stays_eager"
             ) from problem
         made = counters["stats"]["unique_graphs"] - before
         self.graphs += made

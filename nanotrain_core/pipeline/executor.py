@@ -155,7 +155,7 @@ class Executor:
             inputs.requires_grad_()
         output = self._pass(stage, inputs, batch)
         self._pending[stage, number] = PendingForward(inputs, output)
-        _add(output.losses, self._sums)
+        add_losses(output.losses, self._sums)
         if stage != self.final:
             self.p2p.send("forward", stage, number, output.value.detach(), tuple(batch.tokens.shape))
 
@@ -259,7 +259,7 @@ class Executor:
         """Return this rank's loss sums of one validation batch. Collective over the pipeline."""
         sums: Losses = {}
         for output in self.through(batch).values():
-            _add(output.losses, sums)
+            add_losses(output.losses, sums)
         return sums
 
     @torch.no_grad()
@@ -299,7 +299,7 @@ class Executor:
         return outputs
 
 
-def _add(losses: Mapping[str, torch.Tensor], sums: Losses) -> None:
+def add_losses(losses: Mapping[str, torch.Tensor], sums: Losses) -> None:
     """Add one pass's losses to the sums, in place and detached."""
     for name, value in losses.items():
         sums[name] = sums[name] + value.detach() if name in sums else value.detach()

@@ -93,20 +93,31 @@ def _sync(kind: str, wrappers: Sequence[Tables], extra: frozenset[str] = frozens
     """Yield the layouts whose gradients a gradient sync must sum."""
     around: Tables = {"parallel": [*wrappers]}
     cut = {"parallel": [SLICED, *wrappers]}
-    tied = merge(STAGED, {**around, "model": {"tied": True}})
+    tied, spread = _tied(wrappers), {**EXPERTS, "parallel": [SPREAD, *wrappers]}
     yield Wanted("dp2", {"dp": 2}, around, scope=Scope.ALL, needs=("dp",))
     yield Wanted("dp4", {"dp": 4}, around, needs=("dp",))
     yield Wanted("tp2", {"tp": 2}, cut, extra=extra, needs=("tp",))
-    yield Wanted("dp2-tp2", {"dp": 2, "tp": 2}, cut, extra=extra, needs=("dp", "tp"))
     yield Wanted("pp2-tied", {"pp": 2}, tied, needs=("pp",))
-    yield Wanted("dp2-pp2-tied", {"dp": 2, "pp": 2}, tied, needs=("dp", "pp"))
-    spread = {**EXPERTS, "parallel": [SPREAD, *wrappers]}
-    yield Wanted("dp2-ep2", {"dp": 2, "ep": 2}, spread, needs=("dp", "ep"))
+    yield from _of_four_ranks(wrappers, extra)
     yield Wanted("dp4-ep2", {"dp": 4, "ep": 2}, spread, needs=("dp", "ep"))
     yield from _models("dp2", {"dp": 2}, around)
     mixed = frozenset({"mixed_dtypes"} if kind == "parallel" else ())
     if not mixed:
         yield Wanted("dp2-wide_norms", {"dp": 2}, {**around, **MIXED}, needs=("dp", "wide_norms"))
+
+
+def _of_four_ranks(
+    wrappers: Sequence[Tables] = (SUMMED,), extra: frozenset[str] = frozenset()
+) -> Iterator[Wanted]:
+    """Yield layouts in which replicas, and parts of a layer, stages or experts, are on several ranks."""
+    cut, spread = ({"parallel": [SLICED, *wrappers]}, {**EXPERTS, "parallel": [SPREAD, *wrappers]})
+    yield Wanted("dp2-tp2", {"dp": 2, "tp": 2}, cut, extra=extra, needs=("dp", "tp"))
+    yield Wanted("dp2-pp2-tied", {"dp": 2, "pp": 2}, _tied(wrappers), needs=("dp", "pp"))
+    yield Wanted("dp2-ep2", {"dp": 2, "ep": 2}, spread, needs=("dp", "ep"))
+
+
+def _tied(wrappers: Sequence[Tables]) -> Tables:
+    return merge(STAGED, {"parallel": [*wrappers], "model": {"tied": True}})
 
 
 def _models(layout: str, topology: Mapping[str, int], around: Tables) -> Iterator[Wanted]:
@@ -137,21 +148,11 @@ def _precision(component: Component) -> Iterator[Wanted]:
     yield Wanted("uneven", {}, UNEVEN, needs=("uneven",))
 
 
-def _of_four_ranks() -> Iterator[Wanted]:
-    """Yield layouts in which replicas, and parts of a layer or experts, are both on several ranks."""
-    tied = merge(STAGED, {"parallel": [SUMMED], "model": {"tied": True}})
-    yield Wanted("dp2-tp2", {"dp": 2, "tp": 2}, {"parallel": [SLICED, SUMMED]}, needs=("dp", "tp"))
-    yield Wanted("dp2-pp2-tied", {"dp": 2, "pp": 2}, tied, needs=("dp", "pp"))
-    spread = {**EXPERTS, "parallel": [SPREAD, SUMMED]}
-    yield Wanted("dp2-ep2", {"dp": 2, "ep": 2}, spread, needs=("dp", "ep"))
-
-
 def _checkpoint(component: Component) -> Iterator[Wanted]:
     yield Wanted("dp2", {"dp": 2}, {"parallel": [SUMMED]}, scope=Scope.ALL, needs=("dp",))
     cut = {"parallel": [SLICED, SUMMED]}
     yield Wanted("dp2-tp2", {"dp": 2, "tp": 2}, cut, needs=("tp",))
-    tied = merge(STAGED, {"parallel": [SUMMED], "model": {"tied": True}})
-    yield Wanted("pp2-tied", {"pp": 2}, tied, needs=("pp",))
+    yield Wanted("pp2-tied", {"pp": 2}, _tied([SUMMED]), needs=("pp",))
     yield Wanted("dp2-ep2", {"dp": 2, "ep": 2}, {**EXPERTS, "parallel": [SPREAD, SUMMED]}, needs=("ep",))
     yield Wanted("uneven", {}, UNEVEN, needs=("uneven",))
 
