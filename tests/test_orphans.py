@@ -28,7 +28,7 @@ def test_ranks_of_a_launcher_that_is_a_zombie_end_and_the_folder_is_free(tmp_pat
     (tmp_path / "small.toml").write_text(SMALL)
     words = ("run", "small.toml", "--nproc", "2", "--folder", "here", "--set", "run.steps=100000")
     process = start(*words, cwd=tmp_path, start_new_session=True)
-    next(line for line in process.stdout if line.startswith("step=3/"))
+    next(line for line in process.stdout if line.startswith("step=3 checkpoint="))
     ranks = [int(path.read_text()) for path in pid_files(process.pid)]
     assert len(ranks) == 2
     os.kill(process.pid, signal.SIGKILL)
