@@ -148,6 +148,30 @@ class ForgetsStages(SumsOverData):
         return attrs.evolve(placed, placement=attrs.evolve(placed.placement, stages=()))
 
 
+class SumsHeadsAlone(SumsOverData):
+    """Over tp it sums what lies between COLUMN and ROW: right where each rank has whole sequences."""
+
+    def to_sum(self):
+        return [placed if "inner" in placed.placement.name else self.seen(placed) for placed in self.placed]
+
+
+class SumsVectorsAlone(SumsOverData):
+    """Over tp it sums norms and biases: of a model whose tokens are shared out, no embedding and no head."""
+
+    def to_sum(self):
+        return [placed if placed.parameter.dim() == 1 else self.seen(placed) for placed in self.placed]
+
+
+class AveragesTables(Sync):
+    """Takes the mean over tp of what it should sum, where it is a matrix."""
+
+    def finish(self):
+        super().finish()
+        for placed in self.placed:
+            if "tp" in placed.placement.summed and placed.parameter.dim() > 1:
+                self._sums[placed.parameter].div_(self.mesh.size("tp"))
+
+
 class KeepsItsFirstList(Sync):
     """Sums what had a gradient in the first step."""
 
@@ -375,6 +399,9 @@ def nanotrain_register_parallel(register):
         SumsOverData,
         SumsOverTheWorld,
         ForgetsStages,
+        SumsHeadsAlone,
+        SumsVectorsAlone,
+        AveragesTables,
         KeepsItsFirstList,
         DropsWhatComesLater,
         FreezesWhatIsUnused,

@@ -26,10 +26,8 @@ def case(every, granularity="full", **around):
 
 test_conformance = conformance(
     case(1),
-    # Beside ddp and zero12, whose tests have them: every count of microbatches, and twenty steps.
-    marks=dict.fromkeys(
-        ("any_number_of_microbatches", "twenty_steps_are_those_of_one_process"), pytest.mark.full
-    ),
+    # The first tier has them of ddp and zero12.
+    slow=pytest.mark.full,
 )
 test_exhaustively = pytest.mark.full(
     conformance(case(1, granularity="selective"), case(2), case(2, schedule={"use": "accumulate"}))
@@ -64,7 +62,7 @@ def test_of_a_layer_its_input_alone_is_kept():
         assert torch.equal(one, other)
 
 
-@pytest.mark.full_cases("deepseek-torch", "llama-torch")
+@pytest.mark.full_cases("deepseek-torch", "llama-torch", "llama-auto")
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
 @pytest.mark.parametrize("model", [LLAMA, MODELS["deepseek_v3"]], ids=["llama", "deepseek"])
 def test_selective_repeats_no_matrix_product_and_keeps_less_than_everything(model, kernels):

@@ -297,6 +297,7 @@ def test_ratios_are_of_each_round_and_bars_of_what_they_are_named(tmp_path):
     assert rows[0]["MFU"] == "47.6%"  # of the median of 1.05 s
 
 
+@pytest.mark.full
 def test_tests_of_a_gpu_are_found_run_and_counted(tmp_path):
     folder = tmp_path / "tests"
     folder.mkdir()

@@ -52,7 +52,13 @@ def check(cell):
 
 
 @pytest.mark.full_cases(
-    "deepseek-sp-bf16", "llama-sp-fp64", "deepseek-around-fp64", "gpt-sp-fp64", "deepseek-fp64"
+    "deepseek-sp-bf16",
+    "llama-sp-fp64",
+    "deepseek-around-fp64",
+    "gpt-sp-fp64",
+    "deepseek-fp64",
+    "deepseek-sp-fp64",
+    "llama-fp64",
 )
 @pytest.mark.parametrize("cell", FIRST, ids=lambda cell: cell.id)
 def test_one_graph_each_and_the_eager_numbers(cell):
@@ -65,6 +71,7 @@ def test_one_graph_each_in_every_variant(cell):
     check(cell)
 
 
+@pytest.mark.full
 @pytest.mark.full_cases("whole-expected1")
 @pytest.mark.parametrize(
     ("tp", "expected"),

@@ -277,6 +277,7 @@ def test_merged_calls_have_the_eager_bits_and_are_as_many(make, inputs, seen):
         assert seen["inputs"] == MICROBATCHES * (inputs + again)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("model", "wrappers"),
     [

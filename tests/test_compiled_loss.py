@@ -35,7 +35,9 @@ def found(loss, tokens, dtype, multiple=1):
     return silent, total.detach(), *torch.autograd.grad(total * 0.37, (hidden, weight))
 
 
-@pytest.mark.full_cases("dtype1-1e-06-1", "dtype0-1e-13-1", "dtype2-0.0078125-8", "dtype1-1e-06-8")
+@pytest.mark.full_cases(
+    "dtype1-1e-06-1", "dtype0-1e-13-1", "dtype2-0.0078125-8", "dtype1-1e-06-8", "dtype2-0.0078125-1"
+)
 @pytest.mark.parametrize("multiple", [1, 8])
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 1e-6), (torch.bfloat16, 2.0**-7)]
@@ -50,6 +52,7 @@ def test_numbers_are_the_eager_ones_and_a_shorter_chunk_needs_no_graph_of_its_ow
         assert counters["stats"]["unique_graphs"] == graphs
 
 
+@pytest.mark.full
 def test_ranks_that_share_the_vocabulary_have_one_graph_before_and_one_after_they_talk():
     """Both ranks' parts, one after the other: each is told what the other said in the eager run."""
     logits = draw("logits", (10, V))

@@ -92,6 +92,7 @@ def test_sizes_that_change_need_few_graphs(precision, tolerance, tmp_path):
     assert graphs <= 4 + 2
 
 
+@pytest.mark.full
 def test_selective_checkpointing_is_part_of_a_graph():
     wrapper = {"use": "recompute", "granularity": "selective", "every": 2}
     plain = case(batch=EVEN, parallel=[wrapper])

@@ -34,17 +34,30 @@ test_conformance = conformance(
             "killed_rank_leaves_the_last[first]",
             "killed_rank_leaves_the_last[last]",
             "damage_is_noticed[empty]",
-            "resumed_twice_is_the_same_run",  # sharded_v2 keeps these in the first tier
+            # sharded_v2 keeps these in the first tier
+            "a_missing_tensor_is_refused[moment]",
+            "a_missing_tensor_is_refused[vector]",
+            "an_older_step_sets_later_ones_aside",
+            "another_branch_is_left_behind",
+            "damage_is_noticed[truncated]",
+            "due_on_all_ranks_alike",
+            "falls_back_over_a_damaged_one[bit_flipped]",
+            "goes_on_on_another_layout[fewer]",
+            "goes_on_on_another_layout[more]",
+            "later_steps_are_left_behind",
+            "resumed_run_is_the_same_run",
+            "resumed_twice_is_the_same_run",
             "steps_are_numbers",
+            "what_does_not_fit_is_refused[moment_in_another_dtype]",
+            "what_does_not_fit_is_refused[moment_that_is_none_here]",
+            "what_does_not_fit_is_refused[weight_in_another_dtype]",
+            "what_does_not_fit_is_refused[weight_that_is_none_here]",
             "falls_back_over_a_damaged_one[empty]",
             "falls_back_over_a_damaged_one[truncated]",
         ),
         pytest.mark.full,
     ),
 )
-
-#: These go through the core alone: the first tier has them of one of its monitors, and of plugins'.
-RUNS = ("its_failure_does_not_stop_training", "publishing_waits_for_nothing", "what_it_remembers_comes_back")
 
 test_monitors = conformance(
     Case("monitor", use="console"),
@@ -53,7 +66,8 @@ test_monitors = conformance(
     Case("monitor", use="bit_flips"),
     Case("monitor", use="guard"),
     Case("monitor", use="stragglers", config={"every": 1}),
-    marks=dict.fromkeys(RUNS, pytest.mark.full),
+    # The first tier has them of `sample`, above.
+    slow=pytest.mark.full,
 )
 
 test_exhaustively = pytest.mark.full(

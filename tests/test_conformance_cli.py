@@ -109,6 +109,7 @@ def test_an_expected_failure_is_none_and_one_that_passes_is_one(capsys):
         call(*words, "--expect-failure", "every_pass")
 
 
+@pytest.mark.full
 def test_a_failure_that_shows_in_one_layout_alone_can_be_expected(capsys):
     """Biases that four ranks add: two ranks have no fault."""
     words = ("parallel:adds_biases_of_four", "--plugin", FOUR, "-k", "inner_shared")

@@ -265,6 +265,10 @@ def collectives_compared(monkeypatch):
     *("adds_eps_to_the_root", "as_long_as_its_piece", "counts_on_one_rank", "draws_before_saving"),
     *("draws_numbers", "drops_one_sum", "forgets_their_weights", "publishes_anything", "tells_anyhow"),
     "wrong_gradient_of_gates",
+    "computes_in_float32",
+    "measures_on_one_rank",
+    "changes_gradients",
+    "drops_the_last_row",
 )
 @pytest.mark.parametrize(("case", "faults"), FAULTS, ids=[case.use for case, _ in FAULTS])
 def test_a_fault_fails_each_check_meant_for_it(case, faults):

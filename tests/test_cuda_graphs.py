@@ -136,6 +136,7 @@ class PassedThrough:
                 tensor.copy_(new[name])
 
 
+@pytest.mark.full_cases("bf16")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_nothing_is_compiled_in_a_capture(precision):
     """It would measure kernels, which cannot be captured."""
@@ -231,6 +232,7 @@ SUMS = {
 }
 
 
+@pytest.mark.full_cases("after-backward", "ddp-without-overlap", "zero12-of-sgd", "zero12-without-overlap")
 @pytest.mark.parametrize("sums", SUMS)
 def test_data_parallel_ranks_replay_what_is_not_reduced_during_backward(sums):
     tables, replayed = SUMS[sums]

@@ -151,7 +151,7 @@ def test_the_wrapper_of_the_documentation_knows_what_lies_between_linears(tmp_pa
     assert where in found[label]
 
 
-@pytest.mark.full_cases("data-counting")
+@pytest.mark.full_cases("data-counting", "monitor-agreement")
 @pytest.mark.parametrize(
     ("kind", "use"),
     [

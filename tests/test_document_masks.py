@@ -208,6 +208,7 @@ class Calls(Monitor):
         self.seen.append((q.clone(), scale, begins.clone()))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "model", [LLAMA, pytest.param(DEEPSEEK, marks=pytest.mark.full)], ids=["llama", "deepseek"]
 )

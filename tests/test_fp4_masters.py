@@ -242,6 +242,7 @@ def bytes_of_rank(rows):
     return found
 
 
+@pytest.mark.full
 def test_a_rank_holds_the_bytes_of_the_table():
     """All weights, and its share of masters, moments and gradients: each row, within two percent."""
     assert len(ROWS) == 11

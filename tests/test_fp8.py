@@ -46,6 +46,7 @@ EXHAUSTIVE = {"tp2", "dp2-zero2", "ep2", "ep2-etp2"}
 MARKED = [pytest.param(name, marks=[pytest.mark.full] * (name in EXHAUSTIVE)) for name in LAYOUTS]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("layout", MARKED)
 def test_megatron_607_442_2272_and_5782_fp8_trains_like_bfloat16_and_like_one_process_on_every_layout(layout):
     """There it ended in NaN, over stages with several microbatches for one."""

@@ -52,7 +52,7 @@ def train_one_parameter(case, folder, **options):
         return train(case, changes, folder=folder, **options)
 
 
-@pytest.mark.full_cases("torch-simple", "torch-sharded_v2")
+@pytest.mark.full_cases("torch-simple", "torch-sharded_v2", "auto-simple")
 @pytest.mark.parametrize("kind", ["simple", "sharded_v2"])
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
 def test_a_rank_that_owns_no_part_of_the_state_trains_saves_and_goes_on(tmp_path, kind, kernels):
@@ -186,6 +186,7 @@ def resume_unreadably(folder, full, steps):
     return engine.step
 
 
+@pytest.mark.full
 @pytest.mark.full_cases("False")
 @pytest.mark.parametrize("full", [True, False])
 def test_all_ranks_resume_from_a_checkpoint_that_each_can_read(tmp_path, full):

@@ -247,6 +247,7 @@ def attention_of(case, changes, looked=True):
     return looks.told if looked else [], losses, weights(engine.run), counters["stats"]["unique_graphs"]
 
 
+@pytest.mark.full
 def test_calls_of_attention_are_told_of_inside_of_a_graph_too():
     """As many graphs as without, the same numbers, and what layers that run eager are called with."""
     changes = {"run": {"steps": 3, "log_every": 2}, "parallel": [{"use": "recompute"}]}

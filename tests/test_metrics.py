@@ -496,6 +496,7 @@ def test_a_histogram_may_bring_bins_and_weights_of_its_own():
     assert monitor.counts == [(5, 0, 2)] * 2
 
 
+@pytest.mark.full
 def test_tensors_of_a_group_are_one_large_tensor():
     """Those that two ranks hold are measured by one of them, and nothing is counted twice."""
     for found, plain in run_ranks(grouped, 2, DDP):

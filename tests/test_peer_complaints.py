@@ -160,7 +160,7 @@ def test_deepspeed_1629_823_and_1110_sharded_gradients_meet_a_pipeline(schedule)
     assert_same(got, want, "weights after 3 steps", atol=1e-9)
 
 
-@pytest.mark.full_cases("5-zb_h1", "5-interleaved_1f1b", "5-gpipe")
+@pytest.mark.full_cases("5-zb_h1", "5-interleaved_1f1b", "5-gpipe", "5-dualpipe_v")
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "dualpipe_v"])
 @pytest.mark.parametrize("microbatches", [pytest.param(1, marks=pytest.mark.full), 5])
 def test_deepspeed_8152_and_7773_microbatches_weigh_the_same_in_every_stage(schedule, microbatches):
@@ -195,6 +195,7 @@ def test_sharded_gradients_wait_for_weight_gradients_that_were_put_off(schedule)
     assert_same(got, want, "weights after 3 steps", atol=1e-9)
 
 
+@pytest.mark.full_cases("1")
 @pytest.mark.parametrize("zero", [0, 1])
 def test_deepspeed_7839_and_7837_bfloat16_has_no_loss_scale(zero):
     """Gradients of bf16 runs were divided by a scale of 65536 that only fp16 multiplies by."""

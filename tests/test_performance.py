@@ -77,6 +77,7 @@ def test_on_eight_ranks_a_metric_is_what_its_definition_says(ranks, metric):
     assert_as_defined(metric, ranks)
 
 
+@pytest.mark.full_cases("checkpoint/age")
 @pytest.mark.parametrize("metric", sorted(MEASURED.keys() - OF_MANY))
 def test_in_one_process_a_metric_is_what_its_definition_says(alone, metric):
     assert_as_defined(metric, alone)

@@ -82,7 +82,7 @@ def assert_as_planned(case, tolerance=0.01, peak_tolerance=0.05):
         assert peak == pytest.approx(most, rel=peak_tolerance), f"as printed, the most of ranks {ranks}"
 
 
-@pytest.mark.full_cases("zero2", "ddp")
+@pytest.mark.full_cases("zero2", "ddp", "sequence_parallel")
 @pytest.mark.parametrize("name", CASES)
 def test_a_step_is_as_planned(name):
     assert_as_planned(case(*CASES[name]))

@@ -161,6 +161,7 @@ def around_alone(name):
     return {"model": ALIGNED, "optimizer": ADAMW if "stage" in optimizer else optimizer}
 
 
+@pytest.mark.full_cases("ep2")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.full] * (name not in QUICK_HYBRID)) for name in HYBRID]
 )
@@ -172,6 +173,7 @@ def test_hybrid_is_that_of_one_process_that_rounds_the_same_together(name):
     assert losses == pytest.approx(wanted, rel=EXACT)
 
 
+@pytest.mark.full_cases("ep2")
 @pytest.mark.parametrize("name", OTHER_SCALES)
 def test_hybrid_is_near_one_process_that_has_other_scales(name):
     found, losses = hybrid({}, *LAYOUTS[name][:2])
@@ -205,6 +207,7 @@ def master(variant):
     return {"use": "fp4_master", "config": {"format": "nvfp4", "variant": variant}}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "variant"), MASTERS)
 def test_masters_train_as_in_one_process(name, variant):
     topology, around, apart = LAYOUTS[name]

@@ -51,6 +51,7 @@ def test_a_file_gets_each_run_once_and_its_table_needs_no_training(tmp_path, cap
     assert json.loads(first)["next_token"][0] == pytest.approx(5.5, abs=0.1)
 
 
+@pytest.mark.full
 def test_precisions_part_after_steps_that_bfloat16_made_for_all(tmp_path):
     plans = [small(name, steps=4, after=2) for name in ("bf16", FP8, AGAIN)]
     wide, narrow, again = (train(plan, tmp_path) for plan in plans)

@@ -29,6 +29,7 @@ def said(found):
     return re.sub(r" \([^)]*\)", "", found[0])
 
 
+@pytest.mark.full_cases("transformer-tp2-dp3-sp-mb6--")
 @pytest.mark.parametrize(
     ("found", "fault", "text"),
     [

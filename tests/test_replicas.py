@@ -94,7 +94,7 @@ def test_the_first_step_is_compared_whatever_the_interval(case, tmp_path):
     assert_named(run_ranks(train_flipped, 4, case, changes, Flip(0, 3), folder=tmp_path, resume="2"), 3, 3)
 
 
-@pytest.mark.full_cases("2-another's", "0-another's")
+@pytest.mark.full_cases("2-another's", "0-another's", "2-own")
 @pytest.mark.parametrize("own", [True, False], ids=["own", "another's"])
 @pytest.mark.parametrize("rank", [0, 2])
 def test_nothing_is_saved_of_a_step_after_which_a_bit_flipped(tmp_path, rank, own):

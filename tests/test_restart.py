@@ -77,6 +77,7 @@ def endpoint():
         return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
+@pytest.mark.full
 def test_two_hosts_meet_at_the_rendezvous(tmp_path):
     write_small(tmp_path)
     words = ["run", "small.toml", "--nnodes", "2", "--nproc", "1", "--rdzv-endpoint", endpoint()]

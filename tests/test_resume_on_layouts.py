@@ -60,7 +60,9 @@ def assert_goes_on(found, straight, atol):
 EACH = [pytest.param(name, marks=[pytest.mark.full] * (name == "same")) for name in TARGETS]
 
 
-@pytest.mark.full_cases("sharded_v2-one rank", "simple-one rank", "simple-zero2-dp4-ep2-etp2")
+@pytest.mark.full_cases(
+    "sharded_v2-one rank", "simple-one rank", "simple-zero2-dp4-ep2-etp2", "simple-tp2-pp2"
+)
 @pytest.mark.parametrize("target", EACH)
 def test_goes_on_from_step_two(saved, target):
     kind, folder, straight = saved
@@ -74,6 +76,7 @@ def test_goes_back_from_shared_out_state_to_whole(tmp_path):
     assert_goes_on(run(SOURCE, "sharded_v2", tmp_path, resume="2"), straight, atol=1e-9)
 
 
+@pytest.mark.full_cases("simple")
 def test_a_resumed_run_may_change_how_the_model_is_trained(saved):
     kind, folder, _ = saved
     changes = {

@@ -71,6 +71,7 @@ def test_a_pipeline_says_how_the_model_is_split_by_what_its_pieces_cost(recipe, 
     assert drawn.out.endswith("0: embedding, layers 0 to 2\nstage 1 on rank 1: layer 3, head\n")
 
 
+@pytest.mark.full
 def test_a_pipeline_that_hands_over_through_memory_reports_the_losses_of_one_rank(recipe, tmp_path):
     model = ["--set", "model.layers=4", "--set", "run.steps=3"]
     pipeline = ["--set", "topology.pp=2", "--set", 'schedule.use="interleaved_1f1b"']
@@ -89,6 +90,7 @@ def first_line(outcome):
     return outcome.err.splitlines()[0]
 
 
+@pytest.mark.full
 def test_four_ranks_report_the_losses_of_one(recipe, tmp_path):
     for ranks in ("1", "4"):
         done = nanotrain("run", "small.toml", "--nproc", ranks, "--folder", ranks, cwd=tmp_path)
@@ -120,6 +122,7 @@ def test_a_resumed_run_ends_with_the_same_bytes(recipe, tmp_path, ranks):
     assert (tmp_path / "whole" / last).read_bytes() == (tmp_path / "half" / last).read_bytes()
 
 
+@pytest.mark.full
 def test_a_checkpoint_of_two_ranks_resumes_on_one_and_on_four(recipe, tmp_path):
     nanotrain("run", "small.toml", "--nproc", "2", "--folder", "two", cwd=tmp_path)
     start_at = str(tmp_path / "two/checkpoints/step-00000003.safetensors")

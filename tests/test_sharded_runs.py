@@ -56,6 +56,7 @@ def test_converts_into_the_whole_file_and_back(runs):
     assert shown[0]["meta"]["data"] == shown[1]["meta"]["data"]
 
 
+@pytest.mark.full_cases("simple-sharded_v2")
 @pytest.mark.parametrize(("kind", "other"), [("simple", "sharded_v2"), ("sharded_v2", "simple")])
 def test_a_converted_checkpoint_of_one_rank_keeps_its_random_streams(tmp_path, kind, other):
     (tmp_path / "one.toml").write_text(SMALL.replace('use = "simple"', f'use = "{kind}"'))

@@ -71,7 +71,7 @@ def slow_data(engine):
 
 def slow_compute(engine):
     for part in engine.run.stages.values():
-        part.register_forward_pre_hook(lambda *_: time.sleep(0.04))
+        part.register_forward_pre_hook(lambda *_: time.sleep(0.12))
 
 
 def slow_optimizer(engine):
@@ -88,6 +88,7 @@ def test_the_slow_rank_is_named_once_by_rank_0():
     assert said == [["rank 1 is slow: others wait for its data"], []]
 
 
+@pytest.mark.full_cases("dp2-tp2")
 @pytest.mark.parametrize(
     ("case", "slow"),
     [

@@ -59,6 +59,23 @@ FAULTS = (
         "degrees_are_those_of_the_recipe",
     ),
     _fault(
+        "broken_kernels",
+        "kernels",
+        "a function has other values or gradients",
+        "ignores_the_scale sees_later_blocks adds_eps_to_the_root wrong_gradient_of_gates "
+        "counts_ignored_targets drops_the_last_row forgets_their_weights computes_in_float32",
+        "functions_are_plain_pytorchs",
+    ),
+    _fault(
+        "broken_kernels",
+        "kernels",
+        "functions are right, and a run with them is not",
+        "turns_in_place makes_its_table_anew replaces_parameters transposes_square_weights counts_runs "
+        "rounds_at_random",
+        "inputs_stay_as_they_are table_is_the_same_each_time parameters_stay_themselves "
+        "products_are_plain_pytorchs runs_know_nothing_of_one_another two_calls_have_the_same_bits",
+    ),
+    _fault(
         "broken_models",
         "model",
         "logits are not those of the loss",
@@ -115,6 +132,13 @@ FAULTS = (
         "placements are ignored",
         "sums_over_data sums_over_the_world forgets_stages places_heads_whole",
         "gradients_equal inner_shared_and_biased_layers",
+    ),
+    _fault(
+        "broken_layouts",
+        "parallel",
+        "what is partial under sequence parallelism alone is not summed",
+        "sums_heads_alone sums_vectors_alone averages_tables",
+        "gradients_equal",
     ),
     _fault(
         "broken_layouts",

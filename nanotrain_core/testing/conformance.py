@@ -130,10 +130,28 @@ def failures(listed: Iterable[Trial]) -> dict[str, Exception]:
     return found
 
 
+#: The checks of a kind that run many steps, or go through the core alone.
+SLOW: Mapping[str, tuple[str, ...]] = {
+    "monitor": (
+        "its_failure_does_not_stop_training",
+        "publishing_waits_for_nothing",
+        "what_it_remembers_comes_back",
+    ),
+    "parallel": (
+        "a_parameter_may_be_used_later",
+        "accumulation_changes_nothing",
+        "any_number_of_microbatches",
+        "collectives_in_one_order",
+        "twenty_steps_are_those_of_one_process",
+    ),
+}
+
+
 def conformance(
     *cases: Case,
     expected_failures: Mapping[str, str] | None = None,
     marks: Mapping[str, Any] | None = None,
+    slow: Any = None,
     everywhere: bool = False,
 ) -> Callable[..., None]:
     """Return a pytest test with one parametrised item for every check of every case::
@@ -144,6 +162,8 @@ def conformance(
         expected_failures: label of a check -> why it fails. A check listed here that passes is a failure.
         marks: label of a check -> a mark of pytest's that it gets: one that takes long may be left to a
             second tier, ``marks={"killed_rank_leaves_the_last[last]": pytest.mark.slow}``.
+        slow: a mark for the checks of a kind that take longest. A repository with several components of
+            a kind may leave them to a second tier for all but one.
         everywhere: run each case in all surroundings that its component admits, as ``nanotrain
             conformance`` does, and not only as it is.
 
@@ -163,6 +183,8 @@ def conformance(
     def parameter(trial: Trial) -> Any:
         reason = expected.get(trial.label)
         given = [marked[trial.label]] if trial.label in marked else []
+        if slow is not None and trial.check.name in SLOW.get(trial.check.kind, ()):
+            given.append(slow)
         if reason:
             given.append(pytest.mark.xfail(reason=reason, strict=True))
         return pytest.param(trial, id=trial.id, marks=given)

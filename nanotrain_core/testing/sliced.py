@@ -16,7 +16,11 @@ from nanotrain_core.hookspecs import Register
 
 @attrs.define(frozen=True, kw_only=True)
 class SlicedConfig:
-    """It has no keys."""
+    """How layers are split."""
+
+    sequence_parallel: bool = False
+    """Whether ranks also split the tokens between the layers that they split, so that the gradients of norms,
+    biases, embedding and head are partial."""
 
 
 @hookimpl
@@ -37,4 +41,4 @@ def build(config: SlicedConfig) -> Any:
     """Return the wrapper."""
     from nanotrain_core.testing.sliced_layers import Sliced
 
-    return Sliced()
+    return Sliced(config.sequence_parallel)

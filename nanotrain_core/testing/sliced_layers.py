@@ -5,6 +5,7 @@ Source: Shoeybi et al., arXiv 1909.08053.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from nanotrain_core.contracts import Parallel
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import Placements
 from nanotrain_core.layout.roles import Role, share_tokens, tagged
+from nanotrain_core.testing.sliced_tokens import SlicedTokens
 
 #: The axis along which parameters of a role are split.
 AXES = {Role.COLUMN: {"weight": 0, "bias": 0}, Role.ROW: {"weight": 1}}
@@ -51,35 +53,56 @@ class SumOutput(torch.autograd.Function):
 class Sliced(Parallel):
     """See :class:`~nanotrain_core.contracts.Parallel`. The units of every linear layer must divide."""
 
+    def __init__(self, sequence_parallel: bool = False) -> None:
+        self.sequence_parallel = sequence_parallel
+
     def apply(self, part: nn.Module, placements: Placements, mesh: Mesh) -> nn.Module:
         """Keep this rank's shards of COLUMN and ROW, and record which other gradients are partial."""
         if mesh.size("tp") == 1:
             return part
-
-        def enter(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-            return SumGradient.apply(args[0], mesh), *args[1:]  # type: ignore[no-untyped-call]
-
-        def leave(module: nn.Module, args: tuple[Any, ...], y: torch.Tensor) -> torch.Tensor:
-            bias: Any = getattr(module, "bias", None)
-            own = y if bias is None else y - bias  # every rank has added it
-            total: torch.Tensor = SumOutput.apply(own, mesh)  # type: ignore[no-untyped-call]
-            return total if bias is None else total + bias
-
+        tokens = SlicedTokens(part, mesh) if self.sequence_parallel else None
         for name, module, found in tagged(part):
             own = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
             axes = {key: 0 for key, _ in own} if found.role is Role.PER_HEAD else AXES.get(found.role, {})
             for key, axis in axes.items():
                 slice_parameter(module, key, axis, f"{name}.{key}", placements, mesh)
-            if found.role in (Role.COLUMN, Role.SHARED):
-                module.register_forward_pre_hook(enter)
-            elif found.role is Role.ROW:
-                module.register_forward_hook(leave)
-            elif found.role is Role.EXPERTS:
-                share_tokens(module, "tp")  # they are whole on every rank, and so is what they are told
-            elif found.role is Role.INNER:
-                for key, _ in module.named_parameters():
-                    placements[f"{name}.{key}"] = placements[f"{name}.{key}"].sum_over("tp")
+            if tokens:
+                tokens.hook(module, found)
+            else:
+                hook(module, found.role, mesh)
+        routers, inner = (set(parameters_of(part, role)) for role in (Role.ROUTER, Role.INNER))
+        partial = {name for name, _ in part.named_parameters()} - routers if tokens else inner
+        for name in partial:
+            if "tp" in placements[name].same:  # else it is sharded
+                placements[name] = placements[name].sum_over("tp")
         return part
+
+
+def hook(module: nn.Module, role: Role, mesh: Mesh) -> None:
+    """Install the all-reduces of a role whose module is told whole sequences."""
+
+    def enter(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return SumGradient.apply(args[0], mesh), *args[1:]  # type: ignore[no-untyped-call]
+
+    def leave(module: nn.Module, args: tuple[Any, ...], y: torch.Tensor) -> torch.Tensor:
+        bias: Any = getattr(module, "bias", None)
+        own = y if bias is None else y - bias  # every rank has added it
+        total: torch.Tensor = SumOutput.apply(own, mesh)  # type: ignore[no-untyped-call]
+        return total if bias is None else total + bias
+
+    if role in (Role.COLUMN, Role.SHARED):
+        module.register_forward_pre_hook(enter)
+    elif role is Role.ROW:
+        module.register_forward_hook(leave)
+    elif role is Role.EXPERTS:
+        share_tokens(module, "tp")  # they are whole on every rank, and so is what they are told
+
+
+def parameters_of(part: nn.Module, role: Role) -> Iterator[str]:
+    """Yield the names of all parameters in and below modules of a role."""
+    for name, module, found in tagged(part):
+        if found.role is role:
+            yield from (f"{name}.{key}" for key, _ in module.named_parameters())
 
 
 def slice_parameter(

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import attrs
 
@@ -250,8 +251,12 @@ def _own_options(component: Component, given: Mapping[str, Any], where: Wanted) 
 
 
 def _others(hint: Any, default: Any) -> Sequence[Any]:
-    if hint is bool and isinstance(default, bool):
-        return (not default,)
-    if get_origin(hint) is Literal and isinstance(default, str):
-        return [value for value in get_args(hint) if value != default]
+    """Return the values of a field beside its default; none if there are more than a few."""
+    if get_origin(hint) in (Union, UnionType):  # Literal[...] | None
+        hints = [each for each in get_args(hint) if each is not type(None)]
+        return [value for each in hints for value in _others(each, default)] if default is None else ()
+    if hint is bool and default is not attrs.NOTHING:
+        return [value for value in (True, False) if value is not default]
+    if get_origin(hint) is Literal:
+        return [value for value in get_args(hint) if isinstance(value, str) and value != default]
     return ()

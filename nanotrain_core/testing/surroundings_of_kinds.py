@@ -11,6 +11,8 @@ from nanotrain_core.component import Component
 from nanotrain_core.testing.case import Tables, merge
 
 SUMMED, RANGED, SLICED, SPREAD = ({"use": name} for name in ("summed", "ranged", "sliced", "spread"))
+#: Sequence parallelism: between the layers that ranks split, each has a share of the tokens.
+SLICED_TOKENS = {**SLICED, "sequence_parallel": True}
 STAGED: Tables = {"schedule": {"use": "staged"}, "model": {"layers": 4}}
 #: Biases, LayerNorm, learned positions, and one table for embedding and head.
 BIASED: Tables = {
@@ -85,6 +87,7 @@ def _parallel(component: Component) -> Iterator[Wanted]:
     else:
         yield Wanted("dp2", {"dp": 2}, {"parallel": [here, SUMMED]}, scope=Scope.ALL)
         yield Wanted("tp2", {"tp": 2}, {"parallel": [SLICED, here, SUMMED]})
+        yield Wanted("tp2-sp", {"tp": 2}, {"parallel": [SLICED_TOKENS, here, SUMMED]})
         yield Wanted("pp2", {"pp": 2}, {**STAGED, "parallel": [here, SUMMED]}, needs=("pp",))
         yield from _models("dp2", {"dp": 2}, {"parallel": [here, SUMMED]})
 
@@ -97,6 +100,7 @@ def _sync(kind: str, wrappers: Sequence[Tables], extra: frozenset[str] = frozens
     yield Wanted("dp2", {"dp": 2}, around, scope=Scope.ALL, needs=("dp",))
     yield Wanted("dp4", {"dp": 4}, around, needs=("dp",))
     yield Wanted("tp2", {"tp": 2}, cut, extra=extra, needs=("tp",))
+    yield _sequence_parallel(wrappers, extra)
     yield Wanted("pp2-tied", {"pp": 2}, tied, needs=("pp",))
     yield from _of_four_ranks(wrappers, extra)
     yield Wanted("dp4-ep2", {"dp": 4, "ep": 2}, spread, needs=("dp", "ep"))
@@ -104,6 +108,12 @@ def _sync(kind: str, wrappers: Sequence[Tables], extra: frozenset[str] = frozens
     mixed = frozenset({"mixed_dtypes"} if kind == "parallel" else ())
     if not mixed:
         yield Wanted("dp2-wide_norms", {"dp": 2}, {**around, **MIXED}, needs=("dp", "wide_norms"))
+
+
+def _sequence_parallel(wrappers: Sequence[Tables] = (SUMMED,), extra: frozenset[str] = frozenset()) -> Wanted:
+    """Return the layout in which gradients of all that is not sharded are partial over ``tp``."""
+    around: Tables = {"parallel": [SLICED_TOKENS, *wrappers]}
+    return Wanted("tp2-sp", {"tp": 2}, around, extra=extra, needs=("tp", "sequence_parallel"))
 
 
 def _of_four_ranks(
@@ -142,6 +152,7 @@ def _optimizer(component: Component) -> Iterator[Wanted]:
 def _precision(component: Component) -> Iterator[Wanted]:
     yield Wanted("dp2", {"dp": 2}, {"parallel": [SUMMED]}, needs=("dp",))
     yield Wanted("tp2", {"tp": 2}, {"parallel": [SLICED, SUMMED]}, needs=("tp",))
+    yield _sequence_parallel()
     yield from _of_four_ranks()
     yield Wanted("experts", {}, EXPERTS, needs=("experts",))
     yield Wanted("biased", {}, BIASED, needs=("biased",))
@@ -173,6 +184,7 @@ def _schedule(component: Component) -> Iterator[Wanted]:
 def _monitor(component: Component) -> Iterator[Wanted]:
     yield Wanted("dp2", {"dp": 2}, {"parallel": [SUMMED]}, scope=Scope.ALL, needs=("dp",))
     yield Wanted("tp2", {"tp": 2}, {"parallel": [SLICED, SUMMED]}, needs=("tp",))
+    yield _sequence_parallel()
     yield Wanted("pp2", {"pp": 2}, {**STAGED, "parallel": [SUMMED]}, needs=("pp",))
     yield from _of_four_ranks()
     yield Wanted("experts", {}, EXPERTS, needs=("experts",))

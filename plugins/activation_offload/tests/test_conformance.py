@@ -27,10 +27,8 @@ def case(config, name, **around):
 
 test_conformance = conformance(
     case(ALL, "all"),
-    # Beside ddp and zero12, whose tests have them: every count of microbatches, and twenty steps.
-    marks=dict.fromkeys(
-        ("any_number_of_microbatches", "twenty_steps_are_those_of_one_process"), pytest.mark.full
-    ),
+    # The first tier has them of ddp and zero12.
+    slow=pytest.mark.full,
 )
 test_exhaustively = pytest.mark.full(
     conformance(case({"min_mb": 0.0, "keep": 2}, "two-kept"), case(ALL, "with-recompute", parallel=HALF))

@@ -28,6 +28,7 @@ def said():
     return done.stdout.partition("\n")
 
 
+@pytest.mark.full
 def test_memory_is_kept(said):
     _, again = said[0].split()
     assert int(again) < 64

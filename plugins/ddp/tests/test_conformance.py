@@ -12,19 +12,12 @@ SOCKETS = {"kernels": {"use": "torch"}}
 
 test_conformance = conformance(
     Case("parallel", use="ddp", config=MANY_BUCKETS, topology={"dp": 2}),
-    Case("parallel", use="ddp", config=MANY_BUCKETS, topology={"dp": 2}, overrides=SOCKETS, name="sockets"),
     Case("schedule", use="accumulate", topology={"dp": 2}, overrides=DDP),
-    Case("precision", use="fp16", topology={"dp": 2}, overrides=DDP),
+)
+test_beside = conformance(
+    Case("parallel", use="ddp", config=MANY_BUCKETS, topology={"dp": 2}, overrides=SOCKETS, name="sockets"),
     Case("monitor", use="replicas", topology={"dp": 2}, overrides=DDP),
-    # These go through the core alone: the first tier has them of one of the core's own monitors.
-    marks=dict.fromkeys(
-        (
-            "its_failure_does_not_stop_training",
-            "publishing_waits_for_nothing",
-            "what_it_remembers_comes_back",
-        ),
-        pytest.mark.full,
-    ),
+    slow=pytest.mark.full,
 )
 
 GPT = {"positions": "learned", "max_length": 16, "norm": "layernorm", "activation": "gelu", "bias": True}

@@ -23,10 +23,8 @@ def case(name="", model=None, **topology):
 
 test_conformance = conformance(
     case(dp=4, ep=2, etp=2),
-    # Beside ddp and zero12, whose tests have them: every count of microbatches, and twenty steps.
-    marks=dict.fromkeys(
-        ("any_number_of_microbatches", "twenty_steps_are_those_of_one_process"), pytest.mark.full
-    ),
+    # The first tier has them of ddp and zero12.
+    slow=pytest.mark.full,
 )
 
 test_exhaustively = pytest.mark.full(

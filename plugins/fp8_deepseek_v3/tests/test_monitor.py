@@ -55,15 +55,8 @@ test_conformance = conformance(
         topology={"dp": 2},
         overrides={**WITH_FP8, "parallel": [{"use": "summed"}]},
     ),
-    # Failures of any monitor are caught by the core, which tests/test_together.py breaks at every event.
-    marks=dict.fromkeys(
-        (
-            "its_failure_does_not_stop_training",
-            "publishing_waits_for_nothing",
-            "what_it_remembers_comes_back",
-        ),
-        pytest.mark.full,
-    ),
+    # The first tier has them of the core's own monitors.
+    slow=pytest.mark.full,
 )
 
 # Two ranks promise all that one does.

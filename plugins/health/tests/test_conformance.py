@@ -16,15 +16,8 @@ def case(use, name="", ranks=1, around=None, **config):
 
 test_conformance = conformance(
     case("health", "health", ranks=2),
-    # These go through the core alone: the first tier has them of the core's own monitors.
-    marks=dict.fromkeys(
-        (
-            "its_failure_does_not_stop_training",
-            "publishing_waits_for_nothing",
-            "what_it_remembers_comes_back",
-        ),
-        pytest.mark.full,
-    ),
+    # The first tier has them of the core's own monitors.
+    slow=pytest.mark.full,
 )
 # tests/test_health.py has all three on eight ranks, in the first tier.
 test_exhaustively = pytest.mark.full(

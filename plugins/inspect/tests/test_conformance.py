@@ -10,15 +10,8 @@ SUMMED = {"parallel": [{"use": "summed"}]}
 test_conformance = conformance(
     Case("monitor", use="profiler", config={"steps": "1:2"}),
     Case("monitor", use="dump", config=EVERYTHING, topology={"dp": 2}, overrides=SUMMED, name="tensors"),
-    # These go through the core alone: the first tier has them of the core's own monitors.
-    marks=dict.fromkeys(
-        (
-            "its_failure_does_not_stop_training",
-            "publishing_waits_for_nothing",
-            "what_it_remembers_comes_back",
-        ),
-        pytest.mark.full,
-    ),
+    # The first tier has them of the core's own monitors.
+    slow=pytest.mark.full,
 )
 # The other form differs in what is written, which tests/test_dump.py compares on eight ranks.
 test_exhaustively = pytest.mark.full(

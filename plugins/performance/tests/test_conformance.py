@@ -9,15 +9,8 @@ DP = {"topology": {"dp": 2}, "overrides": OVERRIDES}
 
 test_conformance = conformance(
     Case("monitor", use="throughput", config={"peak_tflops": 0.1}, **DP),
-    # These go through the core alone: the first tier has them of the core's own monitors.
-    marks=dict.fromkeys(
-        (
-            "its_failure_does_not_stop_training",
-            "publishing_waits_for_nothing",
-            "what_it_remembers_comes_back",
-        ),
-        pytest.mark.full,
-    ),
+    # The first tier has them of the core's own monitors.
+    slow=pytest.mark.full,
 )
 test_exhaustively = pytest.mark.full(
     conformance(

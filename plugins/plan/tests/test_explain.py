@@ -207,6 +207,7 @@ def test_a_trace_that_differs_says_where_and_ends_with_2(recipe, capsys, monkeyp
     assert any(text.startswith("Rank 1: number 1 differs") for text in texts)
 
 
+@pytest.mark.full
 def test_what_is_too_large_to_trace_is_told_a_smaller_recipe(recipe, capsys, monkeypatch):
     assert main(["explain", recipe, "--trace", "--nproc", "64", "--set", "batch.sequences=64"]) == 2
     err = capsys.readouterr().err

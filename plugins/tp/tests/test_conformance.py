@@ -27,11 +27,8 @@ def case(name, model, topology, config=None, **overrides):
 
 test_conformance = conformance(
     case("gpt-tp2", GPT, {"tp": 2}, batch={"length": 15}),  # learned positions, and shares of 7 and 8 tokens
-    case("one-key-head-tp2-again", ONE_KEY_HEAD, {"tp": 2}, {"gather_again": True}),
-    # Beside ddp and zero12, whose tests have them: every count of microbatches, and twenty steps.
-    marks=dict.fromkeys(
-        ("any_number_of_microbatches", "twenty_steps_are_those_of_one_process"), pytest.mark.full
-    ),
+    # The first tier has them of ddp and zero12.
+    slow=pytest.mark.full,
 )
 
 LAYOUTS = {"tp2": {"tp": 2}, "tp4": {"tp": 4}, "dp2-tp2": {"dp": 2, "tp": 2}}
@@ -53,6 +50,7 @@ test_exhaustively = pytest.mark.full(
         ),
         # Beside data parallelism: the composition matrix has tp with each gradient sync in the first tier.
         case("one-key-head-dp2-tp2-again", ONE_KEY_HEAD, {"dp": 2, "tp": 2}, {"gather_again": True}),
+        case("one-key-head-tp2-again", ONE_KEY_HEAD, {"tp": 2}, {"gather_again": True}),
         case("llama-tp2-again", LLAMA, {"tp": 2}, {"gather_again": True}),
         Case("optimizer", use="adamw", topology={"tp": 2}, overrides=AROUND_TP),
         Case("checkpoint", use="simple", topology={"tp": 2}, overrides=AROUND_TP),

@@ -85,6 +85,7 @@ def train_recomputing(case, changes, **options):
         return train(case, changes, **options)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("sequence_parallel", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_recomputed_layers_have_the_same_gradients(sequence_parallel):
     case = Case(

@@ -51,6 +51,7 @@ def test_one_more_layer_adds_two_of_each_each_way(sequence_parallel, each):
     assert {operator: n for operator, n in added.items() if n} == each
 
 
+@pytest.mark.full
 def test_routers_and_shared_experts_gather_their_input_once():
     sent = activations_sent({"use": "routed"}, 32)
     forward, backward = 2 * (1 + 1) + 1, 2 * (1 + 1) + 1  # two layers, attention and experts; head; embedding

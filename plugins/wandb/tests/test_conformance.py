@@ -8,4 +8,8 @@ def _offline(monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "disabled")
 
 
-test_conformance = conformance(Case("monitor", use="wandb"))
+test_conformance = conformance(
+    Case("monitor", use="wandb"),
+    # The first tier has them of the core's own monitors.
+    slow=pytest.mark.full,
+)

@@ -32,7 +32,7 @@ LAYOUTS = [
     (1, ADAMW, 2, {**ZERO, "stage": 2}, "auto"),
     pytest.param(2, {**ZERO, "stage": 2}, 1, ADAMW, "auto", marks=pytest.mark.full),
     pytest.param(2, ADAMW, 4, {**ZERO, "stage": 1}, "auto", marks=pytest.mark.full),
-    (4, {**ZERO, "stage": 2}, 2, {**ZERO, "stage": 1}, "torch"),
+    pytest.param(4, {**ZERO, "stage": 2}, 2, {**ZERO, "stage": 1}, "torch", marks=pytest.mark.full),
 ]
 
 
