@@ -93,6 +93,17 @@ def test_a_check_that_hangs_is_named_and_the_others_go_on(tmp_path, capsys):
     assert found["parts_cover_the_layers"]["verdict"] == "passed"
 
 
+def test_a_printed_line_selects_its_check(capsys):
+    assert call("schedule:accumulate", "--quick", "--list") == Exit.DONE
+    (line,) = (each for each in capsys.readouterr().out.splitlines() if "every_pass_happens_once" in each)
+    for text in (
+        f"FAILED {line}",
+        f"tests/x.py::test_conformance[{line.partition(':')[0]}] - AssertionError",
+    ):
+        call("schedule:accumulate", "--quick", "--list", "-k", text)
+        assert capsys.readouterr().out.splitlines() == [line, "1 checks"]
+
+
 def test_a_plugin_that_ends_the_process_when_it_is_imported_is_named(tmp_path):
     plugin = tmp_path / "ends.py"
     plugin.write_text("import sys\nsys.exit(3)\n")

@@ -67,7 +67,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--list", action="store_true", help="list the checks without running them")
     parser.add_argument("--json", action="store_true", help="print results as JSON at the end")
     parser.add_argument(
-        "-k", dest="keyword", default="", metavar="PATTERN", help="run checks whose id contains this"
+        "-k",
+        dest="keyword",
+        default="",
+        metavar="PATTERN",
+        help="run checks whose id contains this; a printed line will do",
     )
     parser.add_argument("-x", dest="exitfirst", action="store_true", help="stop at the first failure")
     parser.add_argument("--jobs", type=positive, metavar="N", help="checks to run in parallel (one per core)")

@@ -145,8 +145,7 @@ def steps_of(recipe: Recipe) -> int | None:
 def key_in_force(recipe: Recipe, number: int, key: str) -> str:
     """Return where a recipe sets ``key`` for a phase: in it, in an earlier one, or in its section.
 
-    >>> key_in_force(recipe, 1, "batch.sequences")  # doctest: +SKIP
-    'phase.0.batch.sequences'
+    For phase 1 and ``batch.sequences``, which phase 0 sets, ``phase.0.batch.sequences``.
     """
     for earlier in range(number, -1, -1):
         if key in recipe.phase[earlier].changes:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import fnmatch
 import multiprocessing
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -59,6 +60,19 @@ class Result:
     since: str = ""
 
 
+def id_in(text: str) -> str:
+    """Return the id of a check in a line that the command or pytest printed; other text unchanged.
+
+    >>> id_in("FAILED tp-w2-weights_equal[sgd]: weights after some steps equal one process's")
+    'tp-w2-weights_equal[sgd]'
+    >>> id_in("tests/test_tp.py::test_conformance[tp-w2-weights_equal[sgd]] - AssertionError: ...")
+    'tp-w2-weights_equal[sgd]'
+    """
+    text = re.sub(r"^(ok|FAILED|HUNG|xfail|XPASS)\s+", "", text.strip())
+    of_pytest = re.match(r"\S+::\w+\[(.*)\]( - |$)", text)
+    return of_pytest[1] if of_pytest else text.partition(": ")[0]
+
+
 @attrs.define(frozen=True, kw_only=True)
 class Options:
     """Options for running the checks."""
@@ -68,8 +82,8 @@ class Options:
     """Processes that run checks at the same time."""
     timeout: float = TIMEOUT
     """Seconds for one check, and for loading the plugin."""
-    keyword: str = ""
-    """Run the checks whose id has this in it, or fits it as a pattern of a shell."""
+    keyword: str = attrs.field(default="", converter=id_in)
+    """Run the checks whose id contains this, or fits it as a shell pattern. A printed line will do."""
     first: bool = False
     """Stop at the first that fails."""
     expected: Sequence[str] = ()

@@ -53,7 +53,7 @@ def size(count: float) -> str:
     """Return bytes in words.
 
     >>> [size(n) for n in (512, 64 * 2**20, 3.2e12)]
-    ['512 B', '64 MiB', '2.9 TiB']
+    ['512 B', '64 MiB', '2.91 TiB']
     """
     value, units = float(count), ("B", "KiB", "MiB", "GiB", "TiB")
     for unit in units:
