@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -10,6 +11,9 @@ from typing import Any
 
 from nanotrain_core.api import CheckpointInfo
 from nanotrain_sharded_ckpt_v2 import folders, manifest
+
+#: Files beside the manifest: shards of tensors, and random-number streams.
+OURS = re.compile(r"(shard|rank)-\d+\.safetensors")
 
 
 def list_checkpoints(path: Path) -> list[CheckpointInfo]:
@@ -21,7 +25,14 @@ def list_checkpoints(path: Path) -> list[CheckpointInfo]:
         _saved(folders.step_folder(parent, step), step)
         for parent in parents
         for step in folders.once_saved(parent)
+        if not _is_anothers(folders.step_folder(parent, step))
     ]
+
+
+def _is_anothers(folder: Path) -> bool:
+    """Return whether another format has written the folder: it has files, and none is named as ours are."""
+    names = [path.name for path in folder.iterdir()]
+    return bool(names) and not any(name == manifest.NAME or OURS.fullmatch(name) for name in names)
 
 
 def _saved(path: Path, step: int) -> CheckpointInfo:

@@ -34,6 +34,20 @@ def held(monkeypatch):
     return gate
 
 
+def test_a_folder_that_another_format_wrote_is_not_listed_and_one_that_lost_its_manifest_is(tmp_path):
+    checkpoint = opened(tmp_path)
+    for step in (1, 2):
+        save(checkpoint, step)
+    (tmp_path / "step-00000002" / "MANIFEST.json").unlink()
+    theirs = tmp_path / "step-00000003"
+    theirs.mkdir()
+    (theirs / "planes.z").touch()
+    first, damaged = list_checkpoints(tmp_path)
+    assert (first.step, first.verify()) == (1, [])
+    assert damaged.step == 2
+    assert damaged.verify()
+
+
 def test_nothing_is_there_before_it_is_complete(tmp_path, held):
     checkpoint, live = opened(tmp_path), state(1)
     checkpoint.save(1, live)
