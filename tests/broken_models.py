@@ -92,6 +92,40 @@ class SeesFurtherTargets(ScalesItsLogits):
         return PartOutput(None, {**output.losses, "further": further})
 
 
+# --- layers that rely on whole sequences between them --------------------------------------------------
+
+
+class NumbersHiddenStates(ReadsItsTargets):
+    """Positions are those of the hidden states that a rank has."""
+
+    def look(self, embed, x, batch):
+        return x
+
+    def build(self, part, *ops):
+        module = super().build(part, *ops)
+        for block in module.layers.values():
+            block.register_forward_pre_hook(lambda block, inputs: (self.mix(inputs[0]), *inputs[1:]))
+        return module
+
+    def mix(self, x):
+        return x + 0.01 * torch.arange(x.shape[1]).to(x)[:, None]
+
+
+class ShiftsTokens(NumbersHiddenStates):
+    """Each token gets something of the one before, as in RWKV."""
+
+    def mix(self, x):
+        return x + 0.1 * torch.nn.functional.pad(x, (0, 0, 1, 0))[:, :-1]
+
+
+class AveragesTokens(NumbersHiddenStates):
+    """Each token gets something of the mean of those before it."""
+
+    def mix(self, x):
+        count = torch.arange(1, x.shape[1] + 1).to(x)[:, None]
+        return x + 0.1 * x.cumsum(1) / count
+
+
 # --- FLOPs that are off -------------------------------------------------------------------------------
 
 
@@ -219,6 +253,9 @@ def nanotrain_register_model(register):
         LooksAheadInTraining,
         AveragesInTraining,
         SeesFurtherTargets,
+        NumbersHiddenStates,
+        ShiftsTokens,
+        AveragesTokens,
         ForgetsBackwardFlops,
         ForgetsHeadFlops,
         ForgetsAttentionFlops,

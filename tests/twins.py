@@ -92,6 +92,13 @@ FAULTS = (
     _fault(
         "broken_models",
         "model",
+        "layers rely on whole sequences between them",
+        "numbers_hidden_states shifts_tokens averages_tokens",
+        "a_rank_may_have_some_of_the_tokens",
+    ),
+    _fault(
+        "broken_models",
+        "model",
         "FLOPs are off",
         "forgets_backward_flops forgets_head_flops forgets_attention_flops",
         "flops_are_those_of_a_pass",

@@ -28,36 +28,56 @@ DEGREES = (2, 3, 4, 5)
 @check("model", since="0.1")
 def roles_are_true(case: Case) -> None:
     """With COLUMN and ROW sharded over ranks in whole units, INNER summed, all gradients are the same."""
+    degrees = _degrees(case)
+    for degree in sorted({degrees[0], degrees[-1]} if degrees else ()):
+        try:
+            _assert_same_sliced(case, degree, {"use": "sliced"})
+        except Exception as error:
+            raise AssertionError(
+                f"with each COLUMN and ROW shared out over {degree} ranks: {error}\n"
+                "Is each unit a whole head? Does forward read the number of heads from tensors, and not from "
+                "the config? Has what lies between COLUMN and ROW the role INNER?"
+            ) from None
+
+
+@check("model", since="0.3", promise="sequence_parallel")
+def a_rank_may_have_some_of_the_tokens(case: Case) -> None:
+    """Under sequence parallelism, a share of each sequence between sharded layers, gradients are the same."""
+    for degree in _degrees(case)[:1]:
+        try:
+            _assert_same_sliced(case, degree, {"use": "sliced", "sequence_parallel": True})
+        except Exception as error:
+            raise AssertionError(
+                f"with the tokens between sharded layers shared out over {degree} ranks: {error}\n"
+                "Does forward take the length of sequences from batch.tokens, or what a COLUMN returned, and "
+                "not from hidden states between layers? Is attention all that reads other tokens than its "
+                "own? Else declare supports={'sequence_parallel': Support.UNSUPPORTED}."
+            ) from None
+
+
+def _degrees(case: Case) -> list[int]:
+    """Return the degrees that divide the units of all linear layers; none if there are no such layers."""
     (part,) = on_meta(case)
     units = [
         module.weight.shape[found.role is Role.ROW] // found.unit  # type: ignore[index]
         for _, module, found in tagged(part)
         if found.role in (Role.COLUMN, Role.ROW)
     ]
-    degrees = [n for n in DEGREES if units and all(count % n == 0 for count in units)]
-    for degree in sorted({degrees[0], degrees[-1]} if degrees else ()):
-        _assert_roles_at(case, degree)
+    return [n for n in DEGREES if units and all(count % n == 0 for count in units)]
 
 
-def _assert_roles_at(case: Case, degree: int) -> None:
-    once: dict[str, Any] = {"run": {"steps": 1}}
+def _assert_same_sliced(case: Case, degree: int, wrapper: dict[str, Any]) -> None:
+    """Compare a step with one process: gradients and loss."""
     wrapped = {
         "run": {"steps": 1, "ranks": degree},
         "topology": {"tp": degree},
-        "parallel": [{"use": "sliced"}, {"use": "summed"}],
+        "parallel": [wrapper, {"use": "summed"}],
     }
-    try:
-        ranks = run_ranks(train, degree, case.alone(), wrapped)
-        alone = one_process(case, **once)
-        assert_same(whole([t.gradients for t in ranks], atol=EXACT), whole([alone.gradients]), "gradients")
-        for trace in ranks:
-            assert_numbers([trace.reports[0].loss], [alone.reports[0].loss], "loss", atol=EXACT)
-    except Exception as error:
-        raise AssertionError(
-            f"with each COLUMN and ROW shared out over {degree} ranks: {error}\n"
-            "Is each unit a whole head? Does forward read the number of heads from tensors, and not from the "
-            "config? Has what lies between COLUMN and ROW the role INNER?"
-        ) from None
+    ranks = run_ranks(train, degree, case.alone(), wrapped)
+    alone = one_process(case, **{"run": {"steps": 1}})
+    assert_same(whole([t.gradients for t in ranks], atol=EXACT), whole([alone.gradients]), "gradients")
+    for trace in ranks:
+        assert_numbers([trace.reports[0].loss], [alone.reports[0].loss], "loss", atol=EXACT)
 
 
 @check("model", since="0.1")
