@@ -1,10 +1,12 @@
 """``nanotrain ckpt``: what it says of the built-in checkpoint, and what it refuses."""
 
 import json
+import os
+import subprocess
 
 import pytest
 import torch
-from command import nanotrain
+from command import COMMAND, nanotrain
 from safetensors.torch import load_file
 from test_run import SMALL
 
@@ -104,3 +106,14 @@ def test_a_resume_from_what_another_kind_wrote_or_from_a_whole_run_is_refused(ru
     assert (ended.code, "Traceback" in ended.err) == (Exit.USER, False)
     assert text in ended.err
     assert sorted((run / "run").rglob("*")) == before
+
+
+def test_a_name_that_no_terminal_can_show_is_no_traceback(tmp_path):
+    ended = subprocess.run(
+        [*map(os.fsencode, COMMAND), b"ckpt", b"verify", b"\xff\xfe"],
+        cwd=tmp_path,
+        capture_output=True,
+        check=False,
+    )
+    assert ended.returncode == Exit.USER
+    assert b"Traceback" not in ended.stderr

@@ -1,6 +1,7 @@
 """What cannot be read or written is named: weights that do not fit, damaged files, unknown models."""
 
 import json
+import os
 from functools import partial
 
 import pytest
@@ -122,6 +123,15 @@ def test_files_that_are_not_there_or_damaged(tmp_path):
     assert f"{shard} is missing or damaged" in refusal(tmp_path / "ours")
     shard.unlink()
     assert f"{shard} is missing or damaged" in refusal(tmp_path / "ours")
+    os.mkfifo(shard)
+    assert f"{shard} is missing or damaged: it is no plain file" in refusal(tmp_path / "ours")
+    for name in ("config.json", "model.safetensors.index.json"):
+        table = tmp_path / "theirs" / name
+        table.touch()
+        os.truncate(table, 2**32)
+        assert f"{table} is damaged" in refusal(tmp_path / "theirs")
+        table.unlink()
+        (tmp_path / "theirs" / "config.json").write_text('{"model_type": "llama"}')
     (tmp_path / "theirs" / SAVED).unlink()
     assert "has neither model.safetensors nor model.safetensors.index.json" in refusal(tmp_path / "theirs")
     (tmp_path / "theirs/config.json").write_text("{")

@@ -237,7 +237,8 @@ def test_a_components_own_position_may_be_anything(position):
     own = {"position": position, "taken": 8, "tokens": 8, "skipped": [], "batch_sizes": [[0, 8]]}
     meta = {"step": 1, "recipe": "", "data": own, "model": {}, "optimizer": {}, "loss_scale": {}}
     assert not state_problems(meta)
-    assert state_problems({**meta, "data": {**own, "position": -1}})
+    for wrong in ({"position": -1}, {"position": None}, {"length": -1}, {"tokens": True}):
+        assert state_problems({**meta, "data": {**own, **wrong}}), wrong
 
 
 class BreaksOff(Monitor):

@@ -1,5 +1,7 @@
 """What is not finite is not saved, what was saved before stays, and odd entries beside it do no harm."""
 
+import os
+import stat
 from unittest import mock
 
 import attrs
@@ -159,8 +161,14 @@ def test_the_newest_checkpoint_that_was_evaluated_stays(tmp_path, monkeypatch, u
 
 
 ODD = {
-    "simple": ("step-00000002 (copy).safetensors", "step-00000009.safetensors.bak", "step-x.safetensors"),
-    "sharded_v2": ("step-00000002 (copy)", "step-x"),
+    "simple": (
+        "step-00000002 (copy).safetensors",
+        "step-00000009.safetensors.bak",
+        "step-x.safetensors",
+        "step-000000022.safetensors",
+        "step-٠٠٠٠٠٠٠٩.safetensors",
+    ),
+    "sharded_v2": ("step-00000002 (copy)", "step-x", "step-000000022", "step-٠٠٠٠٠٠٠٩"),
 }
 
 
@@ -169,7 +177,9 @@ def test_odd_entries_beside_checkpoints_are_left_out_by_name(tmp_path, use, capf
     engine(tmp_path, use=use).fit(steps=2)
     folder = tmp_path / "checkpoints"
     for name in ODD[use]:
-        (folder / name).write_text("")
+        (folder / name).write_text("") if use == "simple" else (folder / name).mkdir()
+    (folder / ".x.tmp").mkdir()
+    (folder / ".tmp-00000008-abc").write_text("")
     suffix = ".safetensors" if use == "simple" else ""
     (folder / f"step-00000008{suffix}").symlink_to(tmp_path / "nowhere")
     (folder / f"step-00000007{suffix}").mkdir() if use == "simple" else (folder / "step-00000007").write_text(
@@ -183,3 +193,13 @@ def test_odd_entries_beside_checkpoints_are_left_out_by_name(tmp_path, use, capf
         assert str(folder / name) in err
     list_of = list_checkpoints if use == "simple" else listing.list_checkpoints
     assert [saved.step for saved in list_of(folder)][-1] == 8
+
+
+def test_a_checkpoint_has_the_mode_of_any_new_file(tmp_path):
+    mask = os.umask(0o027)
+    try:
+        engine(tmp_path).fit(steps=1)
+    finally:
+        os.umask(mask)
+    (saved,) = (tmp_path / "checkpoints").glob("step-*")
+    assert stat.S_IMODE(saved.stat().st_mode) == 0o640

@@ -1,6 +1,9 @@
 """Which signals are one request, for the launcher and for ranks alike, and which are a second."""
 
 import signal
+import subprocess
+import sys
+import time
 
 import pytest
 
@@ -69,3 +72,23 @@ def test_a_rank_acts_as_without_us_at_a_second_request(clock, first, seconds, la
             signal.signal(number, handler)
     assert came == ([last] if is_second else [])
     assert request._requested == {stop.SIGNALS[first]}
+
+
+#: A process whose last act, when the interpreter is gone, takes a second.
+ENDS = """
+import ctypes, sys
+from nanotrain_core.run.stop import keep_code
+libc = ctypes.CDLL(None)
+libc.on_exit(libc.sleep, None)  # sleep(code)
+print("ends", flush=True)
+sys.exit(keep_code(1))
+"""
+
+
+def test_a_signal_while_the_interpreter_shuts_down_does_not_change_the_exit_code():
+    process = subprocess.Popen([sys.executable, "-c", ENDS], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "ends\n"
+    for _ in range(5):
+        time.sleep(0.2)
+        process.send_signal(TERM)
+    assert process.wait(timeout=60) == 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 #: Keys that the engine always saves.
@@ -18,6 +19,8 @@ COUNTED = ("taken", "tokens", "skipped")
 LARGEST = 2**53
 #: Maximum sequences, or batches of a script, that a run may have skipped: each costs the time to read it.
 MOST_SKIPPED = 2**31
+#: Most bytes of a JSON file that are read: the index of a model of a million tensors has a tenth.
+LARGEST_JSON = 2**28
 
 
 def load_json(text: str | bytes) -> Any:
@@ -31,6 +34,20 @@ def load_json(text: str | bytes) -> Any:
         return json.loads(text, object_pairs_hook=_each_once)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def read_json(path: Path) -> bytes:
+    """Return the bytes of a JSON file, if it is one that somebody could have meant.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is no plain file, or has more than :data:`LARGEST_JSON` bytes.
+    """
+    if not path.is_file():
+        raise ValueError("it is missing, or is no plain file")
+    if (size := path.stat().st_size) > LARGEST_JSON:
+        raise ValueError(f"it has {size} bytes; at most {LARGEST_JSON} are read")
+    return path.read_bytes()
 
 
 def _each_once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
@@ -126,10 +143,13 @@ def _data(found: Any) -> Iterator[str]:
         return
     yield from (f"data of its state lacks '{key}'" for key in COUNTED if key not in found)
     # Others are the component's own: a position may be a table of several sources' positions.
-    numbers = [key for key in ("position", "into") if isinstance(found.get(key), int | float)]
-    for key in ("taken", "tokens", *numbers):
+    own = ("position", "into", "length", "train")
+    numbers = [key for key in own if not isinstance(found.get(key, 0), Mapping | list | str)]
+    for key in ("taken", "tokens", "tokens_before", *numbers):
         if key in found and not _is_count(found[key]):
             yield f"data.{key} is {_short(found[key])}, expected a number from 0 to 2^53"
+    if "fingerprint" in found and not isinstance(found["fingerprint"], str | int):
+        yield f"data.fingerprint is {_short(found['fingerprint'])}, expected a text"
     for key in ("skipped", "batch_sizes"):
         pairs = found.get(key, [])
         if not isinstance(pairs, list) or not all(map(_is_pair, pairs)):

@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from nanotrain_core.checkpoint.info import DTYPE_NAMES
-from nanotrain_core.checkpoint.run_state import load_json
+from nanotrain_core.checkpoint.run_state import load_json, read_json
 from nanotrain_core.errors import CheckpointError
 from nanotrain_core.run.files import write_atomically, write_text_atomically
 from nanotrain_core.run.working import Advance, working
@@ -68,6 +68,8 @@ class Shards:
             self._open(path)
 
     def _open(self, path: Path) -> None:
+        if path.exists() and not path.is_file():  # a pipe would be waited for
+            raise CheckpointError(f"{path} is missing or damaged: it is no plain file")
         try:
             file: Any = safe_open(path, framework="pt")
             for name in file.keys():  # noqa: SIM118 - the file itself cannot be iterated
@@ -90,7 +92,7 @@ def _files(folder: Path) -> Sequence[Path]:
     index = folder / INDEX
     if index.is_file():
         try:
-            names = sorted(set(load_json(index.read_bytes())["weight_map"].values()))
+            names = sorted(set(load_json(read_json(index))["weight_map"].values()))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
             raise CheckpointError(f"{index} is damaged: {problem!r}") from None
         odd = next((name for name in names if not _PLAIN.fullmatch(str(name))), None)

@@ -6,7 +6,8 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-_NAME = re.compile(r"step-(\d{8,})\.safetensors")
+#: As saves write it: eight digits, and more only where a step has more.
+_NAME = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,})\.safetensors")
 
 
 def step_of(path: Path) -> int:

@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from io import TextIOWrapper
 
 from nanotrain_core import __version__
 from nanotrain_core.command import CORE_COMMANDS, CommandModule
@@ -20,6 +21,9 @@ from nanotrain_core.registry.registry import Registry, load_plugins
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; user errors are printed without a traceback."""
     words = sys.argv[1:] if argv is None else list(argv)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # a damaged file may have names that no terminal can show
+            stream.reconfigure(errors="backslashreplace")
     try:
         return _call(words)
     except NanotrainError as error:

@@ -17,7 +17,7 @@ import tomli
 import torch
 from torch import nn
 
-from nanotrain_core.checkpoint.run_state import load_json
+from nanotrain_core.checkpoint.run_state import load_json, read_json
 from nanotrain_core.checkpoint.safetensors_files import DTYPES, Shards, Tensors
 from nanotrain_core.contracts import Model, SavedWeights, WeightReader
 from nanotrain_core.errors import CheckpointError, describe, did_you_mean
@@ -169,7 +169,7 @@ def hf_models(registry: Registry) -> dict[str, tuple[str, HFMapping]]:
 
 def _open_hf(folder: Path, registry: Registry) -> Weights:
     try:
-        config = load_json((folder / CONFIG).read_bytes())
+        config = load_json(read_json(folder / CONFIG))
     except (OSError, ValueError) as problem:
         raise CheckpointError(f"{folder / CONFIG} is damaged: {problem}") from None
     if not isinstance(config, dict):

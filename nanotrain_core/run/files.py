@@ -9,10 +9,16 @@ from pathlib import Path
 
 
 def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
-    """Let ``write`` fill a temporary file next to ``path``, flush it to disk and move it into place."""
+    """Let ``write`` fill a temporary file next to ``path``, flush it to disk and move it into place.
+
+    Its mode is that of any new file, also where ``write`` makes one that nobody else may read.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
+        temporary.touch()
+        mode = temporary.stat().st_mode
         write(temporary)
+        temporary.chmod(mode)
         flush(temporary)
         os.replace(temporary, path)
     finally:
@@ -23,7 +29,8 @@ def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
 def remove_leftovers(folder: Path) -> None:
     """Delete temporary files of killed writers. No other process may be writing to ``folder``."""
     for leftover in folder.glob(".*.tmp"):
-        leftover.unlink()
+        if leftover.is_file():  # a folder of that name is not ours
+            leftover.unlink()
 
 
 def write_text_atomically(path: Path, text: str) -> None:

@@ -82,20 +82,14 @@ def end_on_sigterm() -> None:
 
 
 def keep_code(code: int) -> int:
-    """Make a later signal end this process with ``code``, which is returned.
+    """Keep later signals from changing the exit code of this process, which is returned.
 
-    Only the interpreter's own shutdown remains, which takes a second with torch: an exception that a second
-    SIGTERM raises there prints a traceback, and the run's exit code is lost.
+    Only the interpreter's own shutdown remains, which takes a second with torch. Signals are ignored there:
+    a handler is gone before the interpreter is, and a second SIGTERM would then end it with another code.
     """
-
-    def end(number: int, frame: FrameType | None) -> None:
-        with suppress(OSError, ValueError):
-            sys.stdout.flush()
-        os._exit(code)
-
     if threading.current_thread() is threading.main_thread():
         for number in {*ENDING} & {*heeded()}:
-            signal.signal(number, end)
+            signal.signal(number, signal.SIG_IGN)
     return code
 
 

@@ -27,7 +27,8 @@ from nanotrain_core.api import (
 )
 from nanotrain_sharded_ckpt_v2 import manifest, shard
 
-_STEP = re.compile(r"step-(\d{8,})")
+#: As saves write it: eight digits, and more only where a step has more.
+_STEP = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,})")
 LATEST = "latest"
 
 
@@ -70,7 +71,7 @@ def clear_leftovers(folder: Path) -> None:
     if not folder.is_dir():
         return
     for pattern in (".tmp-*", ".old-*"):
-        for leftover in folder.glob(pattern):
+        for leftover in filter(_is_folder, folder.glob(pattern)):  # anything else is not ours
             shutil.rmtree(leftover)
     remove_leftovers(folder)
 
