@@ -45,6 +45,7 @@ def test_it_fits_and_is_predicted_as_documented(name, ranks, hardware):
     rate, mfu = f"{count(plan.tokens_per_second)} tokens/s", f"{plan.tflops() / plan.peak_tflops:.1%}"
     tokens, time = count(plan.data.tokens), duration(plan.seconds)
     row = f"| `{name}` | {ranks} {hardware.upper()} | {memory} | {mfu} | {rate} | {tokens} | {time} |"
+    print(row)
     assert row in (ROOT / "docs" / "recipes.md").read_text(), f"docs/recipes.md should have\n{row}"
     if ranks == resolve_recipe(name).recipe.run.ranks:
         said = f"{memory}, MFU {mfu}, {rate}, {time}"

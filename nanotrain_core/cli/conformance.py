@@ -150,6 +150,7 @@ def _conclude(results: Sequence[Result], *, as_json: bool) -> int:
         print(json.dumps({"failed": bad, "counts": counts, "results": rows}, indent=1))
     elif not results:
         print("nothing was checked: no check has an id that -k asks for (--list shows them)")
+        return Exit.USER
     else:
         others = "".join(f", {n} {word}" for word, n in counts.items() if word not in ("passed", "failed"))
         print(f"{bad} failed{others}" if bad else f"all {counts['passed']} checks passed{others}")

@@ -93,7 +93,7 @@ def surroundings_of(case: Case, *, quick: bool = False) -> Iterator[Surrounding 
         return
     known = [*OF_KIND.get(case.kind, lambda component: ())(component)]
     on_ranks = next((wanted for wanted in known if wanted.scope is Scope.ALL and wanted.topology), Wanted(""))
-    options = [*_own_options(component, given, Wanted("") if fixed else on_ranks)]
+    options = [*_own_options(base, given, Wanted("") if fixed else on_ranks)]
     for wanted in [*known, *options]:
         if fixed and (wanted.topology or wanted.world):
             continue
@@ -230,16 +230,20 @@ def _made(base: Case, wanted: Wanted, given: Mapping[str, Any]) -> Case:
 # --- a component's own options ---------------------------------------------------------------------
 
 
-def _own_options(component: Component, given: Mapping[str, Any], where: Wanted) -> Iterator[Wanted]:
+def _own_options(base: Case, given: Mapping[str, Any], where: Wanted) -> Iterator[Wanted]:
     """Yield every other value of each field with few values: a bool, or one of several words.
 
-    On as many ranks as the kind is tested on first.
+    Other than in ``base``, whose config has the component's example. On as many ranks as the kind is tested
+    on first.
     """
+    component = base.component()
     hints = get_type_hints(component.config)
     for field in attrs.fields(component.config):
         if field.name in given or field.name.startswith("_"):
             continue
-        for value in _others(hints.get(field.name), field.default):
+        for value in _values(hints.get(field.name), field.default):
+            if value == base.config.get(field.name, field.default):
+                continue
             text = str(value).lower() if isinstance(value, bool) else value
             yield attrs.evolve(
                 where,
@@ -250,13 +254,13 @@ def _own_options(component: Component, given: Mapping[str, Any], where: Wanted) 
             )
 
 
-def _others(hint: Any, default: Any) -> Sequence[Any]:
-    """Return the values of a field beside its default; none if there are more than a few."""
+def _values(hint: Any, default: Any) -> Sequence[Any]:
+    """Return the values that a field can have, beside None; none if there are more than a few."""
     if get_origin(hint) in (Union, UnionType):  # Literal[...] | None
         hints = [each for each in get_args(hint) if each is not type(None)]
-        return [value for each in hints for value in _others(each, default)] if default is None else ()
+        return [value for each in hints for value in _values(each, default)] if default is None else ()
     if hint is bool and default is not attrs.NOTHING:
-        return [value for value in (True, False) if value is not default]
+        return (True, False)
     if get_origin(hint) is Literal:
-        return [value for value in get_args(hint) if isinstance(value, str) and value != default]
+        return [value for value in get_args(hint) if isinstance(value, str)]
     return ()

@@ -190,6 +190,7 @@ def _planned(args: argparse.Namespace, recipe: Recipe, registry: Registry) -> st
     if plan is None:
         _tell("nanotrain-plan is not installed: nobody looked whether it fits")
         return ""
+    fits.refuse_larger_nodes(plan, args.nproc, args.nproc * args.nnodes, hardware)
     fits.refuse_what_does_not_fit(plan, words, hardware)
     seconds = fits.saving_takes(plan)
     if seconds > recipe.run.grace:

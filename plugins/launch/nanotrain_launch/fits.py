@@ -52,6 +52,21 @@ def refuse_what_does_not_fit(found: Mapping[str, Any], words: Sequence[str], har
     )
 
 
+def refuse_larger_nodes(found: Mapping[str, Any], nproc: int, ranks: int, hardware: str) -> None:
+    """Check that a node has as many devices as it is given ranks: times and host memory are planned so.
+
+    Raises:
+        NanotrainError: it has fewer.
+    """
+    there = found["hardware"]["devices_per_node"]
+    if nproc > there and not found["hardware"]["cores"]:  # of a CPU there are as many ranks as one likes
+        raise NanotrainError(
+            f"{nproc} ranks on a node, and a node of {hardware} has {there} devices: {ranks} ranks are "
+            f"--nodes {-(-ranks // there)}\n"
+            "other machines: --hardware NAME|FILE with its devices_per_node; without this check: --no-plan"
+        )
+
+
 def _most(host: Mapping[str, Any]) -> str:
     """Return what takes most of a host's memory, in words."""
     told = {

@@ -10,10 +10,11 @@ from pathlib import Path
 import jsonschema
 import pytest
 import yaml
+from nanotrain_launch import fits
 from stand_ins import TINY, after
 
 from nanotrain_core.cli import main
-from nanotrain_core.errors import Exit
+from nanotrain_core.errors import Exit, NanotrainError
 
 NEEDED = {
     "slurm": [],
@@ -325,3 +326,11 @@ def test_mistakes_are_told_in_a_line(tmp_path, monkeypatch, capsys, words, told)
     target, *rest = words.split(" ")
     assert main(["launch", target, "tiny.toml", "--no-plan", *rest]) == 2
     assert told in capsys.readouterr().err
+
+
+def test_a_node_that_is_given_more_ranks_than_it_has_devices_is_refused():
+    found = {"hardware": {"devices_per_node": 8, "cores": 0}}
+    fits.refuse_larger_nodes(found, 8, 2048, "h100")
+    with pytest.raises(NanotrainError, match="node of h100 has 8 devices: 2048 ranks are --nodes 256"):
+        fits.refuse_larger_nodes(found, 512, 2048, "h100")
+    fits.refuse_larger_nodes({"hardware": {"devices_per_node": 8, "cores": 1}}, 16, 16, "cpu")

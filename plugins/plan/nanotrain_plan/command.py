@@ -26,6 +26,19 @@ if TYPE_CHECKING:
     from nanotrain_plan.sweep import Swept
 
 
+#: Options that only the simulation reads.
+SIMULATED = (
+    "slow_ranks",
+    "slow_factor",
+    "failure_hours",
+    "checkpoint_minutes",
+    "restart_minutes",
+    "times",
+    "draws",
+    "seed",
+)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command."""
     add_recipe_options(parser)
@@ -34,9 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--hardware",
-        default="h100",
         metavar="NAME|FILE",
-        help=f"{', '.join(shipped())}, or your own TOML file (default: h100)",
+        help=f"{', '.join(shipped())}, or your own TOML file (default: h100; cpu where run.device is)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON: docs/planning.md lists the keys")
     parser.add_argument("--html", metavar="FILE", help="also write an HTML page with the pipeline's timeline")
@@ -106,9 +118,11 @@ def run(args: argparse.Namespace) -> int:
     from nanotrain_plan.telling.file import check_page, tell_page, write_page
 
     check_page(args)
-    hardware = find_hardware(args.hardware)
+    _check_simulation(args)
     ranks = _ranks(args)
+    hardware = find_hardware(args.hardware) if args.hardware else None
     found = resolve_recipe(args.recipe, overrides=args.set, plugins=plugin_arguments(args), ranks=ranks)
+    hardware = hardware or find_hardware("cpu" if found.recipe.run.device == "cpu" else "h100")
     for note in found.notes:
         print(f"nanotrain: note: {note}", file=sys.stderr)
     from nanotrain_plan.advice import advise
@@ -168,6 +182,21 @@ def _sweep(limit: int | None, plan: Plan, registry: Registry) -> Swept | None:
     if sys.stderr.isatty():
         print(file=sys.stderr)
     return found
+
+
+def _check_simulation(args: argparse.Namespace) -> None:
+    """Check that options of the simulation come with it.
+
+    Raises:
+        NanotrainError: there is one, and no ``--simulate``.
+    """
+    if args.simulate:
+        return
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    for name in SIMULATED:
+        if getattr(args, name) != parser.get_default(name):
+            raise NanotrainError(f"--{name.replace('_', '-')} is of the simulation: add --simulate")
 
 
 def _simulate(args: argparse.Namespace, plan: Plan) -> Simulated | None:

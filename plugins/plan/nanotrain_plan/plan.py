@@ -164,7 +164,7 @@ def assumptions(
         f"links reach {links.achieved:.0%} of {links.intra_gb_s:g} GB/s within a node of "
         f"{hardware.devices_per_node} and {links.inter_gb_s:g} GB/s between nodes; "
         f"{links.latency_us:g} us latency; collectives are hidden: dp {o.dp:.0%}, tp {o.tp:.0%}, "
-        f"ep {o.ep:.0%}, pp {o.pp:.0%}",
+        f"ep {o.ep:.0%}, cp {o.cp:.0%}, pp {o.pp:.0%}",
         *(["experts get equally many tokens"] if parameters.by_kind["experts"] else []),
         f"the host takes {hardware.launch_us:g} us to launch an operator"
         + (f", and torch.compile leaves one of {hardware.memory.fusion:g}" if not eager else "")

@@ -266,6 +266,8 @@ def test_a_page_has_the_table_and_the_timeline(recipe, tmp_path, capsys):
             ["--simulate", "--times", "none.json"],
             "nanotrain: --times: none.json: No such file or directory\n",
         ),
+        (["--times", "none.json"], "nanotrain: --times is of the simulation: add --simulate\n"),
+        (["--failure-hours", "3"], "--failure-hours is of the simulation"),
     ],
 )
 def test_mistakes_are_told_in_a_line(recipe, words, told, capsys):

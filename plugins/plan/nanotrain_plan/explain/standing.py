@@ -259,8 +259,8 @@ def state(subject: Subject) -> Section:
         if updated < held:
             body.append(
                 say(
-                    "Rank {rank} updates {updated:,} of the {held:,} elements that it holds, {share}: the "
-                    "others are updated by ranks that hold the same blocks, along {dims} (ZeRO).",
+                    "Rank {rank} updates {updated:,} of the {held:,} trained elements that it holds, "
+                    "{share}: ranks that hold the same blocks, along {dims}, update the others (ZeRO).",
                     looked.optimizer,
                     looked.gradients,
                     rank=rank,
@@ -273,11 +273,21 @@ def state(subject: Subject) -> Section:
         else:
             body.append(
                 say(
-                    "Rank {rank} updates all {updated:,} elements that it holds: who holds the same block "
-                    "makes the same update, and nothing is sharded by ZeRO.",
+                    "Rank {rank} updates all {updated:,} trained elements that it holds: who holds the same "
+                    "block makes the same update, and nothing is sharded by ZeRO.",
                     looked.optimizer,
                     rank=rank,
                     updated=updated,
+                )
+            )
+        apart = sum(each.elements for each in looked.parameters) - held
+        if apart:
+            body.append(
+                say(
+                    "{apart:,} further elements, as of routers' biases, have no gradient: no optimizer "
+                    "updates them.",
+                    looked.optimizer,
+                    apart=apart,
                 )
             )
         bytes_ = subject.stages.steps[pp_rank].state

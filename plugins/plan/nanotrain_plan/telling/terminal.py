@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from rich import box
 from rich.console import Console, RenderableType
 from rich.padding import Padding
+from rich.style import Style
 from rich.table import Table as RichTable
 from rich.text import Text
 
@@ -43,7 +45,10 @@ def render(each: Statement | Table | Picture, most: int | None) -> RenderableTyp
     """Return what a terminal shows of a part, of a table at most so many rows; None: all."""
     if isinstance(each, Statement):
         told = Text(each.text)
-        told.append("".join(f"  [{source.label}]" for source in each.sources), style="dim")
+        for source in each.sources:  # a link in terminals that know links
+            told.append(
+                f"  [{source.label}]", style=Style(dim=True, link=Path(source.file).absolute().as_uri())
+            )
         return told
     if isinstance(each, Picture):
         return Text("\n".join(each.lines), style="dim", no_wrap=True, overflow="ellipsis")
