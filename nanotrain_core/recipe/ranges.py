@@ -22,9 +22,13 @@ class Range:
     """
 
     least: float
+    """The smallest value; an ``int`` for keys that are integers."""
     most: float
+    """The largest value. Integers need none: :data:`LARGEST_COUNT`."""
     above: bool
+    """Whether ``least`` itself is excluded."""
     below: bool
+    """Whether ``most`` itself is excluded."""
 
     def __init__(
         self, least: float, most: float | None = None, *, above: bool = False, below: bool = False
@@ -41,7 +45,9 @@ class Range:
             TypeError: a range of non-integers has no upper bound.
         """
         if most is None and not isinstance(least, int):
-            raise TypeError("a range of floats needs its upper end")
+            raise TypeError(
+                f"Range({least}) of numbers that are not integers needs its upper end: Range({least}, 1e6)"
+            )
         self.__attrs_init__(least, LARGEST_COUNT if most is None else most, above, below)
 
     def __contains__(self, value: float) -> bool:
