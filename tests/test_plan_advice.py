@@ -82,3 +82,30 @@ def test_advice_that_is_followed_fits(kind, tmp_path):
     followed = try_plan(follow(best.told, found.recipe, found.registry), found.registry, small)
     assert followed.fits
     assert followed.worst.peak == best.peak
+
+
+@pytest.mark.parametrize(
+    ("told", "sets"),
+    [
+        (
+            'topology.tp = 2, first [[parallel]] use = "tp"',
+            ["topology.tp=2", 'parallel=[{use="tp"},{use="ddp"}]'],
+        ),
+        ('topology.pp = 2, schedule.use = "1f1b"', ["topology.pp=2", 'schedule={use="1f1b"}']),
+    ],
+)
+def test_a_degree_comes_with_the_component_that_handles_it(told, sets, tmp_path):
+    model, _, sequences, microbatch, length, precision = KINDS["weights"]
+    path = tmp_path / "two.toml"
+    path.write_text(
+        RECIPE.format(
+            ranks=2, sequences=sequences, microbatch=microbatch, length=length, model=model,
+            precision=precision, more="[[parallel]]\nuse = \"ddp\"",
+        )
+    )  # fmt: skip
+    found = resolve_recipe(str(path))
+    written = resolve_recipe(str(path), overrides=sets).recipe
+    (change,) = [change for change in changes(found.recipe, found.registry) if change.told == told]
+    followed = change.apply(found.recipe)
+    for kind in ("topology", "parallel", "schedule"):
+        assert getattr(followed, kind) == getattr(written, kind), kind

@@ -114,7 +114,7 @@ def changes(recipe: Recipe, registry: Registry) -> Iterator[Change]:
     for dim in ("tp", "pp", "ep"):
         degree = getattr(topology, dim, None)
         if degree:
-            told = f"topology.{dim} = {2 * degree}"
+            told = f"topology.{dim} = {2 * degree}{_with_its_component(recipe, registry, dim)}"
             yield Change(told, partial(with_degree, registry=registry, dim=dim, degree=2 * degree))
 
 
@@ -166,17 +166,35 @@ def with_zero(recipe: Recipe, registry: Registry, stage: int) -> Recipe:
     return attrs.evolve(recipe, parallel=kept, optimizer=Selection("optimizer", "zero12", config))
 
 
+#: The component that a degree above 1 needs, if the recipe has none.
+HANDLERS = {"tp": ("parallel", "tp"), "ep": ("parallel", "ep_deepseek"), "pp": ("schedule", "1f1b")}
+
+
+def _lacks(recipe: Recipe, registry: Registry, dim: str) -> bool:
+    """Return whether the component of :data:`HANDLERS` is installed and needed for a degree above 1."""
+    kind, use = HANDLERS[dim]
+    if use not in registry.names(kind):
+        return False
+    if kind == "schedule":
+        return "pp" not in registry.get("schedule", recipe.schedule.use).mesh_dims
+    return find(recipe, use) is None
+
+
+def _with_its_component(recipe: Recipe, registry: Registry, dim: str) -> str:
+    """Return how the component that :func:`with_degree` adds would be written; empty if it adds none."""
+    kind, use = HANDLERS[dim]
+    if not _lacks(recipe, registry, dim):
+        return ""
+    return f', schedule.use = "{use}"' if kind == "schedule" else f', first [[parallel]] use = "{use}"'
+
+
 def with_degree(recipe: Recipe, registry: Registry, dim: str, degree: int) -> Recipe:
     """Return the recipe with another degree, and with the component that handles it."""
     recipe = with_config(recipe, "topology", **{dim: degree})
-    handlers = {"tp": ("parallel", "tp"), "ep": ("parallel", "ep_deepseek"), "pp": ("schedule", "1f1b")}
-    kind, use = handlers[dim]
-    if degree == 1 or use not in registry.names(kind):
+    kind, use = HANDLERS[dim]
+    if degree == 1 or not _lacks(recipe, registry, dim):
         return recipe
     if kind == "schedule":
-        pipelined = "pp" in registry.get("schedule", recipe.schedule.use).mesh_dims
-        return recipe if pipelined else with_component(recipe, registry, "schedule", use)
-    if find(recipe, use):
-        return recipe
+        return with_component(recipe, registry, "schedule", use)
     wrapper = Selection(kind, use, registry.get(kind, use).config())
     return attrs.evolve(recipe, parallel=(wrapper, *recipe.parallel))
