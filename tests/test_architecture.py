@@ -189,7 +189,7 @@ SMALL = {
     "models": 690,
     "moe": 320,
     "metrics": 1160,
-    "monitors": 1040,
+    "monitors": 1050,
     "optim": 685,
     "phases": 365,
     "pipeline": 610,

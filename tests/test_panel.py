@@ -10,6 +10,7 @@ import signal
 import struct
 import sys
 import termios
+import threading
 import time
 from itertools import pairwise, product
 
@@ -17,13 +18,14 @@ import attrs
 import pyte
 import pytest
 from rich.console import Console
+from rich.text import Text
 
 from nanotrain_core.contracts import EvaluationReport, StepReport
 from nanotrain_core.monitors import terminal
 from nanotrain_core.monitors.lines import SinceLine, step_fields
 from nanotrain_core.monitors.panel import Panel, bar, clock_time
 from nanotrain_core.monitors.sparkline import MOST, Points, sparkline
-from nanotrain_core.monitors.terminal import Screen
+from nanotrain_core.monitors.terminal import Screen, Together
 
 
 class Clock:
@@ -309,6 +311,37 @@ use = "console"
 [[monitor]]
 use = "talks"
 """
+
+
+def test_what_threads_print_is_not_overwritten_by_a_panel_that_grows_meanwhile(monkeypatch):
+    """A print moves up by the height of the panel: another thread changed it before the print was written."""
+    monkeypatch.setenv("TERM", "xterm-256color")
+    out, turn, count = io.StringIO(), [0], 150
+    console = Together()
+    console.file, console.is_interactive, console._force_terminal = out, True, True
+    shown = Screen(lambda *_: [Text(f"panel {turn[0]}.{row}") for row in range(1 + turn[0] % 5)], console)
+
+    def talk():
+        for number in range(count):
+            shown.print(f"line {number} of it")
+
+    talking, before = threading.Thread(target=talk), sys.getswitchinterval()
+    shown.live.start()
+    sys.setswitchinterval(1e-5)
+    try:
+        talking.start()
+        while talking.is_alive():
+            turn[0] += 1
+            shown._draw()
+    finally:
+        sys.setswitchinterval(before)
+    shown.live.stop()
+    screen = pyte.Screen(80, count + 50)
+    pyte.Stream(screen).feed(out.getvalue().replace("\n", "\r\n"))
+    lines = [line.rstrip() for line in screen.display if line.startswith("line")]
+    assert lines == [f"line {number} of it" for number in range(count)]
+
+
 TALKS = """
 import sys, attrs, structlog
 from nanotrain_core.api import Component, hookimpl

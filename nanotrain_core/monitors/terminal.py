@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
+from typing import Any, Self
 
 import structlog
 from rich.console import Console, Group
@@ -27,6 +28,29 @@ def restore_cursor() -> None:
         Console().show_cursor(True)
 
 
+class Together(Console):
+    """A console on which what a thread prints is written before another thread prints.
+
+    A print moves up by the height of the live lines, and then writes. Between the two another thread could
+    make them higher: a log line of that moment was overwritten.
+    """
+
+    def __init__(self) -> None:
+        self._together = threading.RLock()
+        super().__init__(highlight=False, soft_wrap=True)
+
+    def __enter__(self) -> Self:
+        self._together.acquire()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *problem: Any) -> None:
+        try:
+            super().__exit__(*problem)
+        finally:
+            self._together.release()
+
+
 class Screen:
     """Shows lines until it is stopped. Output printed or logged meanwhile goes above them.
 
@@ -36,7 +60,7 @@ class Screen:
 
     def __init__(self, lines: Callable[[int, int, bool], list[Text]], console: Console | None = None) -> None:
         """``lines(width, height, ascii_only)`` returns what to show, no line wider than the terminal."""
-        self.console = console or Console(highlight=False, soft_wrap=True)
+        self.console = console or Together()
         self.lines = lines
         self.live = Live(
             console=self.console,
@@ -67,7 +91,8 @@ class Screen:
         self._ended.set()
         self._thread.join(timeout=5.0)
         self._draw()
-        self.live.stop()
+        with self.console:
+            self.live.stop()
         self._alone.close()
         atexit.unregister(self.stop)
 
@@ -89,4 +114,5 @@ class Screen:
             up = (ControlType.ERASE_IN_LINE, 2), (ControlType.CURSOR_UP, 1)
             self.console.control(Control(*up * taller))
         self._width, self._shown = width, new
-        self.live.update(Group(*new), refresh=True)
+        with self.console:  # before the lock of `live`, as a print does
+            self.live.update(Group(*new), refresh=True)
