@@ -43,7 +43,7 @@ class _Apply(torch.autograd.Function):
 
 
 class SlicedTokens:
-    """The hooks of a model part whose sequences are shared out over ``tp``, by role."""
+    """The hooks of a model part whose sequences are split over ``tp``, by role."""
 
     def __init__(self, part: nn.Module, mesh: Mesh) -> None:
         self.mesh = mesh

@@ -34,7 +34,7 @@ def roles_are_true(case: Case) -> None:
             _assert_same_sliced(case, degree, {"use": "sliced"})
         except Exception as error:
             raise AssertionError(
-                f"with each COLUMN and ROW shared out over {degree} ranks: {error}\n"
+                f"with each COLUMN and ROW sharded over {degree} ranks: {error}\n"
                 "Is each unit a whole head? Does forward read the number of heads from tensors, and not from "
                 "the config? Has what lies between COLUMN and ROW the role INNER?"
             ) from None
@@ -48,7 +48,7 @@ def a_rank_may_have_some_of_the_tokens(case: Case) -> None:
             _assert_same_sliced(case, degree, {"use": "sliced", "sequence_parallel": True})
         except Exception as error:
             raise AssertionError(
-                f"with the tokens between sharded layers shared out over {degree} ranks: {error}\n"
+                f"with the tokens between sharded layers split over {degree} ranks: {error}\n"
                 "Does forward take the length of sequences from batch.tokens, or what a COLUMN returned, and "
                 "not from hidden states between layers? Is attention all that reads other tokens than its "
                 "own? Else declare supports={'sequence_parallel': Support.UNSUPPORTED}."

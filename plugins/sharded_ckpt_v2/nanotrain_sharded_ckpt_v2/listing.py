@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -11,9 +10,6 @@ from typing import Any
 
 from nanotrain_core.api import CheckpointInfo
 from nanotrain_sharded_ckpt_v2 import folders, manifest
-
-#: Files beside the manifest: shards of tensors, and random-number streams.
-OURS = re.compile(r"(shard|rank)-\d+\.safetensors")
 
 
 def list_checkpoints(path: Path) -> list[CheckpointInfo]:
@@ -32,7 +28,7 @@ def list_checkpoints(path: Path) -> list[CheckpointInfo]:
 def _is_anothers(folder: Path) -> bool:
     """Return whether another format has written the folder: it has files, and none is named as ours are."""
     names = [path.name for path in folder.iterdir()]
-    return bool(names) and not any(name == manifest.NAME or OURS.fullmatch(name) for name in names)
+    return bool(names) and not any(name == manifest.NAME or manifest.BESIDE.fullmatch(name) for name in names)
 
 
 def _saved(path: Path, step: int) -> CheckpointInfo:

@@ -35,6 +35,10 @@ class OtherFormat(CheckpointError):
     """A checkpoint of another format version, which need not be damaged."""
 
 
+#: Names of the files beside the manifest, as the next two functions make them.
+BESIDE = re.compile(r"(shard|rank)-\d{5,}\.safetensors")
+
+
 def shard_name(number: int) -> str:
     """Return the file of one rank's shard of the tensors."""
     return f"shard-{number:05d}.safetensors"

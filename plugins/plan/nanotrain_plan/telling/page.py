@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from html import escape
-from pathlib import Path
 
 from nanotrain_plan.telling.parts import Picture, Section, Source, Statement, Table
 
@@ -72,5 +71,5 @@ def _cell(tag: str, number: int, words: str, table: Table) -> str:
 
 
 def _source(source: Source) -> str:
-    link = f'<a href="{escape(Path(source.file).absolute().as_uri())}">{escape(source.label)}</a>'
+    link = f'<a href="{escape(source.link)}">{escape(source.label)}</a>'
     return f'<cite title="{escape(source.file)}: {escape(source.name)}">{link}</cite>'

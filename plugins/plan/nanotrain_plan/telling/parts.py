@@ -82,6 +82,11 @@ class Source:
         return cls(origin.file, origin.line, origin.name)
 
     @property
+    def link(self) -> str:
+        """A ``file:`` URL."""
+        return Path(self.file).absolute().as_uri()
+
+    @property
     def label(self) -> str:
         """``nanotrain_tp/collectives.py:120``: from the package on."""
         parts = Path(self.file).parts

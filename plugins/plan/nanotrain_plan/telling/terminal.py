@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from rich import box
 from rich.console import Console, RenderableType
@@ -46,9 +45,7 @@ def render(each: Statement | Table | Picture, most: int | None) -> RenderableTyp
     if isinstance(each, Statement):
         told = Text(each.text)
         for source in each.sources:  # a link in terminals that know links
-            told.append(
-                f"  [{source.label}]", style=Style(dim=True, link=Path(source.file).absolute().as_uri())
-            )
+            told.append(f"  [{source.label}]", style=Style(dim=True, link=source.link))
         return told
     if isinstance(each, Picture):
         return Text("\n".join(each.lines), style="dim", no_wrap=True, overflow="ellipsis")
