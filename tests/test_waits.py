@@ -117,7 +117,7 @@ def seconds_in_exchanges(case, late):
     found = {}
     for name, call in calls.items():
         mesh.barrier()
-        time.sleep(0.05 * (mesh.rank == late))
+        time.sleep(0.2 * (mesh.rank == late))
         before = mesh.waits.collectives.seconds
         pending = call()
         if callable(pending):
@@ -130,5 +130,5 @@ def seconds_in_exchanges(case, late):
 def test_every_exchange_counts_and_who_is_late_waits_least(kernels):
     case = Case("parallel", use="ddp", topology={"dp": 2}, overrides={"kernels": {"use": kernels}})
     waits, late = run_ranks(seconds_in_exchanges, 2, case, 1)
-    assert {name for name in waits if waits[name] < 0.03} == set()
-    assert {name for name in late if late[name] > waits[name] - 0.02} == set()
+    assert {name for name in waits if waits[name] < 0.1} == set()
+    assert {name for name in late if late[name] > waits[name] - 0.08} == set()

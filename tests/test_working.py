@@ -54,7 +54,7 @@ def test_what_is_quick_or_within_something_else_or_on_another_rank_says_nothing(
         with structlog.contextvars.bound_contextvars(rank=1), working("elsewhere"):
             time.sleep(0.05)
         with working("outer"), working("inner"):
-            time.sleep(0.05)
+            soon(lambda: logs)
     assert {entry["event"] for entry in logs} == {"outer"}
 
 
@@ -72,7 +72,7 @@ def test_errors_pass_through_and_the_next_one_is_shown(often):
     with pytest.raises(ZeroDivisionError), working("fails"):
         raise ZeroDivisionError
     with capture_logs() as logs, working("next"):
-        time.sleep(0.1)
+        soon(lambda: logs)
     assert {entry["event"] for entry in logs} == {"next"}
 
 

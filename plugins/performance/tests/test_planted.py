@@ -43,7 +43,7 @@ def broken_rules(plant, amount):
     ("plant", "amount", "metric", "says"),
     [
         (slow_data, 0.15, "time/data_fraction", "input-bound"),
-        (slow_rank, 0.03, "pipeline/skew", "one rank computes for over twice as long"),
+        (slow_rank, 0.12, "pipeline/skew", "one rank computes for over twice as long"),
         (growing_memory, 2**21, "memory/host_growth/max", "something keeps tensors"),
     ],
     ids=["slow-data", "slow-rank", "growing-memory"],
