@@ -12,6 +12,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from typing import Any
 
 import attrs
+import torch
 
 from nanotrain_core.api import Recipe
 from nanotrain_plan.compare import Candidate, Comparison, Found, Known, plan_whole
@@ -63,7 +64,10 @@ class Workers:
             global _job  # noqa: PLW0603 what is forked takes it over
             _job = job
             context = multiprocessing.get_context("fork")
-            self._pool = ProcessPoolExecutor(min(processes, AT_ONCE), mp_context=context)
+            # One thread each: OpenMP's threads of this process do not exist in a fork, which would wait for them.
+            self._pool = ProcessPoolExecutor(
+                min(processes, AT_ONCE), context, initializer=torch.set_num_threads, initargs=(1,)
+            )
 
     def __enter__(self) -> Workers:
         return self
