@@ -64,7 +64,7 @@ class Workers:
             global _job  # noqa: PLW0603 what is forked takes it over
             _job = job
             context = multiprocessing.get_context("fork")
-            # One thread each: OpenMP's threads of this process do not exist in a fork, which would wait for them.
+            # One thread each: a fork has none of OpenMP's threads and would wait for them.
             self._pool = ProcessPoolExecutor(
                 min(processes, AT_ONCE), context, initializer=torch.set_num_threads, initargs=(1,)
             )
