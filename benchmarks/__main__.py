@@ -11,6 +11,7 @@ from pathlib import Path
 
 from benchmarks import (
     bubble,
+    conformance,
     data,
     kernels,
     mesh,
@@ -42,6 +43,7 @@ NAMES = (
     "startup",
     "mesh",
     "planning",
+    "conformance",
     "data",
 )
 ON_GPU = "gpu"
@@ -126,6 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     measured += startup.measure(rounds=args.rounds) if "startup" in names else []
     measured += mesh.measure(rounds=args.rounds) if "mesh" in names else []
     measured += planning.measure(rounds=args.rounds) if "planning" in names else []
+    measured += conformance.measure() if "conformance" in names else []
     measured += data.measure(rounds=args.rounds) if "data" in names else []
     text = markdown(measured)
     print(text)

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import runpy
 import subprocess
 import sys
@@ -91,6 +92,29 @@ def test_a_check_that_hangs_is_named_and_the_others_go_on(tmp_path, capsys):
     assert found["every_pass_happens_once"]["verdict"] == "hung"
     assert found["every_pass_happens_once"]["reason"] == "did not end within 8 s (--timeout)"
     assert found["parts_cover_the_layers"]["verdict"] == "passed"
+
+
+@pytest.mark.full
+def test_checks_run_in_one_thread_as_ranks_do(tmp_path):
+    plugin = tmp_path / "threads.py"
+    plugin.write_text(
+        "import torch\n"
+        "from nanotrain_core import hookimpl\n"
+        "from nanotrain_core.builtin.configs import AccumulateConfig\n"
+        "from nanotrain_core.component import Component\n"
+        "from nanotrain_core.pipeline.accumulate import Accumulate\n"
+        "class Counts(Accumulate):\n"
+        "    def actions(self, pp, microbatches):\n"
+        "        raise RuntimeError(f'{torch.get_num_threads()} threads')\n"
+        "@hookimpl\n"
+        "def nanotrain_register_schedule(register):\n"
+        "    register(Component(name='counts', config=AccumulateConfig, factory=f'{__name__}:Counts'))\n"
+    )
+    words = ("conformance", "schedule:counts", "--plugin", str(plugin), "--quick")
+    command = [sys.executable, "-m", "nanotrain_core.cli", *words]
+    environment = {**os.environ, "OMP_NUM_THREADS": "2"}
+    told = subprocess.run(command, check=False, env=environment, capture_output=True, text=True)
+    assert "1 threads" in told.stdout + told.stderr
 
 
 def test_a_printed_line_selects_its_check(capsys):

@@ -141,12 +141,16 @@ def serve(
     What the component, its ranks or the log print goes to standard error: the command's own output is its
     results alone, which ``--json`` has others read.
     """
+    import torch
+
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     parent = multiprocessing.parent_process()
     if parent is not None:
         threading.Thread(target=_end_after, args=(parent.join,), daemon=True).start()
     os.environ.update(environment)
     sys.path[:] = path
+    # As ranks do: threads that wait for each other on busy cores make a tiny model ten times slower.
+    torch.set_num_threads(1)
     process = TrialProcess(arguments, quick)
     try:
         connection.send(process.listing())
