@@ -1,6 +1,7 @@
 """Pipelines in plans: stages that a run cuts once for all its phases, and what they send one another."""
 
 import json
+import re
 
 import pytest
 from nanotrain_plan.hardware import find_hardware
@@ -70,6 +71,30 @@ def test_a_last_microbatch_of_fewer_sequences_travels_between_stages_in_its_own_
     sent = [each for each in plan["collectives"]["of_a_step"] if each["op"] in ("send", "recv")]
     assert [each["count"] for each in sent] == [2, 2]  # of two and of one sequence, each way
     assert [each["bytes"] for each in sent] == [4 * 3 * 32 * 64] * 2
+
+
+FOUR_RANKS = ("--set", "topology.pp=4", "--set", "schedule.layers=[2, 1, 1, 2]", "--ranks", "4")
+
+
+def test_every_pipeline_rank_has_its_collectives(tmp_path, capsys):
+    """Each of 4 microbatches goes to the next stage and its gradient to the one before, 16 x 64 float32."""
+    path, page = tmp_path / "four.toml", tmp_path / "plan.html"
+    path.write_text(RECIPE.replace("{layers}", ""))
+    words = [str(path), "--hardware", "cpu", *FOUR_RANKS]
+    assert main(["plan", *words, "--json", "--html", str(page)]) == 0
+    found = json.loads(capsys.readouterr().out)["collectives"]
+    messages = []
+    for each in found["ranks"]:
+        counts = {row["op"]: row["count"] for row in each["of_a_step"] if row["axis"] == "pp"}
+        messages.append((each["pp_rank"], counts["send"], counts["recv"]))
+        sizes = {row["bytes"] / row["count"] for row in each["of_a_step"] if row["op"] in ("send", "recv")}
+        assert sizes == {4 * 16 * 64}
+        assert all(row["seconds"] >= row["exposed"] >= 0 for row in each["of_a_step"])
+    assert messages == [(0, 4, 4), (1, 8, 8), (2, 8, 8), (3, 4, 4)]
+    loudest = {each["pp_rank"]: each["of_a_step"] for each in found["ranks"]}[found["pp_rank"]]
+    assert found["of_a_step"] == loudest
+    kinds = re.findall("<h3>(pipeline ranks? [^<]*)</h3><div class=wide><table>", page.read_text())
+    assert kinds == ["pipeline rank 0", "pipeline ranks 1, 2", "pipeline rank 3"]
 
 
 @pytest.mark.parametrize(("length", "ranks"), [(6, [0, 4]), (7, [1, 5])])

@@ -8,6 +8,7 @@ from io import StringIO
 
 from rich.console import Console
 
+from nanotrain_plan import page_tables
 from nanotrain_plan.advice import Advice
 from nanotrain_plan.memory import RankMemory
 from nanotrain_plan.plan import Plan
@@ -46,9 +47,10 @@ def page(plan: Plan, advice: Sequence[Advice] | None) -> str:
         f"<h2>A step of {duration(plan.time.pipeline)}, bubble {plan.time.bubble:.1%}</h2>",
         _keys({"forward": ACTIONS["F"], "backward": ACTIONS["B"], "weight gradients": ACTIONS["W"]}),
         "".join(_timeline(plan)),
+        *page_tables.collectives(plan),
         f"<h2>All of it</h2><pre>{escape(told.getvalue())}</pre>",
     ]
-    head = f"<meta charset=utf-8><title>{name}: plan</title><style>{STYLE}</style>"
+    head = f"<meta charset=utf-8><title>{name}: plan</title><style>{STYLE}{page_tables.STYLE}</style>"
     return f"<!doctype html><html lang=en><head>{head}</head><body>{''.join(body)}</body></html>\n"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -27,7 +27,7 @@ from nanotrain_plan.timing import StepTime, step_time, uses_float8
 from nanotrain_plan.words import size
 
 #: Of what ``--json`` prints: grows by a minor number with a key, by a major one when a key changes meaning.
-VERSION = "2.3"
+VERSION = "2.4"
 
 
 @attrs.define(frozen=True, kw_only=True, eq=False)
@@ -46,10 +46,8 @@ class Plan:
     """Of a step of the phase that needs most memory."""
     phases: Sequence[RunPhase]
     """Empty of a recipe without."""
-    traffic: Sequence[AxisTraffic]
-    """Of the pipeline rank :attr:`loudest`."""
-    loudest: int
-    """The pipeline rank that spends most on collectives."""
+    traffic: Mapping[int, Sequence[AxisTraffic]]
+    """Collectives of a step, of one pipeline rank of each kind: those of :attr:`Stages.steps`."""
     checkpoints: Checkpoints
     data: DataUse
     host: HostMemory
@@ -64,6 +62,11 @@ class Plan:
     def worst(self) -> RankMemory:
         """The pipeline rank with the highest peak."""
         return max(self.memory, key=lambda rank: rank.peak)
+
+    @property
+    def loudest(self) -> int:
+        """The pipeline rank whose collectives computation hides least."""
+        return max(self.traffic, key=lambda pp_rank: sum(each.exposed for each in self.traffic[pp_rank]))
 
     @property
     def fits(self) -> bool:
@@ -127,8 +130,6 @@ def make_plan(recipe: Recipe, registry: Registry, layout: Layout, hardware: Hard
         raise NanotrainError(f"this recipe cannot be planned: {text}") from problem
     memory = list(all_ranks(stages, recipe))
     links = Links(hardware, layout)
-    told = [traffic(stages, rank, links) for rank in sorted(stages.steps)]
-    loudest = max(range(len(told)), key=lambda number: sum(each.exposed for each in told[number]))
     parameters = count_parameters(recipe, registry)
     return Plan(
         recipe=recipe,
@@ -140,8 +141,7 @@ def make_plan(recipe: Recipe, registry: Registry, layout: Layout, hardware: Hard
         memory=memory,
         time=step_time(stages, hardware),
         phases=run_phases(recipe, registry, stages, hardware),
-        traffic=told[loudest],
-        loudest=sorted(stages.steps)[loudest],
+        traffic={pp_rank: traffic(stages, pp_rank, links) for pp_rank in sorted(stages.steps)},
         checkpoints=checkpoints(recipe, registry, stages, hardware),
         data=data_use(recipe, registry),
         host=host_memory(recipe, registry, stages, hardware, most_on_host(stages)),
@@ -198,6 +198,7 @@ def assumptions(
 def to_json(plan: Plan) -> dict[str, Any]:
     """Return what ``--json`` prints. Sizes are bytes, times seconds; docs/planning.md lists the keys."""
     time, worst = plan.time, plan.worst
+    told = {like: [attrs.asdict(each) for each in found] for like, found in plan.traffic.items()}
     return {
         "version": VERSION,
         "recipe": plan.recipe.run.name,
@@ -238,7 +239,10 @@ def to_json(plan: Plan) -> dict[str, Any]:
         },
         "collectives": {
             "pp_rank": plan.loudest,
-            "of_a_step": [attrs.asdict(each) for each in plan.traffic],
+            "of_a_step": told[plan.loudest],
+            "ranks": [
+                {"pp_rank": pp_rank, "of_a_step": told[like]} for pp_rank, like in enumerate(plan.stages.like)
+            ],
         },
         "pipeline": {
             "stages": [attrs.asdict(part) for part in plan.stages.parts],

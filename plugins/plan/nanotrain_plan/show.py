@@ -93,7 +93,7 @@ def _sections(plan: Plan, advice: Sequence[Advice] | None) -> Iterator[tuple[str
     yield "Model", _model(plan)
     yield f"Memory of a rank, of {size(plan.hardware.usable)} usable", _memory(plan)
     yield from _activations(plan)
-    if plan.traffic:
+    if any(plan.traffic.values()):
         where = f" of pipeline rank {plan.loudest}" if plan.stages.pp > 1 else ""
         yield f"Collectives{where} in a step", _collectives(plan)
     yield "Time", _time(plan)
@@ -180,11 +180,9 @@ def _told(plan: Plan) -> list[tuple[str, RankMemory]]:
         return [("every rank", everyone[0])]
     if len(everyone) <= MOST_RANKS:
         return [(f"pp {rank.pp_rank}", rank) for rank in everyone]
-    kinds: dict[int, list[RankMemory]] = {}
-    for rank in everyone:
-        kinds.setdefault(plan.stages.like[rank.pp_rank], []).append(rank)
     found = []
-    for alike in kinds.values():
+    for kind in plan.stages.kinds().values():
+        alike = [everyone[pp_rank] for pp_rank in kind]
         first, last = alike[0], alike[-1]
         found.append((f"pp {first.pp_rank}", first))
         if len(alike) > 1:
@@ -250,7 +248,7 @@ def _grouped(layers: dict[str, int]) -> list[tuple[str, int]]:
 
 def _collectives(plan: Plan) -> RenderableType:
     table = _table("axis", "collective", "ranks", "count", "bytes", "time", "not hidden", left=2)
-    for each in sorted(plan.traffic, key=lambda each: -each.seconds):
+    for each in sorted(plan.traffic[plan.loudest], key=lambda each: -each.seconds):
         table.add_row(
             each.axis,
             each.op.replace("_", "-"),

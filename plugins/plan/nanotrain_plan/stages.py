@@ -49,6 +49,13 @@ class Stages:
         """Return the stages that a pipeline rank holds, in the order of the model."""
         return [stage for stage, part in enumerate(self.parts) if part.rank == pp_rank]
 
+    def kinds(self) -> dict[int, list[int]]:
+        """Return the pipeline ranks of each kind, by the one in :attr:`steps`; the kind of rank 0 first."""
+        found: dict[int, list[int]] = {}
+        for pp_rank, measured in enumerate(self.like):
+            found.setdefault(measured, []).append(pp_rank)
+        return found
+
     def phase(self, pp_rank: int, action: Action) -> Phase:
         """Return what was measured for an action of a pipeline rank."""
         kind, stage, place, split = self.sorts[pp_rank][action]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 def size(number: float) -> str:
     """Return bytes in decimal units.
@@ -41,6 +43,22 @@ def duration(seconds: float) -> str:
     if seconds >= 1:
         return f"{_digits(seconds)} s"
     return f"{_digits(seconds * 1e3)} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} us"
+
+
+def spans(numbers: Sequence[int]) -> str:
+    """Return ascending numbers, three or more in a row by the first and the last.
+
+    >>> spans([0, 1, 2, 3, 5, 7, 8]), spans([4])
+    ('0 to 3, 5, 7, 8', '4')
+    """
+    rows: list[list[int]] = []
+    for number in numbers:
+        if rows and number == rows[-1][-1] + 1:
+            rows[-1].append(number)
+        else:
+            rows.append([number])
+    told = ([f"{row[0]} to {row[-1]}"] if len(row) > 2 else map(str, row) for row in rows)
+    return ", ".join(word for words in told for word in words)
 
 
 def starred(name: str) -> str:

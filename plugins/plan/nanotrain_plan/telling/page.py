@@ -57,12 +57,17 @@ def _part(each: Statement | Table | Picture) -> Iterator[str]:
     elif isinstance(each, Picture):
         yield f"<figure>{each.svg}<figcaption>{escape(each.title)}.</figcaption></figure>"
     else:
-        heads = "".join(_cell("th", n, column, each) for n, column in enumerate(each.columns))
-        rows = "".join(
-            f"<tr>{''.join(_cell('td', n, cell, each) for n, cell in enumerate(row))}</tr>"
-            for row in each.cells()
-        )
-        yield f"<div class=wide><table><tr>{heads}</tr>{rows}</table></div>"
+        yield table(each)
+
+
+def table(each: Table) -> str:
+    """Return rows of values, numbers at the right; ``wide``, ``n`` are for the page's style."""
+    heads = "".join(_cell("th", n, column, each) for n, column in enumerate(each.columns))
+    rows = "".join(
+        f"<tr>{''.join(_cell('td', n, cell, each) for n, cell in enumerate(row))}</tr>"
+        for row in each.cells()
+    )
+    return f"<div class=wide><table><tr>{heads}</tr>{rows}</table></div>"
 
 
 def _cell(tag: str, number: int, words: str, table: Table) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import attrs
 
 from nanotrain_plan.dry.origin import Origin
-from nanotrain_plan.words import count, size
+from nanotrain_plan.words import count, duration, size
 
 #: Most ranks that a sentence lists one by one.
 LISTED = 8
@@ -39,6 +39,13 @@ class FLOPs(int):
     def __format__(self, spec: str) -> str:
         number, _, unit = count(int(self)).partition(" ")
         return f"{number} {unit.replace('B', 'G')}FLOP"
+
+
+class Seconds(float):
+    """Shown with three digits and a unit, and exact in JSON."""
+
+    def __format__(self, spec: str) -> str:
+        return duration(float(self))
 
 
 class Share(float):
