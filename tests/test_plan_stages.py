@@ -93,8 +93,44 @@ def test_every_pipeline_rank_has_its_collectives(tmp_path, capsys):
     assert messages == [(0, 4, 4), (1, 8, 8), (2, 8, 8), (3, 4, 4)]
     loudest = {each["pp_rank"]: each["of_a_step"] for each in found["ranks"]}[found["pp_rank"]]
     assert found["of_a_step"] == loudest
-    kinds = re.findall("<h3>(pipeline ranks? [^<]*)</h3><div class=wide><table>", page.read_text())
-    assert kinds == ["pipeline rank 0", "pipeline ranks 1, 2", "pipeline rank 3"]
+    text = page.read_text()
+    kinds = re.findall("<h3>(Pipeline ranks? [^<]*)</h3><div class=wide><table>", text)
+    assert kinds == ["Pipeline rank 0", "Pipeline ranks 1, 2", "Pipeline rank 3"]
+
+
+def test_every_stage_has_its_activations_and_stages_that_are_alike_are_told_once(tmp_path, capsys):
+    path, page = tmp_path / "four.toml", tmp_path / "plan.html"
+    path.write_text(RECIPE.replace("{layers}", ""))
+    assert main(["plan", str(path), "--hardware", "cpu", *FOUR_RANKS, "--json", "--html", str(page)]) == 0
+    memory = json.loads(capsys.readouterr().out)["memory"]
+    found = memory["activations_by_stage"]
+    assert [(each["stages"], each["measured"]) for each in found] == [([0], 0), ([1, 2], 1), ([3], 3)]
+    first, middle, last = (each["layers"] for each in found)
+    layers = [n for each in found for name, n in each["layers"].items() if name.startswith("layers.")]
+    assert len(layers) == 5
+    assert len({*layers}) == 1
+    assert {"embed", "layers.0", "layers.1"} <= {*first}
+    assert {*middle} == {"layers.2", "outside"}  # what the stage before has sent
+    assert {"layers.4", "layers.5", "head"} <= {*last}
+    for each in found:
+        assert each["bytes"] == sum(row["bytes"] * row["count"] for row in each["tensors"])
+        assert each["bytes"] == sum(each["layers"].values())
+    own = next(each for each in found if memory["pp_rank"] in each["stages"])
+    assert memory["activations"] == [{"stage": memory["pp_rank"], **row} for row in own["tensors"]]
+    headings = re.findall("<h3>(Stage [^<]*)</h3>", page.read_text())
+    assert headings == ["Stage 0", "Stage 1 (alike: 2)", "Stage 3"]
+    assert page.read_text().count("<details><summary>tensors</summary>") == 3
+
+
+def test_of_a_rank_with_two_stages_a_terminal_has_the_one_that_keeps_most(tmp_path, capsys):
+    path = tmp_path / "v.toml"
+    path.write_text(RECIPE.replace("{layers}", "").replace("1f1b", "dualpipe_v"))
+    assert main(["plan", str(path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["memory"]["activations_by_stage"]
+    assert [each["measured"] for each in found] == [0, 1, 2, 3]  # rank 0 has the first and the last
+    assert main(["plan", str(path)]) == 0
+    (told,) = re.findall(r"Activations of stage (\d)", capsys.readouterr().out)
+    assert told == "3"  # with the head's logits
 
 
 @pytest.mark.parametrize(("length", "ranks"), [(6, [0, 4]), (7, [1, 5])])

@@ -55,6 +55,36 @@ class Activation:
     both, fused kernels the other one alone, which is how published accounts count."""
 
 
+@attrs.define(frozen=True, kw_only=True)
+class StageActivations:
+    """What a forward pass of one microbatch keeps for backward, of stages that are alike."""
+
+    stages: Sequence[int]
+    measured: int
+    """The one of them whose modules the tensors name."""
+    tensors: Sequence[Activation]
+
+    @property
+    def bytes(self) -> int:
+        """Of one microbatch."""
+        return sum(each.bytes * each.count for each in self.tensors)
+
+    @property
+    def recomputable(self) -> int:
+        """The bytes that fused kernels do not keep: see :attr:`Activation.recomputable`."""
+        return sum(each.bytes * each.count for each in self.tensors if each.recomputable)
+
+    @property
+    def layers(self) -> dict[str, int]:
+        """The bytes by layer of the stage :attr:`measured`: ``layers.7``, ``embed``, ``head``."""
+        total: Counter[str] = Counter()
+        for each in self.tensors:
+            parts = each.module.split(".")
+            layer = ".".join(parts[:2]) if len(parts) > 1 and parts[1].isdigit() else parts[0] or "outside"
+            total[layer] += each.bytes * each.count
+        return dict(total)
+
+
 def rank_memory(stages: Stages, pp_rank: int, *, offloaded: bool = False) -> RankMemory:
     """Walk through a rank's actions.
 
@@ -169,27 +199,24 @@ def kept_by_forward(stages: Stages, pp_rank: int, stage: int) -> list[Storage]:
     return sorted(kept, key=lambda storage: -storage.bytes)
 
 
-def activations(stages: Stages, pp_rank: int, stage: int) -> list[Activation]:
-    """Return what one microbatch keeps, summed by module, operator, shape and dtype."""
+def activations(stages: Stages, stage: int) -> StageActivations:
+    """Return what one microbatch of a stage keeps, summed by module, operator, shape and dtype."""
     alike: Counter[tuple[str, str, tuple[int, ...], str, int, bool]] = Counter()
-    for s in kept_by_forward(stages, pp_rank, stage):
+    for s in kept_by_forward(stages, stages.parts[stage].rank, stage):
         alike[s.module, s.op, s.shape, str(s.dtype)[6:], s.bytes, s.recomputable] += 1
-    return [
+    tensors = [
         Activation(
             module=module, op=op, shape=shape, dtype=dtype, bytes=size, count=count, recomputable=recomputable
         )
         for (module, op, shape, dtype, size, recomputable), count in alike.items()
     ]
+    measured = stages.as_measured(stages.parts[stage].rank, stage)
+    return StageActivations(stages=stages.alike()[measured], measured=measured, tensors=tensors)
 
 
-def by_layer(found: Sequence[Activation]) -> dict[str, int]:
-    """Return bytes of activations by layer: ``layers.7``, ``embed``, ``head``."""
-    total: Counter[str] = Counter()
-    for each in found:
-        parts = each.module.split(".")
-        layer = ".".join(parts[:2]) if len(parts) > 1 and parts[1].isdigit() else parts[0] or "outside"
-        total[layer] += each.bytes * each.count
-    return dict(total)
+def activations_by_stage(stages: Stages) -> list[StageActivations]:
+    """Return the activations of every stage, of those that are alike once."""
+    return [activations(stages, measured) for measured in stages.alike()]
 
 
 def all_ranks(stages: Stages, recipe: Recipe) -> Iterator[RankMemory]:

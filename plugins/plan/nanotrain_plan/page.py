@@ -47,6 +47,7 @@ def page(plan: Plan, advice: Sequence[Advice] | None) -> str:
         f"<h2>A step of {duration(plan.time.pipeline)}, bubble {plan.time.bubble:.1%}</h2>",
         _keys({"forward": ACTIONS["F"], "backward": ACTIONS["B"], "weight gradients": ACTIONS["W"]}),
         "".join(_timeline(plan)),
+        *page_tables.activations(plan),
         *page_tables.collectives(plan),
         f"<h2>All of it</h2><pre>{escape(told.getvalue())}</pre>",
     ]

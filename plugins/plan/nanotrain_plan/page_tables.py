@@ -6,7 +6,9 @@ from collections.abc import Iterator, Sequence
 from html import escape
 
 from nanotrain_plan.comms import AxisTraffic
-from nanotrain_plan.plan import Plan
+from nanotrain_plan.memory import StageActivations, activations_by_stage
+from nanotrain_plan.plan import Plan, largest
+from nanotrain_plan.show import told_activations, told_layers, told_stages, told_tensor
 from nanotrain_plan.telling.page import table
 from nanotrain_plan.telling.parts import Bytes, Seconds, Table
 from nanotrain_plan.words import spans
@@ -26,17 +28,33 @@ def collectives(plan: Plan) -> Iterator[str]:
     yield "<h2>Collectives of a rank in a step</h2>"
     for like, alike in plan.stages.kinds().items():
         if plan.stages.pp > 1:
-            yield f"<h3>{escape(named('pipeline rank', alike))}</h3>"
+            yield f"<h3>Pipeline rank{'s' if len(alike) > 1 else ''} {spans(alike)}</h3>"
         yield table(_collectives(plan.traffic[like])) if plan.traffic[like] else "<p>none</p>"
 
 
-def named(what: str, numbers: Sequence[int]) -> str:
-    """Return what is numbered, with its numbers.
+def activations(plan: Plan) -> Iterator[str]:
+    """Yield what a microbatch keeps for backward in every stage, of those that are alike once."""
+    yield "<h2>Activations of a microbatch</h2>"
+    for found in activations_by_stage(plan.stages):
+        if len(plan.stages.parts) > 1:
+            yield f"<h3>{escape(told_stages(found).capitalize())}</h3>"
+        yield f"<p>{escape(told_activations(found))}<br><small>{escape(told_layers(found))}</small></p>"
+        yield f"<details><summary>tensors</summary>{table(_tensors(found))}</details>"
 
-    >>> named("stage", [1, 2, 3]), named("stage", [4])
-    ('stages 1 to 3', 'stage 4')
-    """
-    return f"{what}{'s' if len(numbers) > 1 else ''} {spans(numbers)}"
+
+def _tensors(found: StageActivations) -> Table:
+    columns = ("module", "from", "shape", "dtype", "each", "number", "in all", "")
+    rows = [
+        (
+            *told_tensor(each),
+            Bytes(each.bytes),
+            each.count,
+            Bytes(each.bytes * each.count),
+            "recomputable" if each.recomputable else "",
+        )
+        for each in largest(found.tensors)
+    ]
+    return Table(columns, rows)
 
 
 def _collectives(found: Sequence[AxisTraffic]) -> Table:

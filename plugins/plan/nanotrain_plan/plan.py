@@ -19,7 +19,14 @@ from nanotrain_plan.budget import (
 )
 from nanotrain_plan.comms import AxisTraffic, Links, phases_of, traffic
 from nanotrain_plan.hardware import Hardware
-from nanotrain_plan.memory import Activation, RankMemory, activations, all_ranks, most_on_host
+from nanotrain_plan.memory import (
+    Activation,
+    RankMemory,
+    activations,
+    activations_by_stage,
+    all_ranks,
+    most_on_host,
+)
 from nanotrain_plan.model import Parameters, TokenFLOPs, count_flops, count_parameters
 from nanotrain_plan.run_phases import RunPhase, run_phases
 from nanotrain_plan.stages import Stages, dry_stages
@@ -234,7 +241,16 @@ def to_json(plan: Plan) -> dict[str, Any]:
             "activations": [
                 {"stage": stage, **attrs.asdict(each)}
                 for stage in plan.stages.stages_of(worst.pp_rank)
-                for each in activations(plan.stages, worst.pp_rank, stage)
+                for each in activations(plan.stages, stage).tensors
+            ],
+            "activations_by_stage": [
+                {
+                    "bytes": each.bytes,
+                    "recomputable": each.recomputable,
+                    "layers": each.layers,
+                    **attrs.asdict(each),
+                }
+                for each in activations_by_stage(plan.stages)
             ],
         },
         "collectives": {
@@ -276,8 +292,8 @@ def _per_rank(plan: Plan) -> dict[str, int]:
     return {"min": min(held), "max": max(held)}
 
 
-def largest(found: Sequence[Activation], number: int) -> list[Activation]:
-    """Return the tensors that take most, those of layers that are alike as one."""
+def largest(found: Sequence[Activation], number: int | None = None) -> list[Activation]:
+    """Return so many tensors that take most (None: all), those of layers that are alike as one."""
     alike: dict[Activation, int] = {}
     for each in found:
         parts = ["*" if part.isdigit() else part for part in each.module.split(".")]

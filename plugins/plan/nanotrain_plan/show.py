@@ -11,10 +11,10 @@ from rich.table import Table
 from rich.text import Text
 
 from nanotrain_plan.advice import Advice
-from nanotrain_plan.memory import RankMemory, activations, by_layer
+from nanotrain_plan.memory import Activation, RankMemory, StageActivations, activations
 from nanotrain_plan.plan import Plan, largest
 from nanotrain_plan.sweep import Swept
-from nanotrain_plan.words import count, duration, size
+from nanotrain_plan.words import count, duration, size, spans
 
 #: Pipeline ranks that are told one by one; of longer pipelines, those that differ in kind.
 MOST_RANKS = 8
@@ -210,29 +210,44 @@ def _memory(plan: Plan) -> RenderableType:
 
 
 def _activations(plan: Plan) -> Iterator[tuple[str, RenderableType]]:
-    worst = plan.worst
-    stage = plan.stages.stages_of(worst.pp_rank)[0]
-    found = activations(plan.stages, worst.pp_rank, stage)
-    total = sum(each.bytes * each.count for each in found)
-    of = f" of stage {stage}" if len(plan.stages.parts) > 1 else ""
-    heading = f"Activations{of}: {size(total)} for each microbatch, kept for backward"
-    again = sum(each.bytes * each.count for each in found if each.recomputable)
-    if again:
-        heading += f"; {size(total - again)} where fused kernels compute casts and activation functions again"
-    layers = by_layer(found)
+    own = [activations(plan.stages, stage) for stage in plan.stages.stages_of(plan.worst.pp_rank)]
+    found = max(own, key=lambda each: each.bytes)
+    of = f" of {told_stages(found)}" if len(plan.stages.parts) > 1 else ""
     table = _table("module", "from", "shape", "dtype", "each", "", "in all", left=4)
-    for each in largest(found, 8):
-        table.add_row(
-            each.module or "between layers",
-            each.op.removeprefix("aten::").strip("_"),
-            " x ".join(map(str, each.shape)) or "scalar",
-            each.dtype,
-            size(each.bytes),
-            f"x {each.count}",
-            size(each.bytes * each.count),
-        )
-    shown = ", ".join(f"{layer} {size(n)}" for layer, n in _grouped(layers))
-    yield heading, Group(Text(shown, style="dim"), table)
+    for each in largest(found.tensors, 8):
+        table.add_row(*told_tensor(each), size(each.bytes), f"x {each.count}", size(each.bytes * each.count))
+    shown = Text(told_layers(found), style="dim")
+    yield f"Activations{of}: {told_activations(found)}", Group(shown, table)
+
+
+def told_stages(found: StageActivations) -> str:
+    """Return the stage that was measured, and those that are like it."""
+    others = [stage for stage in found.stages if stage != found.measured]
+    return f"stage {found.measured}" + (f" (alike: {spans(others)})" if others else "")
+
+
+def told_activations(found: StageActivations) -> str:
+    """Return how many bytes a stage keeps."""
+    told = f"{size(found.bytes)} for each microbatch, kept for backward"
+    if found.recomputable:
+        left = size(found.bytes - found.recomputable)
+        told += f"; {left} where fused kernels compute casts and activation functions again"
+    return told
+
+
+def told_tensor(each: Activation) -> tuple[str, str, str, str]:
+    """Return module, operator, shape and dtype."""
+    return (
+        each.module or "between layers",
+        each.op.removeprefix("aten::").strip("_"),
+        " x ".join(map(str, each.shape)) or "scalar",
+        each.dtype,
+    )
+
+
+def told_layers(found: StageActivations) -> str:
+    """Return the bytes of each layer: ``embed 1.05 MB, layers.0 to 3 each 12.6 MB``."""
+    return ", ".join(f"{layer} {size(n)}" for layer, n in _grouped(found.layers))
 
 
 def _grouped(layers: dict[str, int]) -> list[tuple[str, int]]:

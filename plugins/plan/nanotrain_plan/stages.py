@@ -56,6 +56,13 @@ class Stages:
             found.setdefault(measured, []).append(pp_rank)
         return found
 
+    def alike(self) -> dict[int, list[int]]:
+        """Return the stages by the measured stage that stands for them."""
+        found: dict[int, list[int]] = {}
+        for stage, part in enumerate(self.parts):
+            found.setdefault(self.as_measured(part.rank, stage), []).append(stage)
+        return found
+
     def phase(self, pp_rank: int, action: Action) -> Phase:
         """Return what was measured for an action of a pipeline rank."""
         kind, stage, place, split = self.sorts[pp_rank][action]
