@@ -1,4 +1,4 @@
-"""What a run takes beside its devices: checkpoints on disk, memory of hosts, tokens of the data."""
+"""What a run takes beside its devices: checkpoints on disk, and memory of hosts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import attrs
 
-from nanotrain_core.api import PhaseTimeline, Recipe, Registry, surveys
+from nanotrain_core.api import Recipe, Registry
 from nanotrain_plan.hardware import Hardware
 from nanotrain_plan.stages import Stages
 
@@ -29,18 +29,6 @@ class Checkpoints:
     these are saved, the newest one that a validation loss was measured after."""
     free: int | None
     """Bytes free where this command runs, under the run folder."""
-
-
-@attrs.define(frozen=True, kw_only=True)
-class DataUse:
-    """Of a whole run."""
-
-    tokens_per_step: int
-    """Of the largest batch."""
-    tokens: int
-    sequences: int | None
-    """There are, as far as is known before the data is opened."""
-    epochs: float | None
 
 
 @attrs.define(frozen=True, kw_only=True)
@@ -98,20 +86,6 @@ def _evaluated_lags(recipe: Recipe, keep: int) -> bool:
     if not saves or not recipe.evaluation.sequences or not 0 < evaluates < recipe.run.steps:
         return False
     return evaluates - gcd(saves, evaluates) > (keep - 1) * saves
-
-
-def data_use(recipe: Recipe, registry: Registry) -> DataUse:
-    """Return how much of the data the run takes."""
-    timeline = PhaseTimeline(recipe)
-    known = {length: survey.train for length, survey in surveys(recipe, registry).items()}
-    stretches = [*timeline.stretches(recipe.run.steps)]
-    parts = [(each.steps * each.sequences, known[each.length]) for each in stretches]
-    return DataUse(
-        tokens_per_step=timeline.largest().batch.tokens,
-        tokens=sum(each.tokens for each in stretches),
-        sequences=known[recipe.batch.length],
-        epochs=sum(taken / there for taken, there in parts if there) if all(n for _, n in parts) else None,
-    )
 
 
 def checkpoint_bytes(stages: Stages) -> int:

@@ -9,15 +9,9 @@ from typing import Any
 import attrs
 
 from nanotrain_core.api import Layout, NanotrainError, PhaseTimeline, Recipe, Registry, Role, kept_eager
-from nanotrain_plan.budget import (
-    Checkpoints,
-    DataUse,
-    HostMemory,
-    checkpoints,
-    data_use,
-    host_memory,
-)
+from nanotrain_plan.budget import Checkpoints, HostMemory, checkpoints, host_memory
 from nanotrain_plan.comms import AxisTraffic, Links, phases_of, traffic
+from nanotrain_plan.data_use import DataUse, data_use
 from nanotrain_plan.hardware import Hardware
 from nanotrain_plan.memory import (
     Activation,
@@ -282,7 +276,14 @@ def to_json(plan: Plan) -> dict[str, Any]:
         },
         "phases": [attrs.asdict(phase) for phase in plan.phases],
         "checkpoints": attrs.asdict(plan.checkpoints),
-        "data": attrs.asdict(plan.data),
+        "data": {
+            **attrs.asdict(plan.data),
+            "position": {
+                **attrs.asdict(plan.data.position),
+                "epoch": plan.data.position.epoch,
+                "sequence": plan.data.position.sequence,
+            },
+        },
         "host_memory": {**attrs.asdict(plan.host), "total": plan.host.total, "fits": plan.host.fits},
     }
 

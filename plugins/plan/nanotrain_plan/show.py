@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from nanotrain_plan.advice import Advice
+from nanotrain_plan.data_use import DataPosition
 from nanotrain_plan.memory import Activation, RankMemory, StageActivations, activations
 from nanotrain_plan.plan import Plan, largest
 from nanotrain_plan.sweep import Swept
@@ -327,6 +328,7 @@ def _beside(plan: Plan) -> RenderableType:
             f"{count(d.tokens_per_step)} tokens in a step"
             + (f"; {_epochs(d.epochs)} epochs of {d.sequences:,} sequences" if d.epochs is not None else ""),
         ),
+        ("data position", _position(d.position)),
         (
             "host memory",
             f"{size(h.total)} for {h.ranks} rank{'s' if h.ranks > 1 else ''}, of "
@@ -338,6 +340,17 @@ def _beside(plan: Plan) -> RenderableType:
         ),
     ]
     return _grid(rows)
+
+
+def _position(p: DataPosition) -> str:
+    """Return where the run ends in its data, and what a checkpoint saves of that."""
+    if p.epoch is None or p.sequence is None or p.train is None:
+        told = f"the run ends after {p.taken:,} sequences; how many an epoch has is known when data is opened"
+    elif p.sequence:
+        told = f"the run ends in epoch {p.epoch + 1:,}, after {p.sequence:,} of its {p.train:,} sequences"
+    else:
+        told = f"the run ends with epoch {p.epoch:,}, of {p.train:,} sequences"
+    return f"{told}. A checkpoint saves the count of sequences and the data's fingerprint"
 
 
 def _epochs(number: float) -> str:
