@@ -172,7 +172,8 @@ def test_a_model_of_too_few_layers_is_planned_whole():
 def test_a_sweep_tells_what_it_leaves_out_and_plans_the_best_whole(dense, monkeypatch):
     monkeypatch.setattr("nanotrain_plan.sweep.WHOLE", 1)
     plan = try_plan(dense.recipe, dense.registry, find_hardware("h100"))
-    swept = sweep(plan, dense.registry, limit=1, processes=1)
+    swept = sweep(plan, dense.registry, limit=30, processes=1)
+    assert swept.looked_at == 30
     rates = [each.tokens_per_second for each in swept.candidates if each.fits]
     assert rates == sorted(rates, reverse=True)
     (own,) = [each for each in swept.candidates if "as it is" in each.told]

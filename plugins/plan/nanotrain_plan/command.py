@@ -58,7 +58,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const=500,
         metavar="N",
-        help="also compare about N other layouts (default: 500) by tokens/s; takes seconds to minutes",
+        help="also compare N layouts (default: 500) by tokens/s, those left out by bounds counted; takes "
+        "seconds to minutes",
     )
     many = parser.add_argument_group("simulation of a long run, with --simulate")
     many.add_argument("--simulate", action="store_true", help="also simulate slow ranks and failures")
@@ -176,7 +177,7 @@ def _sweep(limit: int | None, plan: Plan, registry: Registry) -> Swept | None:
 
     def tell(number: int) -> None:
         if sys.stderr.isatty():
-            print(f"\rlooked at {number} of about {limit} layouts", end="", file=sys.stderr, flush=True)
+            print(f"\rlooked at {number} of at most {limit} layouts", end="", file=sys.stderr, flush=True)
 
     found = sweep(plan, registry, limit, tell)
     if sys.stderr.isatty():

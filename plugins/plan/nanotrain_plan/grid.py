@@ -37,6 +37,9 @@ class Family:
 
     recipe: Recipe
     pipelines: tuple[int, ...]
+    """Pipeline ranks, the number nearest to the recipe's first."""
+    most: int | None = None
+    """The first layouts that are compared; None: all."""
 
 
 def families(plan: Plan, registry: Registry, refused: Counter[str]) -> list[Family]:
@@ -116,7 +119,8 @@ def _pipelines(plan: Plan, registry: Registry) -> list[int]:
     if not _schedules(registry) or not hasattr(plan.recipe.topology.config, "pp"):
         return [own]
     most = min(len(plan.stages.costs.layers), plan.ranks)
-    return sorted({own} | {2**n for n in range(12) if 2**n <= most})
+    found = {own} | {2**n for n in range(12) if 2**n <= most}
+    return sorted(found, key=lambda pp: (abs(log2(pp / own)), pp))
 
 
 def _schedules(registry: Registry) -> list[str]:
@@ -156,6 +160,15 @@ def of_family(family: Family, registry: Registry) -> Iterator[list[Recipe]]:
     Of one pipeline and one granularity the schedules, the plainest first; granularities from that which
     computes least.
     """
+    left = family.most
+    for run in _runs(family, registry):
+        if left == 0:
+            return
+        yield run[:left]
+        left = None if left is None else max(0, left - len(run))
+
+
+def _runs(family: Family, registry: Registry) -> Iterator[list[Recipe]]:
     for pp in family.pipelines:
         piped = family.recipe
         if pp != _degree(piped, "pp"):

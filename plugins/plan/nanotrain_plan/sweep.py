@@ -1,9 +1,9 @@
 """Compares layouts of a recipe by predicted tokens/s, put together from blocks that are measured once.
 
-The grid is taken family by family, those nearest to the recipe's own degrees first, until as many layouts as
-asked for were looked at. Left out are those that the framework refuses, that cannot fit, that recompute more
-than they need to, and those whose devices, never idle, would still be slower than the recipe as it is. The
-fastest are then planned whole.
+The grid is taken family by family, those nearest to the recipe's own degrees first, until exactly as many
+layouts as asked for were looked at, or all. Left out are those that the framework refuses, that cannot fit,
+that recompute more than they need to, and those whose devices, never idle, would still be slower than the
+recipe as it is. The fastest are then planned whole.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from nanotrain_plan.workers import Job, Workers
 #: Layouts that are planned whole, in the end.
 WHOLE = 5
 
+BEYOND = "beyond the number of layouts asked for"
+
 
 @attrs.define(frozen=True, kw_only=True)
 class Swept:
@@ -33,7 +35,8 @@ class Swept:
     candidates: Sequence[Candidate]
     """Those that fit first, the fastest first."""
     looked_at: int
-    """:attr:`planned`, :attr:`bounded` and :attr:`refused` together."""
+    """:attr:`planned`, :attr:`bounded` and :attr:`refused` together: as many as asked for, or the whole
+    grid."""
     planned: int
     """Put together from blocks, or planned whole."""
     bounded: int
@@ -56,18 +59,19 @@ def sweep(
     Args:
         plan: of the recipe as it is.
         registry: the plugins.
-        limit: how many layouts to look at.
+        limit: how many layouts to look at: those that are planned, left out by a bound, and refused.
         tell: called with how many were looked at so far.
         processes: that measure at once; as many as there are processors, by default.
     """
     left_out: Counter[str] = Counter()
-    chosen, number = [], 0
+    chosen, left = [], limit
     for family in families(plan, registry, left_out):
-        if number < limit:
-            chosen.append(family)
-            number += sum(map(len, of_family(family, registry)))
-        else:
-            left_out["beyond the number of layouts asked for"] += sum(map(len, of_family(family, registry)))
+        size = sum(map(len, of_family(family, registry)))
+        if left:
+            chosen.append(attrs.evolve(family, most=left))
+        left, beyond = max(0, left - size), max(0, size - left)
+        if beyond:
+            left_out[BEYOND] += beyond
     found: list[tuple[Recipe, Candidate]] = []
     looked_at = 0
     job = Job(plan, RememberedSchedules(registry), WHOLE)

@@ -185,7 +185,7 @@ def test_what_does_not_fit_is_told_what_would(recipe, tmp_path, capsys):
 
 
 def test_a_sweep_ranks_layouts_by_tokens_per_second(recipe, capsys):
-    _, plan = planned(capsys, recipe, "--hardware", "cpu", "--set", "model.layers=1", "--sweep", "1")
+    _, plan = planned(capsys, recipe, "--hardware", "cpu", "--set", "model.layers=1", "--sweep", "3")
     found = plan["sweep"]["candidates"]
     rates = [each["tokens_per_second"] for each in found]
     assert rates == sorted(rates, reverse=True)
@@ -194,6 +194,8 @@ def test_a_sweep_ranks_layouts_by_tokens_per_second(recipe, capsys):
     assert own["peak"] == plan["memory"]["peak"]
     # The recipe fits without recomputing anything, so that is all there is to compare.
     assert plan["sweep"]["left_out"]["recomputes more than it needs to fit"] == 2
+    counts = [plan["sweep"][key] for key in ("looked_at", "planned", "bounded", "refused")]
+    assert counts == [3, 1, 2, 0]
 
 
 def test_a_run_with_slow_ranks_and_failures_is_simulated(recipe, capsys):
