@@ -26,8 +26,10 @@ def planned(case) -> list[StepRecord]:
     return predict(recipe, registry, registry.build(recipe.topology).layout(recipe.run.ranks))
 
 
-def planned_peaks(case) -> dict[tuple[int, ...], int]:
-    """Return, by the ranks of each pipeline rank, their planned peak above what is composed."""
+def planned_memory(case) -> dict[tuple[int, ...], tuple[int, int]]:
+    """Return, by the ranks of each pipeline rank, their peak and what is left between steps, above what
+    is composed.
+    """
     recipe, registry = PhaseTimeline(case.recipe()).largest(), case.registry()
     layout = registry.build(recipe.topology).layout(recipe.run.ranks)
     stages = dry_stages(recipe, registry, layout, host=True)
@@ -35,5 +37,6 @@ def planned_peaks(case) -> dict[tuple[int, ...], int]:
     for pp_rank in range(stages.pp):
         memory, step = rank_memory(stages, pp_rank), stages.step_of(pp_rank)
         alike = (rank for rank in range(layout.world_size) if layout.coordinate(rank, "pp") == pp_rank)
-        found[tuple(alike)] = memory.peak - sum(step.state.values())
+        composed = sum(step.state.values())
+        found[tuple(alike)] = memory.peak - composed, sum(memory.state.values()) - composed
     return found

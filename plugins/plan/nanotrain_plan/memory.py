@@ -29,7 +29,8 @@ class RankMemory:
     backward), ``buffers`` (what a step keeps beside these, as weights quantized for it), ``transient``
     (within the action or the update itself) and ``other``."""
     state: Mapping[str, int]
-    """Between steps, by holder."""
+    """Between steps, by holder: ``weights``, ``masters``, ``optimizer``, ``gradients``, ``buffers`` (that one
+    step leaves to the next, as buckets of gradient sync) and ``other``."""
     peak: int
     where: str
     """What runs at the peak: an action as ``F0.3``, or ``gradient sync``, ``optimizer step``."""
@@ -107,10 +108,10 @@ def _on_device(stages: Stages, pp_rank: int) -> RankMemory:
     step = stages.step_of(pp_rank)
     # The first step of a run makes what later ones find there, and the highest peak is that of a later one.
     buffers = sum(phase.lasting for phase in (*step.measured.values(), *step.around.values()))
-    base = sum(step.state.values()) + buffers
+    state = {**step.state, "buffers": buffers}
+    base, held = sum(state.values()), dict(state)
     level, gradients, activations, flying, most = base, 0, 0, 0, 0
     peak, where, timeline = base, "between steps", [("", base)]
-    held = {**step.state, "buffers": buffers}
 
     def change_of(phase: Phase) -> int:
         return phase.after - phase.before - phase.lasting
@@ -170,7 +171,7 @@ def _on_device(stages: Stages, pp_rank: int) -> RankMemory:
     return RankMemory(
         pp_rank=pp_rank,
         held=held,
-        state=step.state,
+        state=state,
         peak=peak,
         where=where,
         in_flight=most,

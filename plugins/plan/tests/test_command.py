@@ -145,6 +145,17 @@ def test_offloaded_activations_wait_in_the_hosts_memory(recipe, tmp_path, capsys
     assert after["host_memory"]["total"] == total
 
 
+def test_buckets_of_gradient_sync_are_held_between_steps(recipe, capsys):
+    pytest.importorskip("nanotrain_zero12")
+    zero2 = ["--set", 'optimizer={use="zero12", stage=2, bucket_mb=0.05}', "--set", "model.layers=1"]
+    _, plan = planned(capsys, recipe, "--hardware", "cpu", "--ranks", "2", *zero2)
+    (rank,) = plan["memory"]["ranks"]
+    held = rank["between_steps"]
+    assert {*held} == {"weights", "masters", "optimizer", "gradients", "buffers", "other"}
+    assert rank["at_peak"]["buffers"] >= held["buffers"] > 0.05e6  # a bucket at least
+    assert sum(held.values()) < rank["peak"]
+
+
 def test_a_device_that_is_faster_than_its_host_waits_for_it(recipe, tmp_path, capsys):
     """A model of width 64 took 0.1 ms a step on an H100, in which no host launches its kernels."""
     times = {}

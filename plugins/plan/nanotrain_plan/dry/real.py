@@ -28,7 +28,9 @@ class StepRecord:
     """What one rank holds, and what it does in a step."""
 
     state: dict[str, int]
-    """Bytes between steps, by holder."""
+    """Bytes between steps, by holder, as composed: without buffers."""
+    buffers: int
+    """Bytes that one step leaves to the next beside these, as buckets of gradient sync."""
     collectives: list[tuple[str, Collective]]
     """In order, each with its action or what of a step it belongs to: ``counts``, ``F0.1``, ``after``."""
     kept: dict[str, int]
@@ -47,6 +49,7 @@ def of_phases(state: dict[str, int], phases: Sequence[Phase]) -> StepRecord:
             for each in phase.collectives
         ],
         kept={p.name: sum(storage.bytes for storage in p.kept) for p in phases if p.name[0] == "F"},
+        buffers=phases[0].before + sum(phase.lasting for phase in phases) - sum(state.values()),
         peak=_highest(phases) - sum(state.values()),
     )
 
