@@ -114,8 +114,14 @@ class Run:
     monitors: Sequence[Monitor] = ()
     strict_monitors: bool = False
     log_every: int = 1
-    described: Sequence[str] = ()
-    """How the model is split into stages, and the precision of its GEMMs, in human-readable lines."""
+    descriptions: Mapping[str, Sequence[str]] = attrs.field(factory=dict)
+    """Lines for people, by what they are about: ``schedule`` (how the model is split into stages),
+    ``kernels``, ``precision``, ``compile``."""
+
+    @property
+    def described(self) -> Sequence[str]:
+        """All lines of :attr:`descriptions`."""
+        return tuple(line for lines in self.descriptions.values() for line in lines)
 
 
 def compose(
@@ -240,12 +246,12 @@ def compose(
         monitors=monitors,
         strict_monitors=recipe.run.strict_monitors,
         log_every=recipe.run.log_every,
-        described=(
-            *((describe_stages(parts, costs),) if pp > 1 else ()),
-            *((f"kernels: {kernels_used}",) if recipe.kernels.use != kernels_used else ()),
-            *precision.describe(),
-            *compiled,
-        ),
+        descriptions={
+            "schedule": [describe_stages(parts, costs)] if pp > 1 else [],
+            "kernels": [f"kernels: {kernels_used}"] if recipe.kernels.use != kernels_used else [],
+            "precision": precision.describe(),
+            "compile": compiled,
+        },
     )
 
 

@@ -106,8 +106,31 @@ def test_every_sentence_is_of_values_and_has_a_file_that_is_there(recipe, capsys
                 lines = Path(source["file"]).read_text(encoding="utf-8").splitlines()
                 assert 0 < source["line"] <= len(lines)
                 assert source["label"].endswith(f"{Path(source['file']).name}:{source['line']}")
+                if section["title"] != "Who talks to whom":  # whose lines are those that ask
+                    name = source["name"].rpartition(".")[2]
+                    assert re.match(rf"\s*(class|def) {name}\b", lines[source["line"] - 1]), source
             if not re.match(r"In a step rank|Rank \d+ talks to nobody|Between steps", each["text"]):
                 assert each["sources"], each["text"]
+
+
+def test_what_components_say_of_themselves_is_said_by_them(tmp_path, capsys):
+    """The schedule of how it cuts stages, the precision of every module; not one of what the other did."""
+    pytest.importorskip("nanotrain_pp_1f1b")
+    pytest.importorskip("nanotrain_fp8_deepseek_v3")
+    path = tmp_path / "fp8.toml"
+    pipeline = '[topology]\nuse = "grid"\npp = 2\n[schedule]\nuse = "1f1b"\n'
+    path.write_text(TINY + pipeline + '[precision]\nuse = "fp8_deepseek_v3"\n')
+    _, told, _ = explained(capsys, str(path))
+    (stages,) = [each for each in told["The layers"]["statements"] if each["text"].startswith("stages ")]
+    assert [source["name"] for source in stages["sources"]] == ["Pipeline.parts"]
+    statements = told["What is computed, in which precision"]["statements"]
+    assert not any(each["text"].startswith("stages ") for each in statements)
+    lines = [each for each in statements if re.match(r" +layers|products of each module", each["text"])]
+    assert len(lines) > 5
+    for each in lines:
+        assert [source["name"] for source in each["sources"]] == ["ByModule.describe"]
+    again = next(each for each in statements if "a second time" in each["text"])
+    assert [source["name"] for source in again["sources"]] == ["Recompute.apply"]
 
 
 def test_a_number_that_is_no_value_is_refused():

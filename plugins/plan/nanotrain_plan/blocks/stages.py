@@ -103,7 +103,7 @@ def make_step(
         measured=measured,
         around={name: _around(blocks, each, held, own, seconds) for name, each in blocks.around.items()},
         saved=0.0,
-        described=(),
+        descriptions={},
     )
 
 

@@ -119,8 +119,10 @@ def place_of(found: Any) -> Origin | None:
     found = found if isinstance(found, type) or inspect.isroutine(found) else type(found)
     found = inspect.unwrap(found)
     try:
-        first = inspect.getsourcelines(found)[1]
+        lines, first = inspect.getsourcelines(found)
         file = inspect.getsourcefile(found)
     except (OSError, TypeError):
         return None
+    begins = (n for n, line in enumerate(lines) if re.match(r"\s*(class|(async )?def)\b", line))
+    first += next(begins, 0)  # behind decorators
     return None if file is None else Origin(file, first, found.__qualname__, _sentence(found.__doc__))

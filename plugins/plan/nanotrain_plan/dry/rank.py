@@ -77,7 +77,8 @@ class RankStep:
     """By :data:`AROUND`, as far as they were taken."""
     saved: float
     """Bytes of a checkpoint that this rank stands for: of what several ranks hold, its share."""
-    described: Sequence[str]
+    descriptions: Mapping[str, Sequence[str]]
+    """See :class:`~nanotrain_core.compose.Run`."""
     phases: Sequence[Phase] = ()
     """Of the step that was taken, in order."""
     shares: Mapping[tuple[int, tuple[str, ...]], Share] = attrs.field(factory=dict)
@@ -245,7 +246,7 @@ def dry_rank(
         measured=measured,
         around={name: phases[name] for name in AROUND if name in phases},
         saved=saved,
-        described=run.described,
+        descriptions=run.descriptions,
         shares=shares,
         owned=owned,
         phases=recorder.phases[first:-1],

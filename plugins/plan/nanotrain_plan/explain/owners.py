@@ -54,10 +54,12 @@ class Owners:
         selection = self.selections[label]
         return self.registry.get(selection.kind, selection.use)
 
-    def place(self, label: str) -> Origin | None:
-        """Return where the object behind a component is written."""
-        factory: Any = self.component(label).load()
-        return place_of(factory)
+    def place(self, label: str, method: str = "") -> Origin | None:
+        """Return where the object behind a component is written, or that method of it."""
+        if not method:
+            factory: Any = self.component(label).load()
+            return place_of(factory)
+        return place_of(getattr(type(self.registry.build(self.selections[label])), method))
 
     def of_kind(self, kind: str) -> list[str]:
         """Return what components of a kind are told as, in the recipe's order."""

@@ -26,7 +26,10 @@ MEANING = {
 
 def ranks(subject: Subject) -> Section:
     """Return how the mesh numbers the ranks."""
-    layout, (where, *_) = subject.layout, [subject.owners.place(label) for label in _topology(subject)]
+    layout, (where, *_) = (
+        subject.layout,
+        [subject.owners.place(label, "layout") for label in _topology(subject)],
+    )
     body: list[Statement | Table | Picture] = [
         say(
             "The run has {ranks:,} {word}: a process with a device and a part of the work each.",
@@ -81,7 +84,7 @@ def _term(dim: str, stride: int) -> str:
 def stages(subject: Subject) -> Section:
     """Return which layers are where."""
     s, (schedule,) = subject.stages, subject.owners.of_kind("schedule")
-    where = subject.owners.place(schedule)
+    where = subject.owners.place(schedule, "parts")
     (model,) = subject.owners.of_kind("model")
     if len(s.parts) == 1:
         held = say(
@@ -107,6 +110,7 @@ def stages(subject: Subject) -> Section:
                 for stage, part in enumerate(s.parts)
             ],
         ),
+        *(say("{line}.", where, line=line) for line in subject.described("schedule")),
         *_kinds(subject),
     ]
     return Section("The layers", body)
@@ -228,7 +232,7 @@ def _sentences(subject: Subject, each: Alike, rank: int) -> Iterator[Statement]:
 def _splitters(subject: Subject, dims: Sequence[str]) -> list[Origin | None]:
     owners = subject.owners
     labels = [label for label in owners.of_kind("parallel") if {*dims} & owners.component(label).mesh_dims]
-    return [owners.place(label) for label in labels]
+    return [owners.place(label, "apply") for label in labels]
 
 
 def _other_blocks(

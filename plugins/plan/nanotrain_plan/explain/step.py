@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from nanotrain_core.api import PhaseTimeline, draw_timeline
-from nanotrain_core.api.torch import Exchange, GlooExchange
+from nanotrain_core.api.torch import Exchange, Executor, GlooExchange
 from nanotrain_plan.budget import checkpoint_bytes
-from nanotrain_plan.dry.origin import Origin, place_of
+from nanotrain_plan.dry.origin import place_of
 from nanotrain_plan.explain import pictures
 from nanotrain_plan.explain.purposes import EXCHANGES, purpose, quoted
 from nanotrain_plan.explain.subject import Subject
@@ -224,11 +224,11 @@ def computed(subject: Subject) -> Section:
     """Return what is multiplied in which precision, and what a second time."""
     body: list[Statement | Table | Picture] = []
     (precision,) = subject.owners.of_kind("precision")
-    where = subject.owners.place(precision)
+    where, describes = (subject.owners.place(precision, name) for name in ("convert", "describe"))
     for pp_rank in subject.told:
         rank = subject.rank(pp_rank)
         forward, again, modules = recomputed(subject.stages, pp_rank)
-        body.append(_again(subject, rank, forward, again, modules, where))
+        body.append(_again(subject, rank, forward, again, modules))
         looked = subject.looked(pp_rank)
         body.append(
             say(
@@ -246,17 +246,17 @@ def computed(subject: Subject) -> Section:
             for kind, flops in kinds.items()
         ]
         body.append(Table(("matrix products", "of (attention: whole scores)", "in a step"), rows))
-    for line in subject.stages.steps[subject.told[0]].described:
-        body.append(say("{line}.", where, line=line))
+    body += [say("{line}", describes, line=line) for line in subject.described("precision")]
     return Section("What is computed, in which precision", body)
 
 
-def _again(
-    subject: Subject, rank: int, forward: int, again: int, modules: Sequence[str], precision: Origin | None
-) -> Statement:
+def _again(subject: Subject, rank: int, forward: int, again: int, modules: Sequence[str]) -> Statement:
     """Return what activation checkpointing computes a second time."""
     if not modules:
-        return say("Rank {rank} computes nothing twice: activations are kept.", precision, rank=rank)
+        executed = place_of(Executor.run)
+        return say("Rank {rank} computes nothing twice: activations are kept.", executed, rank=rank)
+    owners = subject.owners
+    wrappers = [label for label in owners.of_kind("parallel") if owners.selections[label].use == "recompute"]
     text = (
         "Rank {rank} computes {again} of the {forward} of its forward passes a second time in backward, "
         "{share}, in {modules}: their activations were not kept."
@@ -267,7 +267,7 @@ def _again(
     numbers = {"again": FLOPs(again), "share": Share(again / forward)} if again else {}
     return say(
         text,
-        *[subject.owners.place(label) for label in subject.owners.of_kind("parallel")],
+        *[owners.place(label, "apply") for label in wrappers or owners.of_kind("parallel")],
         rank=rank,
         forward=FLOPs(forward),
         modules=" and ".join(modules[:4]) + (" and others" if len(modules) > 4 else ""),
@@ -304,7 +304,7 @@ def saved(subject: Subject) -> Section:
             say(
                 "{checkpoint} saves {bytes}: of every parameter its weight and {names}, each block once, "
                 "under a name and an offset in the whole tensor, so that any layout can read it.",
-                subject.owners.place(label),
+                subject.owners.place(label, "save"),
                 checkpoint=label,
                 bytes=Bytes(checkpoint_bytes(subject.stages)),
                 names=" and ".join(names),

@@ -111,6 +111,10 @@ class Subject:
         """Return a rank's collectives of a step."""
         return self._exchanges[pp_rank]
 
+    def described(self, kind: str) -> Sequence[str]:
+        """Return what a composed run says of a component of that kind, in lines."""
+        return self.stages.steps[self.told[0]].descriptions.get(kind, ())
+
     @property
     def offloads_state(self) -> bool:
         """Whether masters and optimizer state leave the device; on a CPU there is nowhere else."""
