@@ -51,7 +51,7 @@ def cpu_quota(root: Path = Path("/"), cores: int = 1) -> Finding:
         root: where ``/sys/fs/cgroup`` is.
         cores: that this process may run on, which ranks divide among themselves.
     """
-    quota = _cpu_limit(root)
+    quota = cpu_limit(root)
     values = {"cores": cores, "quota": quota}
     if quota is None or quota >= cores:
         return good("CPU quota", f"none below the {cores} cores", **values)
@@ -75,7 +75,8 @@ def memory_limit(root: Path) -> tuple[int | None, int | None]:
     return min(found, key=lambda pair: pair[0], default=(None, None))
 
 
-def _cpu_limit(root: Path) -> float | None:
+def cpu_limit(root: Path) -> float | None:
+    """Return how many cores' time this process's groups may have; None: no limit."""
     quotas = []
     for folder, two in _groups(root, "cpu"):
         if two:

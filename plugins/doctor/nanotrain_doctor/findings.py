@@ -8,7 +8,8 @@ from typing import Any, Literal
 import attrs
 
 Status = Literal["good", "note", "warning", "bad"]
-#: From the least to the most urgent. A note is measured or known, with nothing to hold it against.
+#: From the least to the most urgent. A note is measured or known, and neither good nor bad by what
+#: there is to hold it against.
 STATUSES: tuple[Status, ...] = ("good", "note", "warning", "bad")
 
 

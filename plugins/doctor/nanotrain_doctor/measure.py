@@ -10,14 +10,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from nanotrain_doctor.processor import processor
+
 #: Seconds that a measurement lasts, at least three rounds of it.
 LASTS = 0.3
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 Reduce = Callable[[torch.Tensor], Any]
 
 
-def measure_device(device: torch.device) -> dict[str, Any]:
-    """Return the rates of a device by plain names: FLOP/s, bytes a second."""
+def measure_device(device: torch.device, ranks: int = 1) -> dict[str, Any]:
+    """Return the rates of a device by plain names: FLOP/s, bytes a second.
+
+    Args:
+        device: a GPU, or the CPU.
+        ranks: of this host, which divide the cores of a CPU.
+    """
     gpu = device.type == "cuda"
     found: dict[str, Any] = {
         "host": socket.gethostname(),
@@ -27,6 +34,9 @@ def measure_device(device: torch.device) -> dict[str, Any]:
     }
     if gpu:
         found["free"], found["total"] = torch.cuda.mem_get_info(device)
+    else:
+        found |= processor(ranks, found["threads"])
+        found["vectors"] = torch.backends.cpu.get_cpu_capability()
     side = 8192 if gpu else 1024
     for dtype in (torch.bfloat16, torch.float32):
         if dtype == torch.float32 and gpu:

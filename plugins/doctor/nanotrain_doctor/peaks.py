@@ -37,7 +37,7 @@ def peaks_of(device: str, wanted: str | None = None) -> Peaks:
     """Return what a device of this name should do.
 
     Args:
-        device: as torch calls it; ``cpu`` has no peaks: no two processors are alike.
+        device: as torch calls it; of ``cpu`` :mod:`nanotrain_doctor.processor` tells what to expect.
         wanted: the name of a hardware file, or its path.
 
     Raises:

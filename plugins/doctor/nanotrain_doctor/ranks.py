@@ -119,7 +119,11 @@ def measure(ranks: Ranks, store: Store, timeout: float = TIMEOUT) -> Measured:
     try:
         if ranks.world_size > 1:
             dist.barrier(device_ids=[device.index] if device.type == "cuda" else None)
-        found = {"rank": ranks.rank, "local_rank": ranks.local_rank, **measure_device(device)}
+        found = {
+            "rank": ranks.rank,
+            "local_rank": ranks.local_rank,
+            **measure_device(device, ranks.local_world_size),
+        }
         if ranks.world_size > 1:
             dist.barrier(device_ids=[device.index] if device.type == "cuda" else None)
             found["all_reduce"] = measure_all_reduce(device, ranks.rank, ranks.world_size)

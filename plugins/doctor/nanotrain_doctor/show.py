@@ -48,7 +48,7 @@ def show(found: Sequence[Finding]) -> None:
 def to_json(found: Sequence[Finding], **more: Any) -> str:
     """Return all that a bug report needs, without keys, users in URLs, or the user's name."""
     table: Mapping[str, Any] = {
-        "version": "1.0",
+        "version": "1.1",
         "host": socket.gethostname(),
         "exit_code": exit_code(found),
         "findings": [attrs.asdict(each) for each in found],

@@ -7,9 +7,10 @@ import torch
 import torch.distributed as dist
 from nanotrain_doctor.clock import ask_offsets, tell_time
 from nanotrain_doctor.hosts import of_all_hosts
-from nanotrain_doctor.judge import judge_ranks, slow_ranks
-from nanotrain_doctor.measure import matrix_product, wrong_sums
+from nanotrain_doctor.judge import judge_gemm, judge_memory, judge_ranks, slow_ranks
+from nanotrain_doctor.measure import matrix_product, measure_device, wrong_sums
 from nanotrain_doctor.peaks import Peaks, peaks_of, shipped
+from nanotrain_doctor.processor import processor
 
 from nanotrain_core.api import NanotrainError
 from nanotrain_core.testing import run_ranks
@@ -71,11 +72,84 @@ def test_the_rate_of_a_product_is_its_flops_over_its_seconds(monkeypatch):
     assert matrix_product(CPU, torch.float32, 16)[0] == 2 * 16**3 / 0.5
 
 
-def test_a_sound_machine_is_good_and_a_cpu_gets_no_verdict():
+def test_a_sound_machine_is_good():
     ranks = [gpu(rank) for rank in range(4)]
     assert statuses(ranks) == {"GEMM": "good", "memory bandwidth": "good", "all-reduce": "good"}
-    cpu = [gpu(rank, device="cpu", gemm_float32=1e9) for rank in range(2)]
-    assert set(statuses(cpu, peaks_of("cpu")).values()) == {"note"}
+
+
+def cpu(rank, **changed):
+    """Return a rank with 4 cores at 2.5 GHz with AVX2, which do 320 GFLOP/s in float32 at the most."""
+    found = {"device": "cpu", "cores": 4.0, "clock": 2.5e9, "vectors": "AVX2", "threads": 4}
+    return gpu(rank, **found | {"gemm_float32": 250e9, "gemm_bfloat16": 80e9, "copy": 12e9} | changed)
+
+
+@pytest.mark.parametrize(
+    ("changed", "status", "told"),
+    [
+        ({}, "good", "78% of 0.32 TFLOP/s in float32: 4 cores x 2.5 GHz x 32 FLOPs (AVX2, two FMA units)"),
+        ({"gemm_float32": 100e9}, "note", "31% of 0.32"),  # of half a core each, 63%
+        ({"gemm_float32": 30e9}, "warning", "9% of 0.32"),
+        ({"gemm_float32": 400e9, "vectors": "AVX512"}, "good", "125% of 0.32"),  # two units of 512 bits
+        ({"gemm_float32": 30e9, "cores": 0.5, "threads": 1}, "good", "75% of 0.04"),
+        ({"gemm_float32": 1e9, "clock": None}, "note", "no expectation: this system does not tell"),
+        ({"gemm_float32": 1e9, "vectors": "DEFAULT"}, "note", "(torch says DEFAULT)"),
+    ],
+)
+def test_products_of_a_cpu_are_held_to_its_cores_clock_and_vectors(changed, status, told):
+    found = judge_gemm([cpu(0, **changed), cpu(1, **changed)], peaks_of("cpu"))
+    assert (found.status, told in found.text) == (status, True), found.text
+    assert bool(found.remedy) == (status == "warning")
+
+
+def test_the_rank_that_is_judged_is_the_one_that_reaches_least_of_its_own_cores():
+    ranks = [cpu(0, gemm_float32=60e9), cpu(1, gemm_float32=55e9, cores=1.0)]
+    assert "19% of 0.32" in judge_gemm(ranks, peaks_of("cpu")).text
+
+
+def test_a_file_of_ones_own_is_what_a_cpu_is_held_to():
+    mine = Peaks(source="mine", gemm=100e9, memory=10e9)
+    assert judge_gemm([cpu(0)], mine).text.endswith("expected of mine: 0.1 TFLOP/s")
+    assert judge_memory([cpu(0)], mine).status == "good"
+
+
+def test_copies_of_a_cpu_have_no_expectation_and_say_so():
+    found = judge_memory([cpu(0), cpu(1)], peaks_of("cpu"))
+    assert (found.status, "no expectation" in found.text) == ("note", True)
+
+
+def system(root, *, siblings=(), highest=(), now=(), quota=""):
+    """Plant what a system tells of its processors, and of a control group."""
+    files = {
+        f"sys/devices/system/cpu/cpu{n}/topology/thread_siblings_list": t for n, t in enumerate(siblings)
+    }
+    files |= {f"sys/devices/system/cpu/cpu{n}/cpufreq/cpuinfo_max_freq": t for n, t in enumerate(highest)}
+    files["proc/cpuinfo"] = "".join(f"processor\t: {n}\ncpu MHz\t\t: {mhz}\n" for n, mhz in enumerate(now))
+    if quota:
+        files |= {"proc/self/cgroup": "0::/job", "sys/fs/cgroup/job/cpu.max": quota}
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+def test_cores_and_clock_are_those_that_the_system_tells(tmp_path):
+    two_threads = ("0,4", "1,5", "2,6", "3,7") * 2
+    root = system(tmp_path / "a", siblings=two_threads, highest=["3500000"] * 7 + ["3200000"], now=["800.0"])
+    assert processor(1, 8, root, range(8)) == {"cores": 4.0, "clock": 3.2e9}
+    assert processor(2, 4, root, range(8)) == {"cores": 2.0, "clock": 3.2e9}
+    assert processor(2, 1, root, range(8))["cores"] == 1.0
+    assert processor(1, 4, root, [0, 4]) == {"cores": 1.0, "clock": 3.5e9}
+    assert processor(8, 1, root, range(8))["cores"] == 0.5
+    machine = system(tmp_path / "b", now=["2445.4", "2445.9"], quota="150000 100000")
+    assert processor(1, 2, machine, range(2)) == {"cores": 1.5, "clock": pytest.approx(2445.9e6)}
+    assert processor(1, 2, system(tmp_path / "c"), range(2)) == {"cores": 2.0, "clock": None}
+
+
+def test_what_a_cpu_measures_is_what_is_judged():
+    found = {"rank": 0, **measure_device(CPU)}
+    assert judge_gemm([found], peaks_of("cpu")).status != "bad"
+    assert judge_memory([found], peaks_of("cpu")).status != "bad"
+    assert found["cores"] <= found["threads"]
 
 
 @pytest.mark.parametrize(
