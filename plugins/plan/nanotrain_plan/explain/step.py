@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from nanotrain_core.api import PhaseTimeline, draw_timeline
 from nanotrain_core.api.torch import Exchange, Executor, GlooExchange
 from nanotrain_plan.budget import checkpoint_bytes
-from nanotrain_plan.dry.origin import place_of
+from nanotrain_plan.dry.origin import Origin, place_of
 from nanotrain_plan.explain import pictures
 from nanotrain_plan.explain.purposes import EXCHANGES, purpose, quoted
 from nanotrain_plan.explain.subject import Subject
@@ -140,7 +140,7 @@ def talk(subject: Subject) -> Section:
     for pp_rank in subject.told:
         found = subject.exchanges(pp_rank)
         rank = subject.rank(pp_rank)
-        body.append(_talk_total(found, rank))
+        body.append(_talk_total(found, rank, place_of(exchange)))
         for each in found:
             origin = each.place.origin
             key = each.place.when, each.place.op, each.place.axis, origin.name if origin else ""
@@ -155,11 +155,12 @@ def talk(subject: Subject) -> Section:
     return Section("Who talks to whom", body)
 
 
-def _talk_total(found: list[Exchanged], rank: int) -> Statement:
+def _talk_total(found: list[Exchanged], rank: int, where: Origin | None) -> Statement:
     if not found:
-        return say("Rank {rank} talks to nobody in a step.", rank=rank)
+        return say("Rank {rank} talks to nobody in a step.", where, rank=rank)
     return say(
         "In a step rank {rank} takes part in {count:,} collectives and messages, of {bytes} in all.",
+        where,
         rank=rank,
         count=sum(each.count for each in found),
         bytes=Bytes(sum(each.bytes for each in found)),

@@ -26,6 +26,7 @@ from nanotrain_core.api import (
 from nanotrain_core.api.ranks import RankFailure, run_ranks
 from nanotrain_plan.comms import axis_of
 from nanotrain_plan.dry.collectives import Collective
+from nanotrain_plan.dry.origin import place_of
 from nanotrain_plan.dry.real import StepRecord, predict, real_recipe, record_step
 from nanotrain_plan.telling.parts import Bytes, Ranks, Section, Statement, Table, say
 
@@ -135,6 +136,7 @@ def section_of(trace: Trace) -> Section:
             "Two steps were trained on {ranks:,} processes with gloo, PyTorch's kernels and the recipe's "
             "data; routers were made to send every expert equally many tokens, as is predicted. This is the "
             "second.",
+            place_of(record_step),
             ranks=trace.layout.world_size,
         )
     ]
@@ -171,15 +173,18 @@ def _sums(found: Sequence[tuple[str, Collective]]) -> dict[tuple[str, tuple[int,
 
 
 def _verdict(each: RankTrace) -> Statement:
+    where = place_of(predict)
     if each.difference is None:
         return say(
             "Rank {rank}: all {count:,} collectives and messages were as predicted, in their order.",
+            where,
             rank=each.rank,
             count=len(each.real),
         )
     n = each.difference
     return say(
         "Rank {rank}: number {number:,} differs: {predicted} was predicted, {real} happened.",
+        where,
         rank=each.rank,
         number=n + 1,
         predicted=_told(each.predicted, n),
