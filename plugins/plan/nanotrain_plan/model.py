@@ -34,6 +34,8 @@ class TokenFLOPs:
 
     matmul: float
     """Of weights, the head's included and the embedding's not."""
+    head: float
+    """Of :attr:`matmul`, the head's."""
     attention: float
     """Of scores and values, causal: a token attends to half of the sequence on average."""
     mtp: float
@@ -94,5 +96,10 @@ def count_flops(recipe: Recipe, registry: Registry) -> TokenFLOPs:
     length = recipe.batch.length
     plain: Model = registry.build(without_mtp(recipe.model))
     model: Model = registry.build(recipe.model)
-    causal, matmul = plain.flops(length).total, plain.flops(0).total
-    return TokenFLOPs(matmul=matmul, attention=causal - matmul, mtp=model.flops(length).total - causal)
+    causal, products = plain.flops(length).total, plain.flops(0)
+    return TokenFLOPs(
+        matmul=products.total,
+        head=products.head,
+        attention=causal - products.total,
+        mtp=model.flops(length).total - causal,
+    )

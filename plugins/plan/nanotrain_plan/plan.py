@@ -85,6 +85,14 @@ class Plan:
         return self.tokens_per_second * flops / self.ranks / 1e12
 
     @property
+    def flops_by_part(self) -> Mapping[str, float]:
+        """FLOPs of a token by what computes them: they add up to the model's."""
+        f, p = self.flops, self.parameters
+        experts = 6.0 * (p.by_kind["experts"] - (p.total - p.active))  # of those that a token is sent to
+        other = f.matmul - f.head - experts
+        return {"attention": f.attention, "experts": experts, "head": f.head, "other": other, "mtp": f.mtp}
+
+    @property
     def hardware_tflops(self) -> float:
         """What one device computes, activation checkpointing included: HFU's numerator."""
         return self.executed * self.tokens_per_second / self.ranks / 1e12
@@ -210,6 +218,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
         "parameters": {**attrs.asdict(plan.parameters), "per_rank": _per_rank(plan)},
         "flops_per_token": {
             **attrs.asdict(plan.flops),
+            "by_part": plan.flops_by_part,
             "causal": plan.flops.causal,
             "non_causal": plan.flops.non_causal,
             "model": plan.flops.model,

@@ -127,6 +127,9 @@ def _model(plan: Plan) -> RenderableType:
     unit, factor = ("G", 1e9) if f.causal >= 1e9 else ("M", 1e6)
     held = [sum(plan.stages.step_of(rank).parameters.values()) for rank in range(plan.stages.pp)]
     kinds = ", ".join(f"{kind} {count(n)}" for kind, n in p.by_kind.items() if n)
+    named = {"head": "head", "experts": "experts", "other": "others"}
+    shares = {name: plan.flops_by_part[part] / factor for part, name in named.items()}
+    matrices = ", ".join(f"{name} {share:.2f}" for name, share in shares.items() if share)
     rows = [
         ("parameters", f"{count(p.total)}: {kinds}"),
         ("active for a token", count(p.active)),
@@ -136,7 +139,7 @@ def _model(plan: Plan) -> RenderableType:
         ),
         (
             "FLOPs for a token",
-            f"{f.causal / factor:.2f} {unit}: matrices {f.matmul / factor:.2f}, "
+            f"{f.causal / factor:.2f} {unit}: matrices {f.matmul / factor:.2f} ({matrices}), "
             f"attention {f.attention / factor:.2f} "
             f"(causal; {f.non_causal / factor:.2f} {unit} in all if not)",
         ),

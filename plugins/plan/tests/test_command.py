@@ -72,6 +72,10 @@ def test_state_and_flops_are_those_of_arithmetic(recipe, capsys):
     assert plan["flops_per_token"]["attention"] == attention
     norms = (2 * L + 1) * D
     assert plan["flops_per_token"]["matmul"] == 6 * (total - V * D - norms)
+    parts = plan["flops_per_token"]["by_part"]
+    assert parts["head"] == plan["flops_per_token"]["head"] == 6 * V * D
+    assert (parts["experts"], parts["mtp"], parts["attention"]) == (0, 0, attention)
+    assert sum(parts.values()) == plan["flops_per_token"]["model"]
     assert sum(rank["at_peak"].values()) == rank["peak"]
 
 
