@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import traceback
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -30,6 +31,10 @@ class NanotrainError(Exception):
     """An error the user can fix. Its text is all the user sees."""
 
     exit_code = Exit.USER
+
+    def __str__(self) -> str:
+        """Return the text :func:`shortened`: it may quote a value of any length."""
+        return shortened(super().__str__())
 
     def with_code(self, code: int) -> Self:
         """Return this error with an exit code other than its class's."""
@@ -105,6 +110,17 @@ class RecipeError(NanotrainError):
         super().__init__("\n".join(lines))
 
 
+def shortened(text: str) -> str:
+    """Return ``text`` without the middle of words of over 300 characters, and of lines of over 3,000.
+
+    >>> shortened(f"no file {'x' * 400}").replace("x" * 75, "-")
+    'no file --[... 400 characters ...]-'
+    """
+    for long in (r"\S{301,}", r".{3001,}"):
+        text = re.sub(long, lambda m: f"{m[0][:150]}[... {len(m[0]):,} characters ...]{m[0][-75:]}", text)
+    return text
+
+
 def describe(error: BaseException) -> str:
     """Return ``ValueError: text (file.py:12)``: an error in a plugin's code, for whoever must fix it."""
     if isinstance(error, SyntaxError):
@@ -133,8 +149,4 @@ def did_you_mean(word: str, choices: Sequence[str], *, cutoff: float = 0.5) -> s
 
 def nearby(path: Path) -> str:
     """Return `` (did you mean 'x'?)`` for the nearest sibling of a missing path, or an empty string."""
-    try:
-        names = sorted(other.name for other in path.parent.iterdir())
-    except OSError:  # no such folder, or no permission to read it
-        names = []
-    return did_you_mean(path.name, names)
+    return did_you_mean(path.name, sorted(other.name for other in path.parent.glob("*")))

@@ -1,7 +1,8 @@
 import pytest
 from recipe_files import SMALL, write
 
-from nanotrain_core.errors import RecipeError
+from nanotrain_core.cli import main
+from nanotrain_core.errors import Exit, RecipeError
 from nanotrain_core.recipe import load_recipe
 from nanotrain_core.recipe.source import file_sources
 
@@ -199,3 +200,64 @@ def test_missing_recipe_suggests_a_shipped_one(tmp_path, monkeypatch):
 def test_folder_in_place_of_a_recipe_is_refused(tmp_path):
     with pytest.raises(RecipeError, match="is a folder"):
         load_recipe(tmp_path)
+
+
+LONG, SPACED = "x" * 5000, "a b " * 1250
+
+
+@pytest.mark.parametrize("value", [LONG, SPACED], ids=["word", "words"])
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("heads = 4", 'norm = "{}"\nheads = 4'),
+        ("steps = 3", 'steps = "{}"'),
+        ("steps = 3", '"{}" = 3'),
+        ('"transformer"', '"{}"'),
+        ("[run]", 'extends = "{}"\n[run]'),
+        ("[run]", 'requires = ["{}"]\n[run]'),
+    ],
+)
+def test_a_long_value_is_quoted_without_its_middle(tmp_path, capsys, old, new, value):
+    path = write(tmp_path, SMALL.replace(old, new.format(value), 1))
+    assert main(["check", str(path)]) == Exit.USER
+    said = capsys.readouterr().err
+    assert max(map(len, said.splitlines())) < 1000
+    assert "[... 5," in said or "[... 10," in said  # characters, with what else is in the word or line
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["check", LONG],
+        ["check", "recipe.toml", "--set", LONG],
+        ["check", "recipe.toml", "--no-plugin", LONG],
+        ["run", "recipe.toml", "--nproc", LONG],
+        ["run", "recipe.toml", "--weights", LONG],
+        ["run", "recipe.toml", "--folder", LONG],
+        ["run", "recipe.toml", "--folder", "new", "--resume", LONG],
+        ["ckpt", "ls", LONG],
+        ["ckpt", LONG],
+        [LONG],
+    ],
+    ids=lambda words: " ".join(word[:9] for word in words),
+)
+def test_a_long_word_of_the_command_line_is_told_shortened(tmp_path, capsys, monkeypatch, words):
+    """Paths that the system refuses for their length were tracebacks."""
+    write(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    try:
+        code = main(words)
+    except SystemExit as end:  # of argparse
+        code = end.code
+    said = capsys.readouterr().err
+    assert code == Exit.USER
+    assert "[... 5,0" in said
+    assert max(map(len, said.splitlines())) < 1000
+
+
+def test_an_integer_of_thousands_of_digits_is_refused(tmp_path):
+    nines = "9" * 5000
+    (line,) = problems(tmp_path, SMALL.replace("steps = 3", f"steps = {nines}"))
+    assert line == "recipe.toml: an integer has thousands of digits"
+    (line,) = problems(tmp_path, overrides=[f"run.steps={nines}"])
+    assert line == "--set #1: run.steps: an integer has thousands of digits"

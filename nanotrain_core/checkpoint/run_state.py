@@ -237,6 +237,6 @@ def _is_pair(value: Any) -> bool:
 
 
 def _short(value: Any) -> str:
-    """Return a value in human-readable form."""
+    """Return a value in human-readable form, only the beginning of a long one."""
     text = repr(value) if not isinstance(value, list | Mapping) else json.dumps(value, default=str)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return text if len(text) <= 60 else f"{text[:57]}... ({len(text):,} characters)"

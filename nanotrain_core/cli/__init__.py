@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import re
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 from io import TextIOWrapper
+from typing import NoReturn
 
 from nanotrain_core import __version__
 from nanotrain_core.command import CORE_COMMANDS, CommandModule
-from nanotrain_core.errors import Exit, NanotrainError, did_you_mean
+from nanotrain_core.errors import Exit, NanotrainError, did_you_mean, shortened
 from nanotrain_core.registry.advice import FIRST_PARTY, how_to_install, nearest_command
 from nanotrain_core.registry.discovery import PluginInfo
 from nanotrain_core.registry.registry import Registry, load_plugins
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        super().error(shortened(message))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,6 +37,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         for line in str(error).splitlines():
             print(f"nanotrain: {line}", file=sys.stderr)
         return error.exit_code
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:  # which any look at a path may raise
+            raise
+        print(f"nanotrain: {shortened(f'{error.filename}: {error.strerror}')}", file=sys.stderr)
+        return Exit.USER
     except KeyboardInterrupt:
         return Exit.INTERRUPTED
     except BrokenPipeError:
@@ -39,9 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _call(words: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="nanotrain", description="Train language models composed from plugins."
-    )
+    parser = _Parser(prog="nanotrain", description="Train language models composed from plugins.")
     parser.add_argument("--version", action="version", version=f"nanotrain {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     chosen = words[0] if words and not words[0].startswith("-") else None

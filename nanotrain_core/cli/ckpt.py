@@ -13,7 +13,7 @@ from typing import Any
 from nanotrain_core.cli.common import add_plugin_options, find_checkpoints, plugin_arguments
 from nanotrain_core.errors import CheckpointError, Exit
 from nanotrain_core.registry.registry import Registry, load_plugins
-from nanotrain_core.run.working import working
+from nanotrain_core.run.working import amount, working
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,7 +58,7 @@ def ls(args: argparse.Namespace, registry: Registry) -> int:
             ranks = "?"
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(saved.path.stat().st_mtime))
         note = "" if ranks != "?" else "  damaged: see `nanotrain ckpt verify`"
-        print(f"{saved.step:>10}  {use:12}  {size(saved.nbytes):>10}  {ranks:>5}  {when}{note}")
+        print(f"{saved.step:>10}  {use:12}  {amount(saved.nbytes, 'B'):>10}  {ranks:>5}  {when}{note}")
     return Exit.DONE
 
 
@@ -71,7 +71,7 @@ def show(args: argparse.Namespace, registry: Registry) -> int:
     elif args.recipe:
         print(described["meta"]["recipe"], end="")
     else:
-        print(f"{saved.path}: step {saved.step}, {use}, {size(saved.nbytes)}")
+        print(f"{saved.path}: step {saved.step}, {use}, {amount(saved.nbytes, 'B')}")
         for line in summary(described):
             print(f"  {line}")
     return Exit.DONE
@@ -103,7 +103,7 @@ def verify(args: argparse.Namespace, registry: Registry) -> int:
     code = Exit.DONE
     found = find_checkpoints(args.path, registry, args.step)
     for number, (_, saved) in enumerate(found, 1):
-        with working(f"verifying checkpoint {number} of {len(found)}, {size(saved.nbytes)}"):
+        with working(f"verifying checkpoint {number} of {len(found)}, {amount(saved.nbytes, 'B')}"):
             problems = saved.verify()
         print(f"step {saved.step}: {'; '.join(problems) or 'whole'}")
         code = Exit.USER if problems else code
@@ -128,15 +128,6 @@ def replay(args: argparse.Namespace, registry: Registry) -> int:
     from nanotrain_core.cli.replay import replay as again
 
     return again(args, registry)
-
-
-def size(number: float) -> str:
-    """Return a size in bytes with a suitable unit."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if number < 1000:
-            return f"{number:.4g} {unit}"
-        number /= 1000
-    return f"{number:.4g} TB"
 
 
 ACTIONS = {

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from nanotrain_core.checkpoint.info import CheckpointInfo
 from nanotrain_core.checkpoint.listing import listed
-from nanotrain_core.errors import CheckpointError
+from nanotrain_core.errors import CheckpointError, shortened
 from nanotrain_core.recipe.load import Resolution, resolve_recipe
 from nanotrain_core.registry.discovery import PluginArguments
 from nanotrain_core.registry.registry import Registry
@@ -80,7 +80,7 @@ def resolve(args: argparse.Namespace) -> Resolution:
     """Load and check the recipe of a command that has the recipe options; print its notes to stderr."""
     found = resolve_recipe(args.recipe, overrides=args.set, plugins=plugin_arguments(args), ranks=ranks(args))
     for note in found.notes:
-        print(f"nanotrain: note: {note}", file=sys.stderr)
+        print(f"nanotrain: note: {shortened(note)}", file=sys.stderr)
     return found
 
 

@@ -80,9 +80,7 @@ def override_source(number: int, text: str) -> Source:
     if not equals:
         raise RecipeError([f"{label}: expected KEY=VALUE, for example optimizer.lr=1e-3, got '{text}'"])
     try:
-        data = tomli.loads(text)
-    except RecursionError:
-        raise RecipeError([f"{label}: {key.strip()}: {TOO_DEEP}"]) from None
+        data = _loads(text, f"{label}: {key.strip()}")
     except tomli.TOMLDecodeError:
         quoted = tomli_w.dumps({"word": word.strip()}).partition("=")[2]
         try:
@@ -103,17 +101,25 @@ def file_source(path: Path) -> Source:
     label = os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
     try:
         text = path.read_text(encoding="utf-8")
-        return Source(label, tomli.loads(text), text=text, folder=path.parent)
+        return Source(label, _loads(text, label), text=text, folder=path.parent)
     except OSError as error:
         raise RecipeError([f"{label}: {error.strerror}"]) from None
     except UnicodeDecodeError as error:
         raise RecipeError([f"{label}: not UTF-8 text (byte {error.start})"]) from None
-    except RecursionError:
-        raise RecipeError([f"{label}: {TOO_DEEP}"]) from None
     except tomli.TOMLDecodeError as error:
-        raise RecipeError(
-            [f"{label}:{error.lineno}: {as_written(error.msg)} (column {error.colno})"]
-        ) from None
+        where = f"{label}:{error.lineno}"
+        raise RecipeError([f"{where}: {as_written(error.msg)} (column {error.colno})"]) from None
+
+
+def _loads(text: str, label: str) -> dict[str, Any]:
+    """Parse TOML; reject what has no place in a recipe, with ``label``."""
+    try:
+        return tomli.loads(text)
+    except (RecursionError, ValueError) as error:
+        if isinstance(error, tomli.TOMLDecodeError):
+            raise
+        why = TOO_DEEP if isinstance(error, RecursionError) else "an integer has thousands of digits"
+        raise RecipeError([f"{label}: {why}"]) from None
 
 
 def file_sources(path: Path) -> list[Source]:
@@ -151,8 +157,7 @@ def _parent(source: Source) -> Path | None:
     for candidate in (name, f"{name}.toml"):
         if candidate in shipped:
             return shipped[candidate].resolve()
-    around = [p.name for p in source.folder.glob("*.toml")]
-    near = did_you_mean(name, sorted({*around, *shipped}))
+    near = did_you_mean(name, sorted({*shipped, *(p.name for p in source.folder.glob("*.toml"))}))
     raise RecipeError([f"{place}: no file {beside} and no shipped recipe '{name}'{near}"])
 
 
