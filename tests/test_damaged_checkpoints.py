@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import shutil
 from hashlib import sha256
 from random import Random
@@ -97,16 +98,58 @@ def damage_simple(path, random):
     return said
 
 
-#: Whole, and not of this run: its model, data or optimizer are others, or it is none of a run at all; or
-#: what is missing is known to the data component alone.
-OTHERS = (
-    "another model",
-    "other data",
-    "does not fit this run",
-    "the state of a run: KeyError('model')",
-    "the state of a run: data.",
-)
+#: Whole, and not of this run: its model, data or optimizer are others, or it is none of a run at all.
+OTHERS = ("another model", "other data", "does not fit this run", "the state of a run: KeyError('model')")
 DAMAGE = {"simple": damage_simple, "sharded_v2": damage_sharded}
+
+
+def change_state(path, use, change):
+    """Let ``change`` change the state of a checkpoint, and seal it again."""
+    if use == "simple":
+        with safe_open(path, framework="pt") as file:
+            header = json.loads(file.metadata()["nanotrain"])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        change(state := json.loads(header["state"]))
+        text = json.dumps(state)
+        header |= {"state": text, "sha256": digest(tensors.items(), text)}
+        save_file(tensors, path, {"nanotrain": json.dumps(header)})
+    else:
+        table = json.loads((path / "MANIFEST.json").read_text())
+        del table["sha256"]
+        change(table["meta"])
+        seal(path, json.dumps(table))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("position", 9, "data.position is 9, but data.taken is "),
+        ("position", None, "data of its state lacks 'position'"),
+        ("position", "2", "data.position is '2', expected a number"),
+        ("train", {}, "data.train is {}, expected a number"),
+        ("fingerprint", 3, "data.fingerprint is 3, expected a text"),
+        ("fingerprint", None, "data of its state lacks 'fingerprint'"),
+    ],
+)
+def test_a_position_that_the_data_would_refuse_or_misread_is_told_by_verify(
+    saved, tmp_path, key, value, said
+):
+    """Verified as whole, these stopped a resume, or trained on other data than the run's."""
+    case, source = saved
+    shutil.copytree(source, tmp_path / "run")
+    path = tmp_path / "run/checkpoints" / NAMES[case.use]
+
+    def change(meta):
+        meta["data"][key] = value
+        if value is None:
+            del meta["data"][key]
+
+    change_state(path, case.use, change)
+    (listed,) = LISTS[case.use](tmp_path / "run")
+    assert said in "; ".join(listed.verify())
+    engine = make_engine(case, {"run": {"steps": 2}}, folder=tmp_path / "run", resume="latest")
+    with pytest.raises(NanotrainError, match=re.escape(said)):
+        engine.fit()
 
 
 def entries(folder):

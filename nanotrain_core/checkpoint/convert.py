@@ -34,15 +34,8 @@ def convert_checkpoint(registry: Registry, kind: str, saved: CheckpointInfo, wan
     mesh = Mesh(Layout({"dense": View(("dp",), (1,))}))
     blocks = []
     for name, tensor in saved.describe()["tensors"].items():
-        shape = tuple(tensor["shape"])
-        blocks.append(
-            Block(
-                name,
-                shape,
-                (0,) * len(shape),
-                torch.empty(shape, dtype=getattr(torch, DTYPE_NAMES[tensor["dtype"]])),
-            )
-        )
+        shape, dtype = tuple(tensor["shape"]), getattr(torch, DTYPE_NAMES[tensor["dtype"]])
+        blocks.append(Block(name, shape, (0,) * len(shape), torch.empty(shape, dtype=dtype)))
     source.open(out / "checkpoints", mesh)  # opening must touch nothing next to the source checkpoint
     state = source.load(str(saved.path.resolve()), TrainState(blocks, {}, {}))
     assert state is not None

@@ -15,6 +15,8 @@ from typing import Any
 OF_A_RUN = ("recipe", "model", "optimizer", "loss_scale", "data")
 #: Keys of the data that it always saves, in addition to those of the component's ``meta``.
 COUNTED = ("taken", "tokens", "skipped")
+#: Keys of ``SequenceData.meta``. Data that has most of them is of that class, and has all.
+OF_SEQUENCES = ("position", "length", "train", "fingerprint")
 #: Largest accepted step or position: 2^53 sequences are more than all existing text.
 LARGEST = 2**53
 #: Maximum sequences, or batches of a script, that a run may have skipped: each costs the time to read it.
@@ -74,7 +76,7 @@ def state_problems(meta: Any, step: int | None = None) -> list[str]:
         problems += _kinds(meta)
         problems += _scale(meta.get("loss_scale"))
         problems += _data(meta.get("data"))
-        problems = problems or list(_taken(meta["data"], meta["step"]))
+        problems = problems or list(_taken(meta["data"], meta["step"], meta["recipe"]))
     return problems
 
 
@@ -141,14 +143,16 @@ def _scale(found: Any) -> Iterator[str]:
 def _data(found: Any) -> Iterator[str]:
     if not isinstance(found, Mapping):
         return
-    yield from (f"data of its state lacks '{key}'" for key in COUNTED if key not in found)
+    known = _is_of_sequences(found)
+    wanted = (*COUNTED, *OF_SEQUENCES) if known else COUNTED
+    yield from (f"data of its state lacks '{key}'" for key in wanted if key not in found)
     # Others are the component's own: a position may be a table of several sources' positions.
     own = ("position", "into", "length", "train")
-    numbers = [key for key in own if not isinstance(found.get(key, 0), Mapping | list | str)]
+    numbers = [key for key in own if known or not isinstance(found.get(key, 0), Mapping | list | str)]
     for key in ("taken", "tokens", "tokens_before", *numbers):
         if key in found and not _is_count(found[key]):
             yield f"data.{key} is {_short(found[key])}, expected a number from 0 to 2^53"
-    if "fingerprint" in found and not isinstance(found["fingerprint"], str | int):
+    if "fingerprint" in found and not isinstance(found["fingerprint"], str if known else str | int):
         yield f"data.fingerprint is {_short(found['fingerprint'])}, expected a text"
     for key in ("skipped", "batch_sizes"):
         pairs = found.get(key, [])
@@ -160,6 +164,10 @@ def _data(found: Any) -> Iterator[str]:
             yield f"data.batch_sizes is {_short(pairs)}, expected sizes of 1 or more"
 
 
+def _is_of_sequences(data: Mapping[str, Any]) -> bool:
+    return sum(key in data for key in OF_SEQUENCES) > len(OF_SEQUENCES) / 2
+
+
 def _ranges(pairs: Sequence[Sequence[int]]) -> Iterator[str]:
     for first, end in pairs:
         if end < first:
@@ -169,23 +177,29 @@ def _ranges(pairs: Sequence[Sequence[int]]) -> Iterator[str]:
         yield f"data.skipped leaves out {total} sequences; expected at most 2^31"
 
 
-def _taken(data: Mapping[str, Any], step: int) -> Iterator[str]:
+def _taken(data: Mapping[str, Any], step: int, recipe: str) -> Iterator[str]:
     """Check the consumed amount against the number of steps: each step consumed a batch.
 
+    And against the position of :class:`~nanotrain_core.data.order.SequenceData`, which counts the same where
+    all sequences had one length: a position at another length is converted, and counts others.
     A script's loader has batches of any size, and their sizes are not known.
     """
     if "batch_sizes" not in data:
         return
     begins = [begin for begin, _ in data["batch_sizes"]]
-    batches = 0
+    batches = trained = 0
     for (begin, size), end in zip(data["batch_sizes"], [*begins[1:], data["taken"]], strict=True):
         there, rest = divmod(end - begin, size)
         if there < 0 or rest:
             yield f"data.batch_sizes has {size} sequences a batch from {begin} to {end}"
             return
-        batches += there - _left_out(data["skipped"], begin, size, there)
+        there -= _left_out(data["skipped"], begin, size, there)
+        batches, trained = batches + there, trained + there * size
     if batches != step:
         yield f"data.taken is {data['taken']}, which is {batches} steps, but {step} were made"
+    one_length = "[[phase]]" not in recipe and data["tokens"] == trained * data.get("length", 0)
+    if one_length and _is_of_sequences(data) and data["position"] != data["taken"]:
+        yield f"data.position is {data['position']}, but data.taken is {data['taken']}; expected them equal"
 
 
 def _left_out(skipped: Sequence[Sequence[int]], begin: int, size: int, batches: int) -> int:
