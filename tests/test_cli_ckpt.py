@@ -8,6 +8,7 @@ import pytest
 import torch
 from command import COMMAND, nanotrain
 from safetensors.torch import load_file
+from test_damaged_checkpoints import change_state
 from test_run import SMALL
 
 from nanotrain_core.errors import Exit
@@ -80,6 +81,41 @@ def test_verify_names_the_damaged_one(run, tmp_path):
     assert ended.code == Exit.USER
     assert ended.out.splitlines()[0] == "step 3: whole"
     assert "step-00000006.safetensors is damaged" in ended.out.splitlines()[1]
+
+
+def norm(meta):
+    meta["model"]["norm_eps"] = 0.1
+
+
+def layers(meta):
+    meta["model"]["layers"] = 2
+    meta["recipe"] = meta["recipe"].replace("layers = 1", "layers = 2")
+
+
+def stranger(meta):
+    meta["model"]["use"] = "elsewhere"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (norm, "unlike its recipe, its state is of another model: model.norm_eps is 0.1 there"),
+        (layers, "it has no tensor layers.1.attn.k.weight, expected with shape"),
+        (stranger, "no model named 'elsewhere'"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_verify_compares_the_model_with_the_recipe_and_the_tensors(run, tmp_path, change, said):
+    """Verified as whole, such a checkpoint was then refused by every resume."""
+    path = tmp_path / "step-00000006.safetensors"
+    path.write_bytes((run / "run/checkpoints" / path.name).read_bytes())
+    ended = ckpt("verify", ".", cwd=tmp_path)
+    assert ended.out.splitlines()[0] == "step 6: whole"
+    assert "also compares its own recipe and data" in ended.out.splitlines()[1]
+    change_state(path, "simple", change)
+    ended = ckpt("verify", ".", cwd=tmp_path)
+    assert (ended.code, "Traceback" in ended.err) == (Exit.USER, False)
+    assert said in ended.out
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def test_ranks_of_nanotrain_are_ended_and_the_last_checkpoint_is_there(here, ran
     ended = finish(process)
     assert ended.code == Exit.PREEMPTED
     assert "Traceback" not in ended.err
-    assert nanotrain("ckpt", "verify", "here", cwd=here).out == "step 3: whole\n"
+    assert nanotrain("ckpt", "verify", "here", cwd=here).out.startswith("step 3: whole\n")
 
 
 @pytest.mark.full

@@ -17,10 +17,11 @@ import tomli
 import torch
 from torch import nn
 
+from nanotrain_core.checkpoint.info import CheckpointInfo
 from nanotrain_core.checkpoint.run_state import load_json, read_json
 from nanotrain_core.checkpoint.safetensors_files import DTYPES, Shards, Tensors
 from nanotrain_core.contracts import Model, SavedWeights, WeightReader
-from nanotrain_core.errors import CheckpointError, describe, did_you_mean
+from nanotrain_core.errors import CheckpointError, NanotrainError, describe, did_you_mean
 from nanotrain_core.hf.block_scaled import BlockScaled
 from nanotrain_core.hf.mapping import HFError, HFMapping, ParameterMapping
 from nanotrain_core.hf.weights import Atlas, HFWeights, differences, missing_prefix
@@ -152,6 +153,24 @@ def on_meta(selection: Selection, registry: Registry) -> nn.Module:
 def shapes_of(selection: Selection, registry: Registry) -> dict[str, Shape]:
     """Return the global shape of every parameter of a model."""
     return {name: tuple(p.shape) for name, p in on_meta(selection, registry).named_parameters()}
+
+
+def model_problems(saved: CheckpointInfo, registry: Registry) -> list[str]:
+    """Return why a checkpoint's weights are not those of its model, or its model not that of its recipe.
+
+    Nothing for a script's checkpoint, which has neither. A model that is not installed is a problem.
+    """
+    described = saved.describe()
+    weights = {name: tuple(t["shape"]) for name, t in described["tensors"].items() if "/" not in name}
+    if not described["meta"].get("model"):
+        return []
+    try:
+        model = select(described["meta"]["model"], registry, saved.path)
+        recipe = select(tomli.loads(described["meta"]["recipe"])["model"], registry, saved.path)
+        refuse_other_model(model_table(model), recipe, what=f"{saved.path}: unlike its recipe, its state is")
+        return [f"{saved.path}: {problem}" for problem in differences(weights, shapes_of(model, registry))]
+    except (NanotrainError, tomli.TOMLDecodeError, LookupError) as problem:
+        return [str(problem)]
 
 
 # --- another library's ------------------------------------------------------------------------
