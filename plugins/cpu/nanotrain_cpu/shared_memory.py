@@ -11,11 +11,15 @@ others: reduce-scatter and all-gather of large tensors go through it piece by pi
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import mmap
 import os
 import tempfile
+import time
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
+from typing import IO
 
 import structlog
 import torch
@@ -25,6 +29,11 @@ from nanotrain_cpu.barrier import HostBarrier, Meeting, open_meeting
 
 #: Where Linux keeps files that are only memory.
 MEMORY = Path("/dev/shm")
+#: The beginning of the names that ranks give theirs, for as long as the others have not opened them.
+PREFIX = "nanotrain-shared-"
+
+#: Seconds within which a rank has locked the file that it created.
+NEW = 60.0
 
 log = structlog.get_logger("nanotrain.memory")
 _told: list[str] = []
@@ -156,9 +165,11 @@ def map_for_all(size: int, group: dist.ProcessGroup) -> list[mmap.mmap] | None:
 
     None on every rank if any rank cannot reach all of them: ranks on several hosts, or with too little
     memory to share, are found by trying. Of too little the group's first rank warns, once. Collective.
-    The files have no name any more when this returns, so nothing outlives the ranks.
+    The files have no name any more when this returns, so nothing outlives the ranks. What ranks leave that
+    are killed before that, :func:`sweep` finds.
     """
-    path = _create(size)
+    file = _create(size)
+    path = None if file is None else file.name
     paths: list[str | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(paths, path, group=group)
     if None in paths and dist.get_rank(group) == 0:
@@ -167,9 +178,23 @@ def map_for_all(size: int, group: dist.ProcessGroup) -> list[mmap.mmap] | None:
     maps = [found for each in paths if (found := _map(each, size))]
     reached: list[bool] = [False] * len(paths)
     dist.all_gather_object(reached, len(maps) == len(paths), group=group)
-    if path is not None:
-        os.unlink(path)
+    if file is not None:
+        _remove(file)
     return maps if all(reached) else None
+
+
+@cache  # once per process
+def sweep(folder: Path) -> None:
+    """Delete the files that killed ranks of this user have left in ``folder``.
+
+    A rank holds a lock on its file, which ends with the process. One without has just been created, or its
+    rank is gone: it is left alone for a minute.
+    """
+    for path in folder.glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError), path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if time.time() - path.stat().st_mtime > NEW:
+                path.unlink()
 
 
 def _tell_of_sockets(ranks: str, size: int) -> None:
@@ -185,19 +210,24 @@ def _tell_of_sockets(ranks: str, size: int) -> None:
     )
 
 
-def _create(size: int) -> str | None:
-    """Make a file of ``size`` bytes in memory that really are there; None if that cannot be had."""
+def _create(size: int) -> IO[bytes] | None:
+    """Make a file of ``size`` bytes in memory that really are there, locked; None if that cannot be had."""
     if not MEMORY.is_dir():
         return None
-    descriptor, path = tempfile.mkstemp(prefix="nanotrain-", dir=MEMORY)
+    sweep(MEMORY)
+    file = tempfile.NamedTemporaryFile(prefix=PREFIX, dir=MEMORY, delete=False)  # noqa: SIM115 the caller closes it
     try:
-        os.posix_fallocate(descriptor, 0, size)
+        fcntl.flock(file, fcntl.LOCK_SH)
+        os.posix_fallocate(file.fileno(), 0, size)
     except OSError:
-        os.unlink(path)
+        _remove(file)
         return None
-    finally:
-        os.close(descriptor)
-    return path
+    return file
+
+
+def _remove(file: IO[bytes]) -> None:
+    Path(file.name).unlink(missing_ok=True)
+    file.close()
 
 
 def _map(path: str | None, size: int) -> mmap.mmap | None:

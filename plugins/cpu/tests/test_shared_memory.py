@@ -1,5 +1,9 @@
 """Exchanges through shared memory are exact, leave nothing behind, and are given up by all ranks or none."""
 
+import os
+import signal
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from random import Random
@@ -10,7 +14,16 @@ import torch
 import torch.distributed as dist
 from nanotrain_cpu import shared_memory
 from nanotrain_cpu.barrier import HostBarrier
-from nanotrain_cpu.shared_memory import MEMORY, SharedBuffers, SharedRing, all_gather, reduce_scatter
+from nanotrain_cpu.shared_memory import (
+    MEMORY,
+    NEW,
+    PREFIX,
+    SharedBuffers,
+    SharedRing,
+    all_gather,
+    reduce_scatter,
+    sweep,
+)
 from structlog.testing import capture_logs
 
 from nanotrain_core.testing.pool import run_ranks
@@ -68,6 +81,57 @@ def test_the_slower_way_is_told_once():
     (line,), *others = run_ranks(open_twice_where_rank_one_cannot, 3)
     assert line == ("warning", "1", str(MEMORY), 64 + HostBarrier.size(3))
     assert others == [[], []]
+
+
+#: A rank that has made its file, says so, and never gets to open the others'.
+RANK = """
+import sys, time
+from pathlib import Path
+from nanotrain_cpu import shared_memory
+shared_memory.MEMORY = Path(sys.argv[1])
+file = shared_memory._create(4096)
+print(file.name, flush=True)
+time.sleep(1000)
+"""
+
+
+def test_the_file_of_a_killed_rank_is_swept_at_the_next_start_and_that_of_a_living_one_never(tmp_path):
+    def start():
+        command = [sys.executable, "-c", RANK, str(tmp_path)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        return process, Path(process.stdout.readline().strip())
+
+    def all_are_old():
+        for path in tmp_path.iterdir():
+            os.utime(path, (1, 1))
+
+    (living, kept), (killed, left) = start(), start()
+    try:
+        killed.send_signal(signal.SIGKILL)
+        killed.wait()
+        others = tmp_path / "nanotrain-snapshots-1"
+        others.touch()
+        all_are_old()
+        (tmp_path / f"{PREFIX}new").touch()
+        last, own = start()
+        assert {path.name for path in tmp_path.iterdir()} == {
+            kept.name,
+            own.name,
+            others.name,
+            f"{PREFIX}new",
+        }
+        assert left.name.startswith(PREFIX)
+        last.kill()
+        last.wait()
+    finally:
+        for process in (living, killed):
+            process.kill()
+            process.wait()
+    all_are_old()
+    sweep.cache_clear()
+    sweep(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [others.name]
+    assert NEW >= 60
 
 
 TURNS, CHUNK = 7, 4

@@ -15,8 +15,8 @@ from nanotrain_doctor.findings import Finding, bad, good, note, size, warning
 DOCKER = 64 * 2**20
 #: Seconds in which whoever makes a file may not have mapped it yet.
 NEW = 60.0
-#: What a rank of NCCL, or a worker of a data loader, leaves when it is killed.
-LITTER = re.compile(r"nccl-|torch_|sem\.|__KMP|psm_|cuda\.shm")
+#: What a rank of NCCL, a worker of a data loader, or a rank that shares memory leaves when it is killed.
+LITTER = re.compile(r"nccl-|torch_|sem\.|__KMP|psm_|cuda\.shm|nanotrain-shared-")
 
 
 def examine_shared_memory(

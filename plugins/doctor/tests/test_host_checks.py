@@ -150,7 +150,14 @@ def test_no_shared_memory_at_all(tmp_path):
 
 def test_litter_is_what_no_process_has(tmp_path):
     shm = tmp_path / "dev/shm"
-    for name in ("nccl-dead", "nccl-mapped", "torch_open", "somebody-elses", "nccl-new"):
+    for name in (
+        "nccl-dead",
+        "nanotrain-shared-x",
+        "nccl-mapped",
+        "torch_open",
+        "somebody-elses",
+        "nccl-new",
+    ):
         tree(shm, **{name: "x"})
         os.truncate(shm / name, 0)
         with open(shm / name, "wb") as file:
@@ -161,7 +168,7 @@ def test_litter_is_what_no_process_has(tmp_path):
     (tmp_path / "proc/7/fd/3").symlink_to("/dev/shm/torch_open")
     found = litter(tmp_path)
     assert found.status == "warning"
-    assert list(found.values["files"]) == ["nccl-dead"]
+    assert list(found.values["files"]) == ["nanotrain-shared-x", "nccl-dead"]
     assert litter(tmp_path, user=os.getuid() + 1).status == "good"
 
 
