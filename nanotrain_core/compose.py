@@ -58,6 +58,7 @@ from nanotrain_core.precision.quantized_storage import settle
 from nanotrain_core.recipe.tree import EvaluationConfig, OptimizerConfig, Recipe, Selection
 from nanotrain_core.registry.registry import Registry
 from nanotrain_core.run.feed import DataFeed, Feed
+from nanotrain_core.run.memory import expect_training_to_fit
 from nanotrain_core.run.returned import (
     check_costs,
     check_dtensors,
@@ -159,9 +160,8 @@ def compose(
     _open(data, model, recipe)
 
     layout = topology.layout(recipe.run.ranks)
-    kernels_used, kernels = kernels_for(recipe.kernels, registry, device)
+    (kernels_used, kernels), passes = kernels_for(recipe.kernels, registry, device), Passes()
     kernels.prepare(device)
-    passes = Passes()
     precision.setup(recipe.run.seed, passes, kernels.gemm())
     mesh = (make_mesh or Mesh)(
         layout,
@@ -191,7 +191,7 @@ def compose(
             split_linear_layers(part, kernels.gemm(), passes)
         _apply(kernels_used, kernels, part, passes)
     compiled = _compile(stages.values(), recipe, registry, mesh, passes)
-    shard_and_draw(stages.values(), placements, mesh, wrappers, recipe.run.seed)
+    shard_and_draw(stages.values(), placements, mesh, wrappers, recipe)
     placed = placed_parameters(stages.values(), placements)
     if weights:
         load_weights(Path(weights), registry, recipe.model, placed, mesh)
@@ -206,6 +206,7 @@ def compose(
         gradients.attach(placed, mesh, precision.gradient_dtype, passes)
         check_ranges(gradients, optimizer, recipe, registry)
         optimizer.setup(placed, precision, gradients, mesh)
+        expect_training_to_fit(placed, gradients, optimizer, precision, recipe, mesh)
     for parameter in placed:
         settle(parameter.parameter)
 

@@ -196,7 +196,7 @@ SMALL = {
     "precision": 625,
     "recipe": 1700,
     "registry": 600,
-    "run": 2040,
+    "run": 2130,
     "script": 520,
     "watch": 375,
 }

@@ -33,6 +33,14 @@ def test_each_token_is_followed_by_as_many_different_ones_as_asked(vocab, branch
     np.testing.assert_allclose(matrix.sum(axis=1), 1.0, atol=1e-14)
 
 
+def test_a_chain_or_an_order_that_no_memory_holds_is_refused():
+    """Such recipes passed `check`, and filled the host's memory for minutes."""
+    with pytest.raises(ValueError, match=r"vocab x branching = 1,073,741,824; expected at most 134,217,728"):
+        SyntheticConfig(vocab=2**20, branching=2**10)
+    with pytest.raises(ValueError, match=r"expected an integer from 1 to 134,217,728"):
+        SyntheticConfig(vocab=64, sequences=2**31 - 1)
+
+
 @pytest.mark.parametrize(("vocab", "branching"), [(2, 2), (12, 3), (64, 4), (5, 1)])
 def test_the_stationary_distribution_is_the_left_eigenvector_of_one(vocab, branching):
     chain = MarkovChain(vocab, branching, seed=1)

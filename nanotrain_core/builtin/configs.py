@@ -258,19 +258,21 @@ def masks_documents(config: Any) -> tuple[str, ...]:
 class SyntheticConfig:
     """``[data] use = "synthetic"``: a random Markov chain, learnable down to its entropy."""
 
-    vocab: int = attrs.field(validator=Range(2, LARGEST_SIZE))
+    vocab: int = attrs.field(validator=Range(2, 2**20))
     """Number of tokens."""
     branching: int = attrs.field(default=4, validator=Range(1, LARGEST_SIZE))
     """Number of possible successors of each token, at most `vocab`."""
-    sequences: int = attrs.field(default=4096, validator=Range(1))
+    sequences: int = attrs.field(default=4096, validator=Range(1, LARGEST_SIZE))
     """Number of sequences in one epoch of training data."""
-    validation_sequences: int = attrs.field(default=256, validator=Range(0))
+    validation_sequences: int = attrs.field(default=256, validator=Range(0, LARGEST_SIZE))
     """Number of held-out sequences."""
 
     @branching.validator
     def _fits(self, attribute: attrs.Attribute[int], value: int) -> None:
         if value > self.vocab:
             raise ValueError(f"{value} different tokens cannot follow each of {self.vocab}")
+        if value * self.vocab > LARGEST_SIZE:
+            raise ValueError(f"vocab x branching = {value * self.vocab:,}; expected at most {LARGEST_SIZE:,}")
 
 
 def survey_synthetic(config: SyntheticConfig, length: int, longest: int = 0) -> Survey:

@@ -123,6 +123,7 @@ def train(job: Job, ranks: Ranks) -> str:
 
     from nanotrain_core.engine import RuntimeEngine
     from nanotrain_core.launch.watchers import add_watchers
+    from nanotrain_core.run.memory import out_of_memory_told
     from nanotrain_core.run.random_state import seed_all
     from nanotrain_core.run.show import show_placements
 
@@ -142,16 +143,15 @@ def train(job: Job, ranks: Ranks) -> str:
     scratch = Path(job.scratch) if job.scratch else None
     watchdog = watch(progress, ranks.rank, timeout=recipe.run.hang_timeout, folder=folder, scratch=scratch)
     try:
-        with _watched(job, ranks, recipe, store):
+        with _watched(job, ranks, recipe, store), out_of_memory_told(recipe, ranks.rank, progress):
             begin = partial(start_from, job, folder, mark, past, recipe.checkpoint.use, registry)
-            resume = rank_0_says(begin, "resume", ranks, store)
             engine = RuntimeEngine.from_recipe(
                 recipe,
                 registry=registry,
                 rank=ranks.rank,
                 device=device,
                 folder=folder,
-                resume=resume,
+                resume=rank_0_says(begin, "resume", ranks, store),
             )
             failure = rank_0_says(past.failure, "failure", ranks, store)
             engine.restart = restart_of(scratch, failure, recipe, ranks.world_size, registry)

@@ -12,7 +12,8 @@ from nanotrain_core.layout.dtensors import read_dtensors
 from nanotrain_core.layout.initialisation import materialise
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import Placements, note_roles
-from nanotrain_core.recipe.tree import Selection
+from nanotrain_core.recipe.tree import Recipe, Selection
+from nanotrain_core.run.memory import expect_weights_to_fit
 from nanotrain_core.run.returned import check_experts, check_per_head, check_routers, check_wrapped
 
 Wrappers = Iterable[tuple[Selection, Parallel]]
@@ -33,7 +34,7 @@ def wrap(
 
 
 def shard_and_draw(
-    parts: Collection[nn.Module], placements: Placements, mesh: Mesh, wrappers: Wrappers, seed: int
+    parts: Collection[nn.Module], placements: Placements, mesh: Mesh, wrappers: Wrappers, recipe: Recipe
 ) -> None:
     """Let the wrappers shard parameters of finished parts, update ``placements``, initialise weights."""
     for selection, wrapper in wrappers:
@@ -44,4 +45,5 @@ def shard_and_draw(
         except ValueError as problem:
             raise PluginError(f"parallel '{selection.use}': {problem}") from None
         check_wrapped(selection, parts, placements)
-    materialise(parts, placements, seed, mesh.device)
+    expect_weights_to_fit(parts, placements, recipe, mesh)
+    materialise(parts, placements, recipe.run.seed, mesh.device)

@@ -1,0 +1,127 @@
+"""Refuses by name what cannot fit into memory: before it is allocated, or when an allocation fails."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable, Iterator
+from math import prod
+from pathlib import Path
+
+import attrs
+import torch
+from torch import nn
+
+from nanotrain_core.contracts import GradientSync, Optimizer, Precision
+from nanotrain_core.errors import NanotrainError, in_one_line
+from nanotrain_core.layout.mesh import Mesh
+from nanotrain_core.layout.placement import PlacedParameter, Placements
+from nanotrain_core.recipe.tree import Recipe
+from nanotrain_core.run.working import amount
+from nanotrain_core.watch.progress import Progress
+
+#: In the texts of torch's errors for more memory than there is, other than those of ``OutOfMemoryError``.
+SIGNS = ("can't allocate memory", "Storage size calculation overflowed")
+
+
+def expect_weights_to_fit(
+    parts: Iterable[nn.Module], placements: Placements, recipe: Recipe, mesh: Mesh
+) -> None:
+    """Reject weights that are larger than all memory, before they are allocated. Collective.
+
+    Raises:
+        NanotrainError: on every rank, with ranks, host, sizes and keys.
+    """
+    sizes = {
+        name: prod(placements[name].shape) * parameter.element_size()
+        for part in parts
+        for name, parameter in part.named_parameters()
+        if name in placements  # one that is missing is an error of its own
+    }
+    _expect_room(sum(sizes.values()), "weights", recipe, mesh)
+
+
+def expect_training_to_fit(
+    placed: Iterable[PlacedParameter],
+    gradients: GradientSync,
+    optimizer: Optimizer,
+    precision: Precision,
+    recipe: Recipe,
+    mesh: Mesh,
+) -> None:
+    """Reject what a rank holds at the end of every backward pass if it is larger than all memory. Collective.
+
+    That is without buckets and activations. On a CPU the system promises more memory than it has, and kills
+    whoever fills it.
+
+    Raises:
+        NanotrainError: on every rank, with ranks, host, sizes and keys.
+    """
+    needed = sum(each.parameter.nbytes for each in placed)
+    for piece in gradients.pieces():
+        first, end = piece.span or (0, prod(piece.placement.shape))
+        needed += (end - first) * (precision.gradient_dtype or piece.parameter.dtype).itemsize
+    state = (block.tensor for block in optimizer.blocks())
+    needed += sum(tensor.nbytes for tensor in state if tensor.device == mesh.device)
+    _expect_room(needed, "weights, gradients and optimizer state", recipe, mesh)
+
+
+def _expect_room(needed: int, what: str, recipe: Recipe, mesh: Mesh) -> None:
+    """Compare with the memory of each device, or of the host that all ranks share; else of each rank's."""
+    device = mesh.device
+    if device.type == "meta":  # a dry run
+        return
+    total = host_memory() if device.type == "cpu" else torch.cuda.get_device_properties(device).total_memory
+    everyone = mesh.gather((needed, total))
+    found = {f"rank {rank}": pair for rank, pair in enumerate(everyone)}
+    one_host = os.environ.get("LOCAL_WORLD_SIZE") == str(mesh.world_size) > "1"
+    if one_host and (device.type == "cpu" or recipe.run.share_device):
+        found = {f"all {mesh.world_size} ranks": (sum(taken for taken, _ in everyone), total)}
+    for whose, (taken, most) in found.items():
+        if taken > most > 0:
+            has = f"{amount(taken, 'B')}, and there are {amount(most, 'B')} in all"
+            raise NanotrainError(f"{what} of {whose} take {has}: {_advice(recipe)}")
+
+
+def _advice(recipe: Recipe) -> str:
+    config = recipe.model.config
+    sizes = {field.name: getattr(config, field.name) for field in attrs.fields(type(config))}
+    large = sorted((size, name) for name, size in sizes.items() if type(size) is int and size > 1)[:-6:-1]
+    keys = ", ".join(f"model.{name} = {size}" for size, name in large)
+    return f"lower {keys}; or split the model over ranks on more hosts or devices"
+
+
+def host_memory(root: Path = Path("/")) -> int:
+    """Return the bytes that processes of this control group can have, with swap space; 0 if unknown."""
+    try:
+        rows = [line.split() for line in (root / "proc/meminfo").read_text(encoding="utf-8").splitlines()]
+        sizes = {row[0]: 1024 * int(row[1]) for row in rows if len(row) > 1}
+        total, swap = sizes["MemTotal:"], sizes.get("SwapTotal:", 0)
+        for line in (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines():
+            _, controllers, path = line.split(":", 2)  # version 2 names none
+            name, top = ("memory.limit_in_bytes", "memory/") if controllers else ("memory.max", "")
+            group = root / "sys/fs/cgroup" / f"{top}{path.lstrip('/')}"
+            for folder in (group, *group.parents):
+                with contextlib.suppress(OSError, ValueError):  # no such group, or no limit: "max"
+                    total = min(total, int((folder / name).read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError):
+        return 0
+    return total + swap
+
+
+@contextlib.contextmanager
+def out_of_memory_told(recipe: Recipe, rank: int, progress: Progress) -> Iterator[None]:
+    """Turn an allocation that fails before the end of the first step into an error that names what to change.
+
+    A later one may be over after a restart, and keeps its traceback.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as problem:
+        few = isinstance(problem, MemoryError | torch.OutOfMemoryError)
+        early = progress.slow and progress.phase != "checkpoint"
+        if not early or not (few or any(sign in str(problem) for sign in SIGNS)):
+            raise
+        batch = f"batch.microbatch = {recipe.batch.microbatch}, batch.length = {recipe.batch.length}"
+        text = f"rank {rank} is out of memory before its first step is done: {in_one_line(problem, 300)}"
+        raise NanotrainError(f"{text}; for a step, lower {batch}; {_advice(recipe)}") from None
