@@ -198,7 +198,7 @@ SMALL = {
     "registry": 600,
     "run": 2130,
     "script": 520,
-    "watch": 375,
+    "watch": 385,
 }
 
 

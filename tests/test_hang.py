@@ -4,6 +4,8 @@ import json
 import os
 import re
 import signal
+import socket
+import threading
 import time
 
 import pytest
@@ -138,6 +140,39 @@ def test_a_rank_that_nobody_watches_ends_itself_with_its_stacks(tmp_path):
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == Exit.HUNG
     assert "in test_a_rank_that_nobody_watches" in (tmp_path / "stacks/rank-0.txt").read_text()
+
+
+def test_each_rank_leaves_its_last_heartbeat_in_the_run_folder_once_it_trains(tmp_path):
+    """The launcher's folder is gone with its host: nothing said where its ranks had been."""
+    progress, path = Progress(), tmp_path / "heartbeats/rank-3.json"
+    (tmp_path / "scratch").mkdir()
+    watchdog = Watchdog(progress, 3, timeout=60, folder=tmp_path, scratch=tmp_path / "scratch")
+    watchdog.stop()
+    assert not path.parent.exists()  # of a run that is refused before it trains
+    progress.note("data", 12)
+    watchdog = Watchdog(progress, 3, timeout=60, folder=tmp_path, scratch=tmp_path / "scratch")
+    watchdog.stop()
+    watchdog.keeping.join()
+    beat = json.loads(path.read_text())
+    assert (beat["rank"], beat["step"], beat["phase"]) == (3, 12, "data")
+    assert (beat["host"], beat["pid"]) == (socket.gethostname(), os.getpid())
+    assert abs(beat["time"] - path.stat().st_mtime) < 60
+
+
+def test_a_file_system_that_stalls_stalls_no_heartbeat_of_the_launcher(tmp_path, monkeypatch):
+    """Else the launcher would take a rank for hung that trains on."""
+    progress, scratch, go_on = Progress(), tmp_path / "scratch", threading.Event()
+    scratch.mkdir()
+    progress.note("data", 12)
+    monkeypatch.setattr(Watchdog, "_keep", lambda watchdog: go_on.wait())
+    watchdog = Watchdog(progress, 3, timeout=0.5, folder=tmp_path, scratch=scratch)
+    ticks, until = set(), time.monotonic() + 60
+    while len(ticks) < 3 and time.monotonic() < until:
+        ticks |= {json.loads(path.read_text())["tick"] for path in scratch.glob("beat-3.json")}
+    assert len(ticks) >= 3
+    assert watchdog.keeping.is_alive()
+    go_on.set()
+    watchdog.stop()
 
 
 def leave(scratch, rank, *, code=1, echo=False, trace="Traceback\n", text="boom", time=0.0):

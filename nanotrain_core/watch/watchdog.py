@@ -13,6 +13,7 @@ import faulthandler
 import json
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -28,6 +29,9 @@ from nanotrain_core.watch.progress import Progress
 DUMP = signal.SIGUSR2
 #: Fraction of the time that a rank may wait after which it saves its last collectives.
 KEPT = 0.9
+#: In the run folder: the last heartbeat of each rank, for whoever looks for one whose host is gone. It is
+#: written this many seconds apart, since the folder may be on a file system that all hosts share.
+HEARTBEATS, SELDOM = "heartbeats", 10.0
 
 
 class Watchdog(threading.Thread):
@@ -49,6 +53,7 @@ class Watchdog(threading.Thread):
         self.progress, self.rank, self.timeout = progress, rank, timeout
         self.folder, self.scratch = folder, scratch
         self.interval = min(1.0, timeout / 10)
+        self.keeping = threading.Thread()
         self.done = threading.Event()
         self.start()
 
@@ -57,19 +62,24 @@ class Watchdog(threading.Thread):
         if self.scratch is not None:
             self.stacks = open(self.scratch / f"stacks-{self.rank}.txt", "w", encoding="utf-8")  # noqa: SIM115
             faulthandler.register(DUMP, file=self.stacks, all_threads=True)
-        tick, seen, waited, last, kept = 0, -1, 0.0, time.monotonic(), -1
+        tick, seen, waited, last, kept, told = 0, -1, 0.0, time.monotonic(), -1, 0.0
         while True:
-            tick, now, count = tick + 1, time.monotonic(), self.progress.count
+            tick, now, count, slow = tick + 1, time.monotonic(), self.progress.count, self.progress.slow
             # A process that was stopped and continued has not waited all that time.
             waited = 0.0 if count != seen else waited + min(now - last, 2 * self.interval)
             seen, last = count, now
-            limit = self.timeout * (PATIENCE if self.progress.slow else 1)
+            limit = self.timeout * (PATIENCE if slow else 1)
             if waited > KEPT * limit and kept != count:
                 kept = count
                 with contextlib.suppress(Exception):  # for debugging; the rank ends without it, too
                     keep_collectives(self.folder, self.rank)
+            if now > told and self.progress.phase != "start":  # a refused run leaves nothing
+                told = now + SELDOM
+                if not self.keeping.is_alive():  # a file system that stalls must not stall this thread
+                    self.keeping = threading.Thread(target=self._keep, name="heartbeat", daemon=True)
+                    self.keeping.start()
             if self.scratch is not None:
-                self._beat(self.scratch, tick)
+                self._beat(self.scratch / f"beat-{self.rank}.json", count=count, slow=slow, tick=tick)
             elif waited > limit:
                 self._give_up()
             if self.done.wait(self.interval):
@@ -82,13 +92,17 @@ class Watchdog(threading.Thread):
         if self.scratch is not None:
             (self.scratch / f"beat-{self.rank}.json").unlink(missing_ok=True)
 
-    def _beat(self, scratch: Path, tick: int) -> None:
-        at = self.progress
-        beat = {"count": at.count, "step": at.step, "phase": at.phase, "slow": at.slow, "tick": tick}
-        temporary = scratch / f".beat-{self.rank}"
-        with contextlib.suppress(OSError):  # a full disk, or the launcher is already gone
-            temporary.write_text(json.dumps({"rank": self.rank, "pid": os.getpid(), **beat}))
-            temporary.replace(scratch / f"beat-{self.rank}.json")
+    def _keep(self) -> None:
+        path = self.folder / HEARTBEATS / f"rank-{self.rank}.json"
+        self._beat(path, host=socket.gethostname(), time=time.time())
+
+    def _beat(self, path: Path, **more: object) -> None:
+        at = {"rank": self.rank, "pid": os.getpid(), "step": self.progress.step, "phase": self.progress.phase}
+        temporary = path.with_name(f".{path.name}")
+        with contextlib.suppress(OSError):  # a full disk, or the launcher or the run folder is gone
+            path.parent.mkdir(exist_ok=True)
+            temporary.write_text(json.dumps({**at, **more}))
+            temporary.replace(path)
 
     def _give_up(self) -> None:
         """Write the stacks and end the process: no other process would."""
