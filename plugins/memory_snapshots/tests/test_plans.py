@@ -114,11 +114,26 @@ def test_memory_that_the_host_cannot_spare_is_not_taken(tmp_path, monkeypatch):
     monkeypatch.setattr(space, "CGROUP", group)
     assert space.missing(tmp_path, 99_000_000) == ""
     assert space.missing(tmp_path, 110_000_000) == "0.10 GB of memory can be spared"
-    (group / "memory.max").write_text("100000000\n")
-    (group / "memory.current").write_text("45000000\n")
+    (proc / "self" / "cgroup").write_text("0::/job/step\n")
+    for name, limit in (("job", "100000000"), ("job/step", "max")):
+        (group / name).mkdir()
+        (group / name / "memory.max").write_text(f"{limit}\n")
+        (group / name / "memory.current").write_text("45000000\n")
+        (group / name / "memory.stat").write_text("anon 45000000\ninactive_file 0\n")
     assert space.missing(tmp_path, 40_000_000) == ""
     assert space.missing(tmp_path, 60_000_000) == "0.05 GB of memory can be spared"
-    (group / "memory.max").write_text("max\n")
+    (group / "job" / "memory.stat").write_text("inactive_file 20000000\n")  # given back where needed
+    assert space.missing(tmp_path, 60_000_000) == ""
+    (proc / "self" / "cgroup").write_text("4:cpu:/a\n3:memory:/docker/b\n")
+    (group / "memory").mkdir()
+    for name, number in (("limit_in_bytes", 80_000_000), ("usage_in_bytes", 45_000_000)):
+        (group / "memory" / f"memory.{name}").write_text(f"{number}\n")
+    (group / "memory" / "memory.stat").write_text("total_inactive_file 0\n")
+    assert space.missing(tmp_path, 60_000_000) == "0.03 GB of memory can be spared"
+    (group / "memory" / "memory.limit_in_bytes").write_text("45000000\n")
+    assert space.missing(tmp_path, 1) == "0.00 GB of memory can be spared"
+    assert space.missing(tmp_path, 0) == ""  # a restart refused here would end the run
+    (proc / "self" / "cgroup").write_text("0::/\n")
     assert space.missing(tmp_path, 60_000_000) == ""
     (proc / "self" / "mounts").write_text("none / ext4 rw 0 0\n")  # a disk has its own limit
     assert space.missing(tmp_path, 110_000_000) == ""
