@@ -142,6 +142,18 @@ def test_a_rank_that_nobody_watches_ends_itself_with_its_stacks(tmp_path):
     assert "in test_a_rank_that_nobody_watches" in (tmp_path / "stacks/rank-0.txt").read_text()
 
 
+def test_a_hang_report_says_where_the_last_collectives_are_if_there_are_any(tmp_path, capsys):
+    scratch, folder = tmp_path / "scratch", tmp_path / "run"
+    scratch.mkdir()
+    (folder / "collectives").mkdir(parents=True)
+    watch = HangWatch(scratch, folder, timeout=60)
+    watch._end_all([])
+    assert "collectives" not in capsys.readouterr().err
+    (folder / "collectives/rank-0").touch()
+    watch._end_all([])
+    assert f"`torchfrtrace {folder}/collectives --prefix rank-` compares them" in capsys.readouterr().err
+
+
 def test_each_rank_leaves_its_last_heartbeat_in_the_run_folder_once_it_trains(tmp_path):
     """The launcher's folder is gone with its host: nothing said where its ranks had been."""
     progress, path = Progress(), tmp_path / "heartbeats/rank-3.json"

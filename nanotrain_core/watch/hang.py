@@ -25,6 +25,7 @@ import attrs
 from nanotrain_core.run import log
 from nanotrain_core.run.files import read_each
 from nanotrain_core.run.owner import is_alive
+from nanotrain_core.watch.collectives import DUMPS
 
 #: Factor by which the start, the first step and a checkpoint may take longer than other steps.
 PATIENCE = 5
@@ -180,6 +181,9 @@ class HangWatch:
             for path in self.scratch.glob("stacks-*.txt"):
                 shutil.copy(path, kept / path.name.replace("stacks", "rank"))
             log.say(f"the stacks of all ranks are in {kept}", level="warning")
+            if any(self.folder.glob(f"{DUMPS}/rank-*")):
+                dumps = f"`torchfrtrace {self.folder / DUMPS} --prefix rank-` compares them"
+                log.say(f"NCCL's last collectives are kept: {dumps}", level="warning")
 
 
 def _same_for(seen: dict[int, tuple[int, float]], rank: int, value: int, passed: float) -> tuple[int, float]:
