@@ -70,7 +70,7 @@ def test_every_number_has_a_range(section):
         ('run.name="../../x"', "expected the name of a folder in runs"),
         ('run.name=""', "expected the name of a folder in runs"),
         ('run.name="a\\u0000"', "expected text without the character NUL"),
-        (f'run.name="{"x" * 5000}"', "expected the name of a folder in runs"),
+        (f'run.name="{"x" * 5000}"', f"got '{'x' * 60}', of 5000 characters; run.folder may be any"),
         (f'run.folder="{"x" * 5000}"', "too long for a file's name, of 5000 characters"),
         (f'run.weights="{"x" * 300}"', "too long for a file's name"),
         ("batch.sequences=2147483647", "expected at most 16,384 a step: lower it, or raise batch.microbatch"),

@@ -64,7 +64,7 @@ def _folder_name(instance: Any, field: Any, value: str) -> None:
     if not plain or not all(part and part[0] not in ".-" for part in value.split("/")):
         raise ValueError(
             f"expected the name of a folder in runs, up to 200 characters, no part of it first '.' or '-', "
-            f"got {value[:60]!r}; run.folder may be any folder"
+            f"got {value[:60]!r}, of {len(value)} characters; run.folder may be any folder"
         )
 
 
