@@ -175,7 +175,7 @@ def code_lines(path: Path) -> int:
 ROOMS = {path.parent.name for path in CORE.glob("*/__init__.py")}
 #: What each room of the core may have of code, in lines; "": all that is in none. Not the harness.
 SMALL = {
-    "": 980,
+    "": 985,
     "api": 620,
     "builtin": 490,
     "checkpoint": 885,

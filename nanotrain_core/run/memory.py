@@ -69,7 +69,7 @@ def expect_training_to_fit(
 def _expect_room(needed: int, what: str, recipe: Recipe, mesh: Mesh) -> None:
     """Compare with the memory of each device, or of the host that all ranks share; else of each rank's."""
     device = mesh.device
-    if device.type == "meta":  # a dry run
+    if device.type not in ("cpu", "cuda"):  # a dry run, or a device whose size is not known here
         return
     total = host_memory() if device.type == "cpu" else torch.cuda.get_device_properties(device).total_memory
     everyone = mesh.gather((needed, total))
