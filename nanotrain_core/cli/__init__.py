@@ -37,17 +37,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         for line in str(error).splitlines():
             print(f"nanotrain: {line}", file=sys.stderr)
         return error.exit_code
-    except OSError as error:
-        if error.errno != errno.ENAMETOOLONG:  # which any look at a path may raise
-            raise
-        print(f"nanotrain: {shortened(f'{error.filename}: {error.strerror}')}", file=sys.stderr)
-        return Exit.USER
     except KeyboardInterrupt:
         return Exit.INTERRUPTED
     except BrokenPipeError:
         # The reader, such as `head`, has closed the pipe. Skip the interpreter's last flush.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return Exit.DONE
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:  # which any look at a path may raise
+            raise
+        print(f"nanotrain: {shortened(f'{error.filename}: {error.strerror}')}", file=sys.stderr)
+        return Exit.USER
 
 
 def _call(words: list[str]) -> int:
