@@ -13,8 +13,8 @@ BATCH = {"sequences": 6, "microbatch": 1, "length": 8}
 #: Bytes of loss terms, which a step adds up beside its activations.
 LOSSES = 16
 
-#: Bytes of losses, norms and counts of a step that a run's report still has in the next one.
-SCALARS = 64
+#: Bytes of losses, norms and counts (of experts' tokens, too) of a step that a run still has in the next one.
+SCALARS = 512
 
 DDP = [{"use": "ddp", "bucket_mb": 0.01}]
 TP, SP = [{"use": "tp", "sequence_parallel": False}], [{"use": "tp", "sequence_parallel": True}]
@@ -84,15 +84,8 @@ def assert_as_planned(case, tolerance=0.01, peak_tolerance=0.05):
     for ranks, (peak, between) in planned_memory(case).items():
         most = max(real[rank].peak for rank in ranks)
         assert peak == pytest.approx(most, rel=peak_tolerance), f"as printed, the most of ranks {ranks}"
-        left = max(real[rank].buffers for rank in ranks)
-        margin = SCALARS + tokens_and_targets(case)
-        assert between == pytest.approx(left, abs=margin), f"as printed, between steps, of ranks {ranks}"
-
-
-def tokens_and_targets(case):
-    """Return the bytes of a step's batch, which a run still has when the next one begins."""
-    batch = case.overrides["batch"]
-    return 2 * 8 * batch["sequences"] * batch["length"]
+        left = real[ranks[0]].buffers  # of others the ends of ZeRO's ranges may differ
+        assert between == pytest.approx(left, abs=SCALARS), f"as printed, between steps, of ranks {ranks}"
 
 
 @pytest.mark.full_cases("zero2", "ddp", "sequence_parallel")

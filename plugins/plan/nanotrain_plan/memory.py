@@ -14,7 +14,7 @@ import attrs
 
 from nanotrain_core.api import Action, Recipe
 from nanotrain_plan.budget import offloads_state
-from nanotrain_plan.dry.rank import Sort
+from nanotrain_plan.dry.rank import RankStep, Sort
 from nanotrain_plan.dry.recorder import Phase, Storage
 from nanotrain_plan.stages import Stages
 
@@ -30,7 +30,7 @@ class RankMemory:
     (within the action or the update itself) and ``other``."""
     state: Mapping[str, int]
     """Between steps, by holder: ``weights``, ``masters``, ``optimizer``, ``gradients``, ``buffers`` (that one
-    step leaves to the next, as buckets of gradient sync) and ``other``."""
+    step leaves to the next: buckets of gradient sync, quantized tensors, its batch) and ``other``."""
     peak: int
     where: str
     """What runs at the peak: an action as ``F0.3``, or ``gradient sync``, ``optimizer step``."""
@@ -108,10 +108,10 @@ def _on_device(stages: Stages, pp_rank: int) -> RankMemory:
     step = stages.step_of(pp_rank)
     # The first step of a run makes what later ones find there, and the highest peak is that of a later one.
     buffers = sum(phase.lasting for phase in (*step.measured.values(), *step.around.values()))
-    state = {**step.state, "buffers": buffers}
-    base, held = sum(state.values()), dict(state)
+    base = sum(step.state.values()) + buffers
     level, gradients, activations, flying, most = base, 0, 0, 0, 0
     peak, where, timeline = base, "between steps", [("", base)]
+    held = {**step.state, "buffers": buffers}
 
     def change_of(phase: Phase) -> int:
         return phase.after - phase.before - phase.lasting
@@ -171,12 +171,19 @@ def _on_device(stages: Stages, pp_rank: int) -> RankMemory:
     return RankMemory(
         pp_rank=pp_rank,
         held=held,
-        state=state,
+        state=_between_steps(step),
         peak=peak,
         where=where,
         in_flight=most,
         timeline=timeline,
     )
+
+
+def _between_steps(step: RankStep) -> dict[str, int]:
+    """Return :attr:`RankMemory.state`: what a step leaves alive, and has no other holder, is buffers."""
+    lasting = sum(phase.lasting for phase in (*step.measured.values(), *step.around.values()))
+    left = step.around["balance"].after - sum(step.state.values())
+    return {**step.state, "buffers": max(lasting, left)}
 
 
 def most_on_host(stages: Stages) -> int:

@@ -30,7 +30,7 @@ class StepRecord:
     state: dict[str, int]
     """Bytes between steps, by holder, as composed: without buffers."""
     buffers: int
-    """Bytes that one step leaves to the next beside these, as buckets of gradient sync."""
+    """Bytes that one step leaves to the next beside these: buckets of gradient sync, its batch."""
     collectives: list[tuple[str, Collective]]
     """In order, each with its action or what of a step it belongs to: ``counts``, ``F0.1``, ``after``."""
     kept: dict[str, int]
@@ -49,7 +49,7 @@ def of_phases(state: dict[str, int], phases: Sequence[Phase]) -> StepRecord:
             for each in phase.collectives
         ],
         kept={p.name: sum(storage.bytes for storage in p.kept) for p in phases if p.name[0] == "F"},
-        buffers=phases[0].before + sum(phase.lasting for phase in phases) - sum(state.values()),
+        buffers=phases[-1].after - sum(state.values()),
         peak=_highest(phases) - sum(state.values()),
     )
 
