@@ -22,6 +22,7 @@ from benchmarks.gpu.records import Recorder
 from benchmarks.gpu.settings import Settings
 from benchmarks.gpu.turns import Call, turns
 from nanotrain_core.layout.roles import Role, tag
+from nanotrain_core.models.ops import swiglu
 from nanotrain_core.pipeline.passes import Passes
 from nanotrain_core.precision.gemm import use_gemm
 
@@ -80,6 +81,8 @@ def run(settings: Settings) -> None:
             slowest.append(rounding(record, sizes, name, make(), each))
     if slowest:
         record.bar("rounding", min(slowest))
+        with record.attempt("SwiGLU and its rounding at once"):
+            swiglu_at_once(record, sizes)
     with record.attempt("FP8 experts", "fp8-experts"):
         record.bar("fp8-experts", experts(record, sizes, later=False))
         experts(record, sizes, later=True)
@@ -134,11 +137,31 @@ def rounding_kernels(sizes: Sizes) -> dict[str, tuple[Make, int]]:
 
         return partial(quantize_blocks, sizes.normal(*sizes.rounded))
 
+    def of_swiglu() -> Call:
+        from nanotrain_fp8_deepseek_v3.triton_kernels.quantize_swiglu import quantize_swiglu
+
+        return partial(quantize_swiglu, sizes.normal(*sizes.rounded), sizes.normal(*sizes.rounded))
+
+    def swiglu_again(*, gradient: bool) -> Call:
+        from nanotrain_fp8_deepseek_v3.fused import cropped
+        from nanotrain_fp8_deepseek_v3.triton_kernels.quantize_rows import quantize_rows
+        from nanotrain_fp8_deepseek_v3.triton_kernels.quantize_swiglu import requantize_swiglu
+
+        gate, up = (cropped(quantize_rows(x), x) for x in (sizes.normal(*sizes.rounded) for _ in range(2)))
+        d_h = sizes.normal(*sizes.rounded) if gradient else None
+        return partial(requantize_swiglu, gate, up, torch.bfloat16, d_h)
+
     return {
         "1 x 128": (rows, 3),
         "128 x 1, transposed": (transposed, 3),
         "128 x 1, transposed, from 1 x 128": (again, 2),
         "128 x 128, and transposed": (blocks, 4),
+        "SwiGLU, with 1 x 128 of gate, up and output": (of_swiglu, 7),
+        "SwiGLU again, from 1 x 128 to 1 x 128": (partial(swiglu_again, gradient=False), 3),
+        "SwiGLU backward, from 1 x 128, with 1 x 128 of the output": (
+            partial(swiglu_again, gradient=True),
+            9,
+        ),
     }
 
 
@@ -155,6 +178,23 @@ def rounding(record: Recorder, sizes: Sizes, name: str, call: Call, each: int) -
     )
     ratio: float = raced.ratio
     return ratio
+
+
+def swiglu_at_once(record: Recorder, sizes: Sizes) -> None:
+    """Race SwiGLU and its rounding in one kernel against torch's SwiGLU and a kernel for each tensor."""
+    from nanotrain_fp8_deepseek_v3.triton_kernels.quantize_rows import quantize_rows
+    from nanotrain_fp8_deepseek_v3.triton_kernels.quantize_swiglu import quantize_swiglu
+
+    gate, up = sizes.normal(*sizes.rounded), sizes.normal(*sizes.rounded)
+    computed = torch.compile(swiglu, disable=sizes.device == "cpu")
+
+    def apart() -> None:
+        for x in (gate, up, computed(gate, up)):
+            quantize_rows(x)
+
+    raced = sizes.race(partial(quantize_swiglu, gate, up), apart)
+    cells = raced.cells(lambda seconds: 1e3 * seconds, ".3f")
+    record.row("SwiGLU and its rounding, at once and one after the other, ms", **cells)
 
 
 def layer(record: Recorder, sizes: Sizes, backend: str, shape: tuple[int, int, int]) -> None:

@@ -102,17 +102,15 @@ from nanotrain_core.pipeline.p2p import describe as describe_message
 from nanotrain_core.pipeline.passes import Passes
 from nanotrain_core.precision.dequantizing_gemm import DequantizingGEMM
 from nanotrain_core.precision.dtypes import cast, keep_dtype
-from nanotrain_core.precision.gemm import (
-    LINEAR,
+from nanotrain_core.precision.gemm import LINEAR, gemm_parameters, gemms_of, use_gemm
+from nanotrain_core.precision.gemm_backend import (
     GEMMBackend,
     Kept,
     Prepared,
     PreparesWeights,
     QuantizedActivations,
+    QuantizedInput,
     TorchGEMM,
-    gemm_parameters,
-    gemms_of,
-    use_gemm,
 )
 from nanotrain_core.precision.loss_scale import DynamicLossScale, NoLossScale
 from nanotrain_core.precision.placed_wgrad import Again, Place
@@ -215,6 +213,7 @@ __all__ = [
     "Prepared",
     "PreparesWeights",
     "QuantizedActivations",
+    "QuantizedInput",
     "RMSNorm",
     "Request",
     "Restore",

@@ -96,8 +96,7 @@ class _Experts(torch.autograd.Function):
         else:
             (g_NF,), x_gate = of_gate.forward(rows_ND, gate)
             (u_NF,), x_up = of_up.forward(rows_ND, up)
-        (y_ND,), _ = of_down.forward(F.silu(g_NF).mul_(u_NF), down)
-        g, u = (_quantize(of_down, x_NF) for x_NF in (g_NF, u_NF))
+        y_ND, g, u = _down(of_down, g_NF, u_NF, down)
         ctx.dtype = g_NF.dtype if g and u else None
         g, u = g or (g_NF,), u or (u_NF,)
         ctx.backends, ctx.passes, ctx.counts = backends, passes, counts
@@ -115,14 +114,10 @@ class _Experts(torch.autograd.Function):
         of_gate, of_up, of_down = ctx.backends
         rest = iter(kept)
         forms, g, u, x_gate, x_up = (tuple(islice(rest, count)) for count in ctx.cuts)
-        g_NF, u_NF = (of_down.dequantize(each, ctx.dtype) if ctx.dtype else each[0] for each in (g, u))
         weights = ctx.parameters or (gate_EFD, up_EFD, down_EDF)
         gate, up, down = _prepared(weights, forms, ctx.counts)
-        silu_NF = F.silu(g_NF)
-        d_h_NF = of_down.dgrad(d_y_ND, down)
-        d_u_NF = d_h_NF * silu_NF
-        d_g_NF = torch.ops.aten.silu_backward(d_h_NF.mul_(u_NF), g_NF)
-        h_NF, d_x_ND = silu_NF.mul_(u_NF), None
+        h_NF, d_g_NF, d_u_NF = _swiglu_backward(of_down, g, u, of_down.dgrad(d_y_ND, down), ctx.dtype)
+        d_x_ND = None
         if ctx.needs_input_grad[0]:
             d_x_ND = of_gate.dgrad(d_g_NF, gate).add_(of_up.dgrad(d_u_NF, up))
         operands: tuple[tuple[GEMMBackend, torch.Tensor, Callable[[], Kept]], ...] = (
@@ -154,6 +149,40 @@ def _prepared(
     return [
         as_prepared(weight, tuple(islice(rest, count))) for weight, count in zip(weights, counts, strict=True)
     ]
+
+
+def _down(
+    backend: GEMMBackend, g_NF: torch.Tensor, u_NF: torch.Tensor, down: torch.Tensor
+) -> tuple[torch.Tensor, Kept | None, Kept | None]:
+    """Return silu(g) u times the transposed weights, and g and u quantized, if the backend stores them so."""
+    made = backend.swiglu(g_NF, u_NF) if isinstance(backend, QuantizedActivations) else None
+    if made is not None:  # in one kernel
+        h_NF, of_g, of_u = made
+        (y_ND,), _ = backend.forward(cast(torch.Tensor, h_NF), down)
+        return y_ND, of_g, of_u
+    (y_ND,), _ = backend.forward(F.silu(g_NF).mul_(u_NF), down)
+    return y_ND, _quantize(backend, g_NF), _quantize(backend, u_NF)
+
+
+def _swiglu_backward(
+    backend: GEMMBackend, g: Kept, u: Kept, d_h_NF: torch.Tensor, dtype: torch.dtype | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return h = silu(g) u, for the wgrad that reads it, and the gradients of g and u.
+
+    ``dtype``: of g and u, if they were saved quantized. ``d_h`` may be overwritten.
+    """
+    if dtype is None:
+        (g_NF,), (u_NF,) = g, u
+    else:
+        quantizing = cast(QuantizedActivations, backend)
+        made = quantizing.swiglu_backward(g, u, d_h_NF)
+        if made is not None:  # in one kernel
+            return cast("tuple[torch.Tensor, torch.Tensor, torch.Tensor]", made)
+        g_NF, u_NF = (quantizing.dequantize(each, dtype) for each in (g, u))
+    silu_NF = F.silu(g_NF)
+    d_u_NF = d_h_NF * silu_NF
+    d_g_NF = torch.ops.aten.silu_backward(d_h_NF.mul_(u_NF), g_NF)
+    return silu_NF.mul_(u_NF), d_g_NF, d_u_NF
 
 
 def _quantize(backend: GEMMBackend, x_NF: torch.Tensor) -> Kept | None:

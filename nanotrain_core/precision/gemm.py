@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -28,8 +28,10 @@ from nanotrain_core.precision.gemm_backend import (
     Prepared,
     PreparesWeights,
     QuantizedActivations,
+    QuantizedInput,
     TorchGEMM,
     as_prepared,
+    as_quantized,
     deferred_wgrad,
 )
 from nanotrain_core.precision.placed_wgrad import Place
@@ -42,6 +44,7 @@ __all__ = [
     "Prepared",
     "PreparesWeights",
     "QuantizedActivations",
+    "QuantizedInput",
     "Recomputed",
     "TorchGEMM",
     "gemm_parameters",
@@ -53,8 +56,16 @@ __all__ = [
 #: Roles of layers that compute ``x @ weight.T + bias`` and nothing else.
 LINEAR = frozenset({Role.COLUMN, Role.ROW, Role.REPLICATED})
 
-#: What is saved, and the function that computes a layer's input from it; not differentiable.
-Recipe = tuple[Kept, Callable[..., torch.Tensor]]
+
+class Offer(NamedTuple):
+    """How a linear layer's input is recomputed; not differentiable."""
+
+    of: Kept
+    """What is saved instead of it."""
+    make: Callable[..., torch.Tensor]
+    """Computes it from ``of``, or makes a :class:`QuantizedInput`."""
+    forms: Kept
+    """Of a :class:`QuantizedInput` that the forward pass reads instead; none: it reads the input."""
 
 
 class Recomputed:
@@ -66,23 +77,23 @@ class Recomputed:
 
     def __init__(self) -> None:
         self._offers = WeakTensorKeyDictionary()
-        self._traced: tuple[torch.Tensor, Recipe] | None = None
+        self._traced: tuple[torch.Tensor, Offer] | None = None
         """The offer in a graph, which supports neither weak references nor tensor versions."""
 
-    def offer(self, x: torch.Tensor, of: Kept, make: Callable[..., torch.Tensor]) -> None:
-        """Offer to recompute ``x``, in its current version, as ``make(*of)``."""
+    def offer(self, x: torch.Tensor, of: Kept, make: Callable[..., torch.Tensor], forms: Kept = ()) -> None:
+        """Offer to recompute ``x``, in its current version, as ``make(*of)``; see :class:`Offer`."""
         if torch.compiler.is_compiling():
-            self._traced = x, (of, make)
+            self._traced = x, Offer(of, make, forms)
         else:
-            self._offers[x] = x._version, (of, make)
+            self._offers[x] = x._version, Offer(of, make, forms)
 
-    def take(self, x: torch.Tensor) -> Recipe | None:
+    def take(self, x: torch.Tensor) -> Offer | None:
         """Return and remove the offer for ``x``, if ``x`` is unchanged."""
         if torch.compiler.is_compiling():
             traced, self._traced = self._traced, None
             return traced[1] if traced is not None and traced[0] is x else None
-        version, recipe = self._offers.pop(x, (None, None))  # type: ignore[no-untyped-call]
-        return recipe if version == x._version else None
+        version, found = self._offers.pop(x, (None, None))  # type: ignore[no-untyped-call]
+        return found if version == x._version else None
 
 
 class LinearGEMMs:
@@ -167,15 +178,15 @@ def _forward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
     gemms = gemms_of(module)
     assert gemms is not None
     place = gemms.take_place()
-    recomputed, handle = gemms.recomputed.take(x), None if place is None else place.handle
+    offer, handle = gemms.recomputed.take(x), None if place is None else place.handle
     weight: torch.Tensor = module.weight  # type: ignore[assignment]
     compiling = torch.compiler.is_compiling()
     forms = gemms.prepared.get("weight", ()) if compiling else ()
     carrier = gemms.carriers.get("weight") if compiling else None
     weight = weight if carrier is None else weight.detach()
-    of, make = recomputed or ((), None)
+    of, make, read = offer or ((), None, ())
     y: torch.Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
-        x, weight, carrier, gemms, make, len(of), place, handle, *of, *forms
+        x, weight, carrier, gemms, make, (len(of), len(read)), place, handle, *of, *read, *forms
     )
     return y if module.bias is None else y + module.bias  # type: ignore[operator]
 
@@ -191,13 +202,15 @@ class _Linear(torch.autograd.Function):
         carrier_NK: torch.Tensor | None,
         gemms: LinearGEMMs,
         make: Callable[..., torch.Tensor] | None,
-        made_of: int,
+        counts: tuple[int, int],
         place: Place | None,
         handle: torch.Tensor | None,
         *tensors: torch.Tensor,
     ) -> torch.Tensor:
-        backend, of, forms = gemms.backends["weight"], tensors[:made_of], tensors[made_of:]
-        (y_MN,), kept = backend.forward(x.reshape(-1, x.shape[-1]), as_prepared(weight_NK, forms))
+        backend, (made_of, read) = gemms.backends["weight"], counts
+        of, forms = tensors[:made_of], tensors[made_of + read :]
+        x_MK = as_quantized(x.reshape(-1, x.shape[-1]), tensors[made_of : made_of + read])
+        (y_MN,), kept = backend.forward(x_MK, as_prepared(weight_NK, forms))
         ctx.backend, ctx.passes, ctx.shape, ctx.place = backend, gemms.passes, x.shape, place
         ctx.make, ctx.forms, ctx.tensors = make, len(forms), len(tensors)
         # Activation checkpointing saves a detached copy: gradient hooks are on the parameter itself,
@@ -222,7 +235,12 @@ class _Linear(torch.autograd.Function):
             make = ctx.again(kept[0])
 
         def keep() -> Kept:
-            return tuple(kept) if make is None else backend.keep(make().reshape(-1, ctx.shape[-1]))
+            if make is None:
+                return tuple(kept)
+            x = make()
+            rows = x if isinstance(x, QuantizedInput) else x.reshape(-1, ctx.shape[-1])
+            again: Kept = backend.keep(rows)
+            return again
 
         def wgrad() -> torch.Tensor:
             d_weight: torch.Tensor = backend.wgrad(d_y_MN, keep())

@@ -71,9 +71,55 @@ class QuantizedActivations:
         """Return an approximation of the saved tensor."""
         raise NotImplementedError("quantize returned something, so its class must have dequantize as well")
 
+    def swiglu(
+        self, gate_MF: torch.Tensor, up_MF: torch.Tensor, *, whole: bool = False
+    ) -> tuple[QuantizedInput, Kept, Kept] | None:
+        """Return h = silu(gate) up as ``forward`` reads it, and what :meth:`quantize` returns for both.
+
+        Override it, and the two methods that follow, where one kernel computes and quantizes them. None:
+        there is none, and callers do one after the other. ``whole``: h itself must be in the result too.
+        """
+        return None
+
+    def swiglu_again(
+        self, gate: Kept, up: Kept, dtype: torch.dtype, *, whole: bool = False
+    ) -> QuantizedInput | None:
+        """Return h of the saved gate and up, as ``keep`` reads it; None: see :meth:`swiglu`."""
+        return None
+
+    def swiglu_backward(
+        self, gate: Kept, up: Kept, d_h_MF: torch.Tensor, *, whole: bool = False
+    ) -> tuple[QuantizedInput, torch.Tensor, torch.Tensor] | None:
+        """Return :meth:`swiglu_again`, and the gradients of gate and up; None: see :meth:`swiglu`."""
+        return None
+
     def defer_wgrad(self, d_y_MN: torch.Tensor, kept: Kept) -> Product:
         """Return what makes wgrad in a W pass, the same bits: of dy it holds what wgrad would make of it."""
         return partial(cast(GEMMBackend, self).wgrad, d_y_MN, kept)
+
+
+@dataclass(frozen=True)
+class QuantizedInput:
+    """An input [M, K] that the backend which reads it has quantized; ``forward`` and ``keep`` get it as x."""
+
+    forms: Kept
+    """What the backend made of it, for itself."""
+    shape: torch.Size
+    dtype: torch.dtype
+    whole: torch.Tensor | None = None
+    """The input itself, where it exists."""
+
+    @property
+    def device(self) -> torch.device:
+        """Return the device that it is on."""
+        return self.forms[0].device
+
+
+def as_quantized(x_MK: torch.Tensor, forms: Kept) -> torch.Tensor:
+    """Return ``x`` in the form a backend receives: quantized by it before, if there are ``forms``."""
+    if not forms:
+        return x_MK
+    return cast(torch.Tensor, QuantizedInput(forms, x_MK.shape, x_MK.dtype, x_MK))
 
 
 def deferred_wgrad(backend: GEMMBackend, d_y_MN: torch.Tensor, keep: Callable[[], Kept]) -> Product:

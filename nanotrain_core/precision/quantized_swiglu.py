@@ -2,7 +2,8 @@
 
 Plain autograd saves three tensors for it, and the linear layer that reads it a fourth. Where that layer's
 GEMM backend supports quantized activations, only gate and up are saved, in that form, and the output is
-recomputed.
+recomputed. A backend may have one kernel for all of it: then the layer reads what that has quantized, and in
+a compiled graph the output itself is never written.
 
 Shapes: F feed-forward width.
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -21,7 +23,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from nanotrain_core.layout.roles import Role, tag_of
-from nanotrain_core.models.ops import Ops
+from nanotrain_core.models.ops import Ops, swiglu
 from nanotrain_core.pipeline.passes import Passes
 from nanotrain_core.precision.gemm import Kept, QuantizedActivations, gemms_of
 
@@ -58,14 +60,31 @@ class QuantizedSwiGLU:
         backend, gemms = _backend_of(self.row), gemms_of(self.row)
         if backend is None or gemms is None or not (torch.is_grad_enabled() and gate.requires_grad):
             return self.plain(gate, up)
-        kept = [backend.quantize(each.detach().reshape(-1, each.shape[-1])) for each in (gate, up)]
-        if any(each is None for each in kept):
-            return self.plain(gate, up)
-        of_gate, of_up = cast("list[Kept]", kept)
+        gate_MF, up_MF = (each.detach().reshape(-1, each.shape[-1]) for each in (gate, up))
+        # In a graph torch's own h is written only if something else reads it.
+        whole = not torch.compiler.is_compiling()
+        made = backend.swiglu(gate_MF, up_MF, whole=whole) if self.plain is swiglu else None
+        plain, read = self.plain, cast(Kept, ())
+        if made is None:
+            kept = [backend.quantize(each) for each in (gate_MF, up_MF)]
+            if any(each is None for each in kept):
+                return self.plain(gate, up)
+            of_gate, of_up = cast("list[Kept]", kept)
+        else:
+            h_MF, of_gate, of_up = made
+            read = h_MF.forms
+            if whole:
+                plain = partial(_given, cast(torch.Tensor, h_MF.whole))
         inputs = _Inputs(backend, gemms.passes, gate.dtype)
-        h: torch.Tensor = _SwiGLU.apply(gate, up, self.plain, inputs, *of_gate, *of_up)  # type: ignore[no-untyped-call]
-        gemms.recomputed.offer(h, (*of_gate, *of_up), inputs.product)
+        h: torch.Tensor = _SwiGLU.apply(gate, up, plain, inputs, *of_gate, *of_up)  # type: ignore[no-untyped-call]
+        gemms.recomputed.offer(h, (*of_gate, *of_up), inputs.product, read)
         return h
+
+
+def _given(h_MF: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """Return silu(gate) * up, which a backend has computed: no view of it, so that it may be written to."""
+    h: torch.Tensor = torch.ops.aten._unsafe_view(h_MF, gate.shape)
+    return h
 
 
 class _Inputs:
@@ -80,7 +99,11 @@ class _Inputs:
         self._last: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def product(self, *kept: torch.Tensor) -> torch.Tensor:
-        """Return silu(gate) * up."""
+        """Return silu(gate) * up, quantized already if the backend does both at once."""
+        half = len(kept) // 2
+        at_once = self.backend.swiglu_again(kept[:half], kept[half:], self.dtype)
+        if at_once is not None:
+            return cast(torch.Tensor, at_once)
         gate_MF, up_MF = found = self._dequantized(kept)
         if (
             not torch.compiler.is_compiling()

@@ -5,10 +5,15 @@ A kernel compiled for an untested device could silently round or sum differently
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
+from typing import cast
 
 import torch
+import torch.nn.functional as F
 
+from nanotrain_core.api.torch import Kept, QuantizedInput, swiglu
+from nanotrain_fp8_deepseek_v3.formats import E4M3, dequantize
 from nanotrain_fp8_deepseek_v3.fused import TritonFP8
 from nanotrain_fp8_deepseek_v3.gemm import EmulatedFP8, Recipe
 
@@ -39,7 +44,54 @@ def disagreement(device: torch.device) -> str:
                 if not ((found[name].float() - expected[name].float()).abs() <= bound).all():
                     of = "a weight" if counts is None else "experts"
                     return f"its {name} of {of} is not that of the emulation on {device}"
-    return ""
+    wrong = [name for name, right in _swiglu(device) if not right]
+    return f"its {wrong[0]} of SwiGLU is not that of the emulation on {device}" if wrong else ""
+
+
+def _swiglu(device: torch.device) -> Iterator[tuple[str, bool]]:
+    """Yield whether what the kernels of SwiGLU compute is torch's, and what they round is the emulation's."""
+    numbers = torch.Generator().manual_seed(0)
+    gate, up, d_h = (torch.randn(sum(COUNTS), 200, generator=numbers) for _ in range(3))
+    gate[:, 7] *= 30
+    up[:, 7] *= 300
+    d_h[3] *= 1e-4
+    gate, up, d_h = (each.bfloat16().to(device) for each in (gate, up, d_h))
+    for power_of_two in (False, True):
+        recipe = Recipe(input_power_of_two=power_of_two, quantize_swiglu=True)
+        ours, theirs = TritonFP8(recipe), EmulatedFP8(recipe)
+        made = ours.swiglu(gate, up, whole=True)
+        if made is None:
+            return  # nothing is fused
+        h, of_gate, of_up = made
+        yield from _output(h, swiglu(gate, up), theirs)
+        for found, x in zip((of_gate, of_up), (gate, up), strict=True):
+            yield "rounded input", _same(found, cast(Kept, theirs.quantize(x)))
+        gate_again, up_again = (theirs.dequantize(each, gate.dtype) for each in (of_gate, of_up))
+        h, d_gate, d_up = ours.swiglu_backward(of_gate, of_up, d_h, whole=True)
+        yield from _output(h, swiglu(gate_again, up_again), theirs)
+        yield "gradient of up", _near(d_up, d_h * F.silu(gate_again))
+        terms = d_h * up_again
+        expected = torch.ops.aten.silu_backward(terms, gate_again)
+        yield "gradient of gate", _near(d_gate, expected, terms)
+
+
+def _output(h: QuantizedInput, expected: torch.Tensor, theirs: EmulatedFP8) -> Iterator[tuple[str, bool]]:
+    assert h.whole is not None
+    (M, N), (codes, scales) = expected.shape, h.forms
+    yield "output", _near(h.whole, expected)
+    yield "rounded output", _same((codes[:M, :N], scales[:M]), theirs.keep(h.whole))
+
+
+def _near(found: torch.Tensor, expected: torch.Tensor, terms: torch.Tensor | None = None) -> bool:
+    """Return whether all are equal to two roundings of their dtype; ``terms``: what may have cancelled."""
+    bound = 2 * torch.finfo(expected.dtype).eps * expected.float().abs()
+    bound += (0.0 if terms is None else terms.float().abs() * 2.0**-18) + 2.0**-126
+    return found.dtype == expected.dtype and bool(((found.float() - expected.float()).abs() <= bound).all())
+
+
+def _same(found: Kept, expected: Kept) -> bool:
+    """Return whether codes and scales are values of the same bits."""
+    return torch.equal(dequantize(found[0], found[1], E4M3), dequantize(expected[0], expected[1], E4M3))
 
 
 def _operands(device: torch.device, experts: int) -> list[torch.Tensor]:

@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 
-from nanotrain_core.api.torch import Kept, Prepared
+from nanotrain_core.api.torch import Kept, Prepared, QuantizedInput
 from nanotrain_fp8_deepseek_v3.gemm import FP8GEMM, Recipe
 from nanotrain_fp8_deepseek_v3.scaled import Coded, multiply
 from nanotrain_fp8_deepseek_v3.scratch import MadeOnce, Scratch
@@ -22,6 +22,11 @@ from nanotrain_fp8_deepseek_v3.triton_kernels.experts import multiply_columns, m
 from nanotrain_fp8_deepseek_v3.triton_kernels.layout import Groups
 from nanotrain_fp8_deepseek_v3.triton_kernels.quantize_blocks import Blocks, quantize_blocks
 from nanotrain_fp8_deepseek_v3.triton_kernels.quantize_rows import quantize_rows
+from nanotrain_fp8_deepseek_v3.triton_kernels.quantize_swiglu import (
+    Backward,
+    quantize_swiglu,
+    requantize_swiglu,
+)
 from nanotrain_fp8_deepseek_v3.triton_kernels.quantize_transposed import (
     quantize_transposed,
     requantize_transposed,
@@ -57,8 +62,50 @@ class Rounded(FP8GEMM):
         """Return codes and scales, or None if the recipe does not request it."""
         return cropped(quantize_rows(made_of_MK), made_of_MK) if self.recipe.quantize_swiglu else None
 
+    def swiglu(
+        self, gate_MF: torch.Tensor, up_MF: torch.Tensor, *, whole: bool = False
+    ) -> tuple[QuantizedInput, Kept, Kept] | None:
+        """Return h = silu(gate) up, and gate and up, each rounded in the kernel that computes h."""
+        recipe = self.recipe
+        if not recipe.quantize_swiglu:
+            return None
+        made = quantize_swiglu(gate_MF, up_MF, power_of_two=recipe.input_power_of_two, whole=whole)
+        h = QuantizedInput(made.h, gate_MF.shape, gate_MF.dtype, made.whole)
+        return h, cropped(made.gate, gate_MF), cropped(made.up, up_MF)
+
+    def swiglu_again(
+        self, gate: Kept, up: Kept, dtype: torch.dtype, *, whole: bool = False
+    ) -> QuantizedInput:
+        """Return h of codes and scales, rounded in the kernel that computes it."""
+        made = self._swiglu_again(gate, up, dtype, None, whole=whole)
+        return QuantizedInput(made.h, gate[0].shape, dtype, made.whole)
+
+    def swiglu_backward(
+        self, gate: Kept, up: Kept, d_h_MF: torch.Tensor, *, whole: bool = False
+    ) -> tuple[QuantizedInput, torch.Tensor, torch.Tensor]:
+        """Return the same, and the gradients of gate and up, by the same kernel."""
+        made = self._swiglu_again(gate, up, d_h_MF.dtype, d_h_MF, whole=whole)
+        assert made.d_gate is not None and made.d_up is not None  # noqa: PT018
+        return QuantizedInput(made.h, d_h_MF.shape, d_h_MF.dtype, made.whole), made.d_gate, made.d_up
+
+    def _swiglu_again(
+        self, gate: Kept, up: Kept, dtype: torch.dtype, d_h_MF: torch.Tensor | None, *, whole: bool
+    ) -> Backward:
+        (codes_gate, of_gate), (codes_up, of_up) = gate, up
+        return requantize_swiglu(
+            (codes_gate, of_gate),
+            (codes_up, of_up),
+            dtype,
+            d_h_MF,
+            power_of_two=self.recipe.input_power_of_two,
+            whole=whole,
+        )
+
     def _input(self, x_MK: torch.Tensor) -> Pair:
         """Return x, rounded once for all layers that read it; rows of experts are rounded like others."""
+        if isinstance(x_MK, QuantizedInput):
+            codes, scales = x_MK.forms
+            return codes, scales
         power_of_two = self.recipe.input_power_of_two
         how = "rows", power_of_two
         pair: Pair = self.scratch.inputs.get(
@@ -100,7 +147,7 @@ class TritonFP8(Rounded):
         """Return x times each transposed weight, and codes and scales of x."""
         x, ys = self._input(x_MK), []
         for weight in weights:
-            blocks, shape = self._blocks(weight), (len(x_MK), weight.shape[0])
+            blocks, shape = self._blocks(weight), (x_MK.shape[0], weight.shape[0])
             ys.append(multiply(tiles(x), block(blocks.codes_ENK, blocks.scales_Enk), shape, x_MK.dtype))
         return ys, cropped(x, x_MK)
 
@@ -148,7 +195,7 @@ class TritonExperts(Rounded):
         """Return x times each transposed weight, and codes and scales of x."""
         x, groups, ys = self._input(x_MK), self.groups(x_MK.device), []
         for weight in weights:
-            blocks, shape = self._blocks(weight), (len(x_MK), weight.shape[1])
+            blocks, shape = self._blocks(weight), (x_MK.shape[0], weight.shape[1])
             ys.append(multiply_rows(x, (blocks.codes_ENK, blocks.scales_Enk), groups, shape, x_MK.dtype))
         return ys, cropped(x, x_MK)
 

@@ -17,6 +17,7 @@ from nanotrain_core.api.torch import (
     Kept,
     PreparesWeights,
     QuantizedActivations,
+    QuantizedInput,
     gemms_of,
 )
 from nanotrain_fp8_deepseek_v3.formats import E4M3, TILE, quantize
@@ -99,12 +100,33 @@ class Watched(QuantizedActivations, PreparesWeights, GEMMBackend):
         """Delegate."""
         return self.behind.dequantize(kept, dtype)
 
+    def swiglu(
+        self, gate_MF: torch.Tensor, up_MF: torch.Tensor, *, whole: bool = False
+    ) -> tuple[QuantizedInput, Kept, Kept] | None:
+        """Delegate, and request h itself when it is counted."""
+        return self.behind.swiglu(gate_MF, up_MF, whole=whole or self._counts_whole())
+
+    def swiglu_again(
+        self, gate: Kept, up: Kept, dtype: torch.dtype, *, whole: bool = False
+    ) -> QuantizedInput | None:
+        """Delegate, and request h itself when it is counted."""
+        return self.behind.swiglu_again(gate, up, dtype, whole=whole or self._counts_whole())
+
+    def swiglu_backward(
+        self, gate: Kept, up: Kept, d_h_MF: torch.Tensor, *, whole: bool = False
+    ) -> tuple[QuantizedInput, torch.Tensor, torch.Tensor] | None:
+        """Delegate, and request h itself when it is counted."""
+        return self.behind.swiglu_backward(gate, up, d_h_MF, whole=whole or self._counts_whole())
+
+    def _counts_whole(self) -> bool:
+        return not torch.compiler.is_compiling() and self.watch.counts(self.module)
+
     # --- GEMMs ------------------------------------------------------------------------------------
 
     def forward(self, x_MK: torch.Tensor, *weights: torch.Tensor) -> tuple[list[torch.Tensor], Kept]:
         """Count x and the weights."""
         if self.watch.counts_forward(self.module):
-            self._count_input(x_MK, recomputed=False)
+            self._count_input(whole_of(x_MK), recomputed=False)
             for weight in weights:
                 self._count_weight(weight.detach())
         return self.behind.forward(x_MK, *weights)
@@ -112,7 +134,7 @@ class Watched(QuantizedActivations, PreparesWeights, GEMMBackend):
     def keep(self, x_MK: torch.Tensor) -> Kept:
         """Count x, which was recomputed."""
         if self.watch.counts(self.module) and self.recipe.tile:
-            self._count_input(x_MK, recomputed=True)
+            self._count_input(whole_of(x_MK), recomputed=True)
         return self.behind.keep(x_MK)
 
     def dgrad(self, d_y_MN: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -171,6 +193,14 @@ class Watched(QuantizedActivations, PreparesWeights, GEMMBackend):
         form, power_of_two = self.recipe.gradients, self.recipe.gradient_power_of_two
         for d_y in self._groups(d_y_MN):
             self._tally(operand, d_y).add(d_y, quantize(d_y, tile, form, power_of_two=power_of_two))
+
+
+def whole_of(x_MK: torch.Tensor) -> torch.Tensor:
+    """Return an input itself, which a backend may have quantized before."""
+    if not isinstance(x_MK, QuantizedInput):
+        return x_MK
+    assert x_MK.whole is not None
+    return x_MK.whole
 
 
 class WatchedCodec:

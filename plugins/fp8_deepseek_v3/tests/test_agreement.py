@@ -11,6 +11,8 @@ under ``torch``, in every recipe, and nothing else did. That this is why is infe
 128, 256 or 320 terms, rounded to bfloat16, are beyond the bound of one rounding by 2 to 3 times in each.
 """
 
+from importlib.util import find_spec
+
 import pytest
 import torch
 from nanotrain_fp8_deepseek_v3 import scaled
@@ -71,6 +73,18 @@ def test_products_of_experts(name, recipe, counts):
             continue
         expected = by_definition(recipe, own_x, own_w, own_d_y, once=name == "te")
         assert_near((own_y, own_d_x, own_d_w), expected, in_parts=by_cublas(name))
+
+
+@pytest.mark.skipif(
+    DEVICE.type != "cuda" or not find_spec("triton") or torch.cuda.get_device_capability() != (9, 0),
+    reason="it needs a GPU of compute capability 9.0, and Triton",
+)
+def test_kernels_are_not_refused_and_those_of_swiglu_agree():
+    """Codes are the emulation's of what the kernel computes, and that is torch's to two roundings."""
+    from nanotrain_fp8_deepseek_v3 import first_use
+
+    assert [name for name, right in first_use._swiglu(DEVICE) if not right] == []
+    assert BACKENDS["triton"].refusal(DEVICE, Recipe()) == ""
 
 
 def by_cublas(name):

@@ -2,6 +2,7 @@
 
 import weakref
 from dataclasses import replace
+from functools import partial
 
 import attrs
 import pytest
@@ -10,18 +11,60 @@ import torch.nn.functional as F
 from nanotrain_fp8_deepseek_v3.formats import quantize
 from nanotrain_fp8_deepseek_v3.gemm import EmulatedFP8, Recipe
 from nanotrain_fp8_deepseek_v3.watched import Watch, Watched
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from nanotrain_core.layout.roles import tagged
+from nanotrain_core.layout.roles import Role, tag, tagged
 from nanotrain_core.models.feed_forward import SwiGLU
 from nanotrain_core.pipeline.passes import Passes
 from nanotrain_core.pipeline.weight_gradients import DeferredGradients
-from nanotrain_core.precision.gemm import gemms_of, use_gemm
-from nanotrain_core.precision.quantized_swiglu import quantize_swiglu
+from nanotrain_core.precision.gemm import QuantizedInput, gemms_of, use_gemm
+from nanotrain_core.precision.quantized_swiglu import QuantizedSwiGLU, quantize_swiglu
 from nanotrain_core.testing import Case
 from nanotrain_core.testing.probe import make_run
 
 M, D, INNER = 64, 128, 384
 QUANTIZED = Recipe(quantize_swiglu=True)
+
+
+class AtOnce(EmulatedFP8):
+    """A stand-in for one kernel: computes SwiGLU and rounds. What it returns whole must not be read."""
+
+    calls = None
+
+    def swiglu(self, gate, up, *, whole=False):
+        self.calls.append("swiglu")
+        h = F.silu(gate) * up
+        values, kept = self.round_input(h)
+        nan = torch.full_like(h, float("nan")) if whole else None
+        return QuantizedInput((values, *kept), h.shape, h.dtype, nan), self.quantize(gate), self.quantize(up)
+
+    def swiglu_again(self, gate, up, dtype, *, whole=False):
+        self.calls.append("again")
+        gate, up = (self.dequantize(each, dtype) for each in (gate, up))
+        h = F.silu(gate) * up
+        values, kept = self.round_input(h)
+        return QuantizedInput((values, *kept), h.shape, dtype, h if whole else None)
+
+    def swiglu_backward(self, gate, up, d_h, *, whole=False):
+        self.calls.append("backward")
+        gate, up = (self.dequantize(each, d_h.dtype) for each in (gate, up))
+        silu = F.silu(gate)
+        values, kept = self.round_input(silu * up)
+        h = QuantizedInput((values, *kept), d_h.shape, d_h.dtype, silu * up if whole else None)
+        return h, torch.ops.aten.silu_backward(d_h * up, gate), d_h * silu
+
+    def of_input(self, x):
+        if not isinstance(x, QuantizedInput):
+            return super().of_input(x)
+        values, *kept = x.forms
+        return values, tuple(kept)
+
+
+def at_once():
+    """Return the class of a stand-in, and the list of its calls."""
+    calls = []
+    return type("AtOnce", (AtOnce,), {"calls": calls}), calls
 
 
 def layer_of(recipe, *, backend=EmulatedFP8, passes=None):
@@ -188,3 +231,97 @@ def test_what_computes_swiglu_elsewhere_computes_it_here():
     assert torch.equal(layer(x), expected)
     with torch.no_grad():
         assert torch.equal(layer(x), expected)
+
+
+# --- one kernel for SwiGLU and its rounding -------------------------------------------------------
+
+
+@pytest.mark.parametrize("recomputed", [False, True], ids=["kept", "recomputed"])
+def test_a_layer_reads_what_one_kernel_computed_and_rounded(recomputed):
+    """Twice where the layer is recomputed. The whole product, which the stand-in spoils, is not read."""
+    x, d_y, (backend, calls) = rows(M, D), rows(M, D, seed=1), at_once()
+    y, expected = gradients(layer_of(QUANTIZED), x, d_y)
+    layer = layer_of(QUANTIZED, backend=backend)
+    run = partial(checkpoint, layer, use_reentrant=False) if recomputed else layer
+    run.named_parameters = layer.named_parameters
+    found_y, found = gradients(run, x, d_y)
+    assert calls == ["swiglu"] * (2 if recomputed else 1) + ["again"]
+    assert torch.equal(found_y, y)
+    assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+
+
+def test_a_w_pass_holds_what_one_kernel_rounded_again():
+    x, d_y, (backend, calls), passes = rows(M, D), rows(M, D, seed=1), at_once(), Passes()
+    _, expected = gradients(layer_of(QUANTIZED), x, d_y)
+    layer, later = layer_of(QUANTIZED, backend=backend, passes=passes), DeferredGradients()
+    y = layer(x.clone().requires_grad_())
+    with passes.backward(later):
+        y.backward(d_y)
+    assert calls == ["swiglu", "again"]
+    later.compute()
+    for name, parameter in layer.named_parameters():
+        assert torch.equal(parameter.grad, expected[name])
+
+
+def test_a_tensor_made_of_the_product_is_rounded_as_it_is():
+    """A hook may have replaced it, or written to it: nothing that one kernel rounded is multiplied then."""
+    (backend, _), found = at_once(), []
+    for times in (torch.ones_like, lambda h: h.zero_().add_(1)):
+        layer = layer_of(QUANTIZED, backend=backend)
+        gate, up = (rows(M, INNER, seed=seed).requires_grad_() for seed in (1, 2))
+        found.append(layer.down(times(layer.ops.swiglu(gate, up))))
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], layer_of(QUANTIZED).down(torch.ones(M, INNER).bfloat16()))
+
+
+@pytest.mark.parametrize("why", ["no gradient", "another SwiGLU"])
+def test_one_kernel_is_not_used_where_nothing_is_saved_or_swiglu_is_anothers(why):
+    """``kernels`` may have replaced the function in the table: its values are those of the forward pass."""
+    (backend, calls), x = at_once(), rows(M, D)
+    layer = layer_of(QUANTIZED, backend=backend)
+    if why == "another SwiGLU":
+        layer.ops = replace(layer.ops, swiglu=QuantizedSwiGLU(lambda a, b: F.silu(a) * b + 1, layer.down))
+        layer(x.requires_grad_())
+    else:
+        with torch.no_grad():
+            layer(x)
+    assert calls == []
+
+
+def test_a_backend_put_in_between_sees_the_whole_product_that_one_kernel_rounded():
+    x, d_y, (backend, calls), found = rows(M, D), rows(M, D, seed=1), at_once(), []
+    _, expected = gradients(layer_of(QUANTIZED), x, d_y)
+
+    class Sound(backend):
+        def swiglu(self, gate, up, *, whole=False):
+            h, *saved = super().swiglu(gate, up, whole=whole)
+            return replace(h, whole=F.silu(gate) * up if whole else None), *saved
+
+    for kind in (EmulatedFP8, Sound):
+        layer, watch = layer_of(QUANTIZED, backend=kind), Watch()
+        for name, module, _ in tagged(layer):
+            backends = gemms_of(module).backends
+            backends["weight"] = Watched(backends["weight"], watch, name, module)
+        watch.begin(on=True)
+        _, watched = gradients(layer, x, d_y)
+        assert all(torch.equal(watched[name], gradient) for name, gradient in expected.items())
+        tallies = watch.tallies.items()
+        found.append({key: (t.elements, t.counts.tolist(), t.amax.item()) for key, t in tallies})
+    assert calls == ["swiglu", "again"]
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("counts", [[40, 0, 23], [0, 0, 0]], ids=str)
+def test_experts_read_what_one_kernel_computed_and_rounded_each_way(counts):
+    x, d_y, results, (backend, calls) = rows(sum(counts), D), rows(sum(counts), D, seed=1), [], at_once()
+    for kind in (EmulatedFP8, backend):
+        experts = tag(nn.Module(), Role.EXPERTS, gemm_weights=("gate", "up", "down"))
+        for seed, (name, shape) in enumerate({"gate": (256, D), "up": (256, D), "down": (D, 256)}.items()):
+            setattr(experts, name, nn.Parameter(rows(len(counts), *shape, seed=seed)))
+        use_gemm(experts, dict.fromkeys(("gate", "up", "down"), kind(QUANTIZED)), Passes())
+        own = x.clone().requires_grad_()
+        y = experts.ops.experts(own, torch.tensor(counts), experts.gate, experts.up, experts.down)
+        y.backward(d_y)
+        results.append([y, own.grad, *(weight.grad for weight in experts.parameters())])
+    assert calls == ["swiglu", "backward"]
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

@@ -65,6 +65,11 @@ def launched(monkeypatch):
         "triton_kernels.experts": {"multiply_columns": None, "multiply_rows": None},
         "triton_kernels.layout": {"Groups": object},
         "triton_kernels.quantize_rows": {"quantize_rows": rows},
+        "triton_kernels.quantize_swiglu": {
+            "Backward": object,
+            "quantize_swiglu": None,
+            "requantize_swiglu": None,
+        },
         "triton_kernels.quantize_transposed": {
             "quantize_transposed": transposed,
             "requantize_transposed": again,

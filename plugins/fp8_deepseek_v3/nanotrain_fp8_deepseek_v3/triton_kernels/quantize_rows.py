@@ -37,6 +37,23 @@ def round_rows(  # type: ignore[no-untyped-def]
     c = tile * TILE + tl.arange(0, TILE)
     x_ptrs = x_ptr + r[:, None] * x_row + c[None, :].to(tl.int64) * x_column
     x = tl.load(x_ptrs, mask=(r[:, None] < R) & (c[None, :] < C), other=0.0).to(tl.float32)
+    store_rounded(x, codes_ptr, scales_ptr, r, c, tile, codes_row, scales_tile, LARGEST, POWER_OF_TWO)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def store_rounded(  # type: ignore[no-untyped-def]
+    x,
+    codes_ptr,
+    scales_ptr,
+    r,
+    c,
+    tile,
+    codes_row,
+    scales_tile,
+    LARGEST: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+):
+    """Round a tile of each row ``r`` of float32 ``x`` [rows, 128], and store codes and scales."""
     scale = scale_of(tl.max(magnitudes(x), 1), LARGEST, POWER_OF_TWO)
     codes = divided(x, scale[:, None]).to(codes_ptr.dtype.element_ty)
     inside = r < scales_tile
@@ -58,7 +75,7 @@ def quantize_rows(
 
 def _launch(x_RC: torch.Tensor, dtype: torch.dtype, power_of_two: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Return codes [R', C'] and scales [C' / 128, R'], both row-major."""
-    codes, scales = _empty(x_RC, dtype)
+    codes, scales = empty_rows(x_RC, dtype)
     (R, C), (tiles, rows) = x_RC.shape, scales.shape
     if codes.numel():
         round_rows[(triton.cdiv(rows, ROWS) * tiles,)](
@@ -68,7 +85,8 @@ def _launch(x_RC: torch.Tensor, dtype: torch.dtype, power_of_two: bool) -> tuple
     return codes, scales
 
 
-def _empty(x_RC: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def empty_rows(x_RC: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return memory for codes [R', C'] and scales [C' / 128, R'], both row-major."""
     rows, tiles = filled(x_RC.shape[0]), triton.cdiv(x_RC.shape[1], TILE)
     codes = x_RC.new_empty(rows, tiles * TILE, dtype=dtype)
     return codes, x_RC.new_empty(tiles, rows, dtype=torch.float32)
@@ -79,4 +97,4 @@ _in_graph = torch.library.custom_op("nanotrain_fp8::quantize_rows", _launch, mut
 
 @_in_graph.register_fake
 def _(x_RC: torch.Tensor, dtype: torch.dtype, power_of_two: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    return _empty(x_RC, dtype)
+    return empty_rows(x_RC, dtype)

@@ -3,14 +3,29 @@
 import pytest
 import torch
 from fp8_operands import normal
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from nanotrain_fp8_deepseek_v3.formats import E4M3
 from nanotrain_fp8_deepseek_v3.fused import TritonFP8
 from nanotrain_fp8_deepseek_v3.gemm import Recipe
-from nanotrain_fp8_deepseek_v3.triton_kernels import experts, quantize_rows, quantize_transposed
+from nanotrain_fp8_deepseek_v3.scratch import Scratch
+from nanotrain_fp8_deepseek_v3.triton_kernels import (
+    experts,
+    quantize_rows,
+    quantize_swiglu,
+    quantize_transposed,
+)
 from nanotrain_fp8_deepseek_v3.triton_kernels.layout import Groups
 from nanotrain_fp8_deepseek_v3.triton_kernels.quantize_blocks import quantize_blocks
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 
-from nanotrain_core.precision.gemm import Prepared
+from nanotrain_core.compile.blocks import compile_blocks
+from nanotrain_core.layout.roles import Role, tag, tagged
+from nanotrain_core.models.activation_checkpointing import recompute_blocks
+from nanotrain_core.models.feed_forward import SwiGLU
+from nanotrain_core.pipeline.passes import Passes
+from nanotrain_core.precision.gemm import Prepared, use_gemm
+from nanotrain_core.precision.quantized_swiglu import quantize_swiglu as quantize_layers
 
 
 def products(of_one, x, w, d_y, counts):
@@ -58,3 +73,55 @@ def test_operators_return_what_a_compiler_is_told():
     pairs = (quantize_transposed.quantize_transposed(each, groups) for each in (d_y, x))
     given = *next(pairs), *next(pairs), groups.tiles, 72, 200
     torch.library.opcheck(experts._columns_in_graph, given, **check)
+    gate, up, d_h = (normal(63, 200, seed=seed) for seed in range(3))
+    torch.library.opcheck(quantize_swiglu._forward_in_graph, (gate, up, True), **check)
+    backend = TritonFP8(Recipe(quantize_swiglu=True))
+    kept = *backend.quantize(gate), *backend.quantize(up)
+    for d_h_or_none in (d_h, None):
+        given = *kept, d_h_or_none, torch.bfloat16, False
+        torch.library.opcheck(quantize_swiglu._backward_in_graph, given, **check)
+
+
+@pytest.mark.parametrize("recomputed", [False, True], ids=["kept", "recomputed"])
+def test_a_layers_graph_has_the_eager_bits_and_never_computes_the_whole_product(recomputed, monkeypatch):
+    """Forward and backward; what torch would make of gate and up in the forward graph is read by nothing."""
+    monkeypatch.setattr(
+        torch.nn.functional,
+        "scaled_mm",
+        lambda a, b, *_, output_dtype: (a.float() @ b.float()).to(output_dtype),
+    )
+    found, forward_graphs = [], []
+
+    def capture(graph, inputs):
+        forward_graphs.append([str(node.target) for node in graph.graph.nodes])
+        return make_boxed_func(graph)
+
+    def run(graph, inputs):
+        return make_boxed_func(graph)
+
+    for backend in (
+        None,
+        aot_autograd(fw_compiler=capture, bw_compiler=run, partition_fn=min_cut_rematerialization_partition),
+    ):
+        torch.manual_seed(0)
+        layer, passes = tag(SwiGLU(200, 328).bfloat16(), Role.BLOCK), Passes()
+        scratch = Scratch(passes)
+        for _, module, its in tagged(layer):
+            if its.role is not Role.BLOCK:
+                use_gemm(module, {"weight": TritonFP8(Recipe(quantize_swiglu=True), scratch)}, passes)
+        quantize_layers(layer)
+        if recomputed:
+            recompute_blocks(nn.ModuleList([layer]))
+        if backend:
+            compile_blocks([nn.ModuleList([layer])], backend, passes=passes, log=False)
+        x = normal(33, 200).requires_grad_()
+        with passes.weights_unchanged():
+            y = layer(x)
+            with passes.backward():
+                y.backward(normal(33, 200, seed=1))
+        found.append([y.detach(), x.grad, *(p.grad for p in layer.parameters())])
+    (names,) = forward_graphs
+    assert names.count("nanotrain_fp8.quantize_swiglu.default") == 1
+    assert names.count("nanotrain_fp8.quantize_rows.default") == 1  # of x, for gate and up
+    assert not any("silu" in name for name in names)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*found, strict=True))

@@ -1,9 +1,9 @@
 """Codes and scales of every kernel against formats.py, bit for bit, on numbers chosen to be difficult."""
 
-import numpy as np
 import pytest
 import torch
-from nanotrain_fp8_deepseek_v3.formats import E4M3, E5M2, TILE, dequantize, quantize
+from fp8_codes import ALL, DTYPES, FORMATS, POWERS, SHAPES, assert_same, numbers
+from nanotrain_fp8_deepseek_v3.formats import E4M3, TILE, dequantize, quantize
 from nanotrain_fp8_deepseek_v3.triton_kernels.layout import Groups
 from nanotrain_fp8_deepseek_v3.triton_kernels.quantize_blocks import quantize_blocks
 from nanotrain_fp8_deepseek_v3.triton_kernels.quantize_rows import quantize_rows
@@ -11,31 +11,6 @@ from nanotrain_fp8_deepseek_v3.triton_kernels.quantize_transposed import (
     quantize_transposed,
     requantize_transposed,
 )
-from test_formats import CORPUS
-
-FORMATS = pytest.mark.parametrize("form", [E4M3, E5M2], ids=["e4m3", "e5m2"])
-SHAPES = pytest.mark.parametrize("shape", [(1, 1), (128, 128), (130, 257), (3, 127), (200, 129)], ids=str)
-POWERS = pytest.mark.parametrize("power_of_two", [False, True], ids=["float32", "power_of_two"])
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-ALL = pytest.mark.parametrize("corpus", CORPUS)
-
-
-def numbers(corpus, shape, dtype=torch.float32):
-    return torch.from_numpy(CORPUS[corpus](*shape).astype(np.float32)).to(dtype)
-
-
-def assert_same(codes, scales, expected):
-    """Compare bits of codes [R', C'] and scales [R', c]; what fills up is zero, or NaN with its tile."""
-    own, (R, C) = expected.codes(), expected.shape
-    nan = own.float().isnan()
-    assert torch.equal(codes[:R, :C].float().isnan(), nan)
-    bits = [each.contiguous().view(torch.uint8)[~nan] for each in (codes[:R, :C], own)]
-    assert torch.equal(*bits)
-    assert not codes[R:].float().nan_to_num(0.0).any()
-    assert not codes[:R, C:].float().nan_to_num(0.0).any()
-    wanted = expected.scales.flatten(1)
-    assert torch.equal(scales[:R].isnan(), wanted.isnan())
-    assert torch.equal(scales[:R].nan_to_num(1e9), wanted.nan_to_num(1e9))
 
 
 @ALL
