@@ -1,4 +1,7 @@
-"""Rows between tokens and experts: nanotrain-cuda's kernels beside plain PyTorch, and beside a copy."""
+"""A router's choice, and rows between tokens and experts: nanotrain-cuda's kernels beside plain PyTorch.
+
+Those that move rows are also beside a copy.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,22 @@ from collections.abc import Callable, Iterator
 
 import attrs
 import torch
+from nanotrain_cuda.choice import choose_experts
 from nanotrain_cuda.permutation import permute, unpermute
 
 from benchmarks.gpu.records import Recorder
 from benchmarks.gpu.settings import Settings
 from benchmarks.gpu.turns import Call, turns
 from nanotrain_core.api.torch import TORCH, inverted
+from nanotrain_core.moe.choice import choose_experts as plain
 from nanotrain_core.moe.routing import sort_by_expert
 
 #: Tokens, width, experts chosen and experts: of DeepSeek-V3, and of `experts.toml`.
 SHAPES = ((4096, 7168, 8, 256), (16384, 2048, 6, 64))
 TINY = ((8, 16, 2, 4),)
+#: Tokens, experts, experts chosen, groups and groups chosen, with a bias: of DeepSeek-V3, and without groups.
+CHOICES = ((16384, 256, 8, 8, 4), (16384, 64, 6, 1, 1))
+TINY_CHOICES = ((8, 16, 2, 4, 2),)
 
 
 @attrs.define(frozen=True, eq=False)
@@ -54,6 +62,24 @@ def run(settings: Settings) -> None:
                         bar=bar,
                         ok=None if settings.smoke else raced.ratio >= bar,
                     )
+
+    for T, E, *choice in TINY_CHOICES if settings.smoke else CHOICES:
+        with record.attempt(f"choice of experts, {T} x {E}, {choice}"):
+            scores, bias = torch.rand(T, E, device=device), torch.rand(E, device=device)
+            compiled = torch.compile(plain, disable=settings.smoke)
+            raced = turns(
+                lambda s=scores, b=bias, c=choice: choose_experts(s, b, *c),  # type: ignore[misc]
+                lambda s=scores, b=bias, c=choice, p=compiled: p(s, b, *c),  # type: ignore[misc]
+                rounds=rounds,
+                calls=calls,
+                device=device,
+            )
+            record.row(
+                "a router's choice of experts, beside torch's compiled, ms",
+                scores=f"{T} x {E}",
+                chosen=f"{choice[0]} of {choice[1]} groups, {choice[2]} of them",
+                **raced.cells(lambda seconds: 1e3 * seconds, ".3f"),
+            )
 
 
 def ways(device: str, T: int, D: int, C: int, E: int) -> Iterator[Way]:

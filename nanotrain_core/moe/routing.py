@@ -23,6 +23,7 @@ from nanotrain_core.errors import PluginError
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.roles import Role, tagged, taken_over_by
 from nanotrain_core.models.ops import TORCH, Ops
+from nanotrain_core.moe.choice import choose_experts
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -86,6 +87,9 @@ class CountingRouter(nn.Module):
     Its ``forward`` returns the count of a pass as ``Routing.load``; the model's part calls :meth:`add_load`
     with it, outside of modules of role BLOCK, which may run twice.
     """
+
+    choose: Callable[..., torch.Tensor] = staticmethod(choose_experts)
+    """:func:`~nanotrain_core.moe.choice.choose_experts`, where kernels have put nothing in its place."""
 
     def __init__(self, experts: int) -> None:
         super().__init__()

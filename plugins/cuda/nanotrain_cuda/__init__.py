@@ -1,4 +1,4 @@
-"""Kernels in Triton that make NVIDIA GPUs faster: rows of experts, permuted and combined.
+"""Kernels in Triton that make NVIDIA GPUs faster: experts chosen, and their rows permuted and combined.
 
 This is the plugin's face: every ``nanotrain`` command imports it, so it never imports torch.
 """
@@ -25,7 +25,7 @@ def nanotrain_register_kernels(register: Register) -> None:
             name="cuda",
             config=CUDAKernelsConfig,
             factory="nanotrain_cuda.kernels:CUDAKernels",
-            summary="permute and unpermute of experts' rows as one Triton kernel each",
+            summary="a router's choice, permute and unpermute of experts' rows as one Triton kernel each",
             provides={"kernels:cuda"},
             cuda_graphs=always_captured,
         )

@@ -6,10 +6,12 @@ from dataclasses import replace
 from importlib.util import find_spec
 
 import torch
+from torch import nn
 
 from nanotrain_core.api import NanotrainError
-from nanotrain_core.api.torch import Kernels, Ops, plain_ops
+from nanotrain_core.api.torch import Kernels, Ops, Passes, counting_routers, plain_ops
 from nanotrain_cuda import CUDAKernelsConfig
+from nanotrain_cuda.choice import choose_experts
 from nanotrain_cuda.permutation import permute, unpermute
 
 
@@ -30,3 +32,8 @@ class CUDAKernels(Kernels):
                 "kernels 'cuda': triton is not installed; pip install triton, or [kernels] use = 'torch'"
             )
         return replace(plain_ops(device), permute=permute, unpermute=unpermute)
+
+    def apply(self, part: nn.Module, passes: Passes) -> None:
+        """Make routers choose experts in one kernel: on a GPU, and elsewhere by plain PyTorch."""
+        for router in counting_routers([part]).values():
+            router.choose = choose_experts

@@ -21,8 +21,9 @@ needs_compiler = pytest.mark.skipif(
 
 
 @needs_triton
-def test_in_the_interpreter():
-    run_in_interpreter(FOLDER / "test_permutation.py")
+@pytest.mark.parametrize("name", ["test_permutation.py", "test_choice.py"])
+def test_in_the_interpreter(name):
+    run_in_interpreter(FOLDER / name, "-m", "not gpu")
 
 
 @pytest.mark.full
@@ -63,3 +64,21 @@ def test_every_kernel_compiles_for_hopper(width, chosen, tmp_path):
             assert "st.global.v4.b32" in ptx
             # Two programs or more of 512 threads fit the 65,536 registers of a multiprocessor.
             assert taken.registers * 32 * launch.options["num_warps"] <= 65536 // 2
+
+
+@needs_triton
+@needs_compiler
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("sizes", [(256, 8, 8, 4), (160, 6, 8, 3), (30, 5, 1, 1)], ids=str)
+def test_a_choice_compiles_for_hopper_within_a_warps_registers(sizes, biased, tmp_path):
+    from nanotrain_cuda.triton_choice import choose
+
+    E, *rest = sizes
+    bias = torch.empty(E, device="meta") if biased else None
+    with launches() as found:
+        choose(torch.empty(4096, E, device="meta"), bias, *rest)
+    (launch,) = found
+    assert launch.grid == (4096,)
+    taken = resources(launch.compiled(), tmp_path)
+    assert taken.stack == 0
+    assert taken.registers <= 128  # sixteen warps of a multiprocessor's 65,536 registers, or more

@@ -12,12 +12,13 @@ from __future__ import annotations
 import torch
 
 
-def sequence_loss(scores_SE: torch.Tensor, top_k: int) -> torch.Tensor:
+def sequence_loss(scores_SE: torch.Tensor, best_SK: torch.Tensor) -> torch.Tensor:
     """Return sum of f P with each token's scores divided by their sum. Source: V3, equations 17 to 20.
 
-    f counts the best ``top_k`` of the unbiased scores: neither bias nor groups are used.
+    f counts each token's ``best_SK``, the experts of its best unbiased scores: neither bias nor groups are
+    used.
     """
-    f_E = _share(scores_SE.topk(top_k, dim=-1).indices, scores_SE)
+    f_E = _share(best_SK, scores_SE)
     # A token whose scores all underflow to zero must not turn the whole step into NaN.
     total_S1 = scores_SE.sum(-1, keepdim=True).clamp(min=torch.finfo(scores_SE.dtype).tiny)
     p_E = (scores_SE / total_S1).mean(-2)

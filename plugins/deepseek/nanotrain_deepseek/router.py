@@ -40,7 +40,8 @@ class Router(CountingRouter):
         c, wide = self.config, torch.promote_types(x_BSD.dtype, torch.float32)
         logits_BSE = F.linear(x_BSD.to(wide), self.weight.to(wide))
         scores_BSE = logits_BSE.sigmoid() if c.score == "sigmoid" else logits_BSE.softmax(-1)
-        experts_BSK = self._choose(scores_BSE.detach())
+        # The bias affects which experts are chosen but never their weights.
+        experts_BSK = self.choose(scores_BSE, self.bias, c.top_k, c.groups, c.chosen_groups)
         weights_BSK = scores_BSE.gather(-1, experts_BSK)
         if c.normalise_weights:
             weights_BSK = weights_BSK / (weights_BSK.sum(-1, keepdim=True) + TINY)
@@ -49,31 +50,11 @@ class Router(CountingRouter):
         losses, load = self._losses(scores_BSE, experts_BSK), count_of(experts_BSK, c.experts)
         return Routing(experts_BSK, weights_BSK * c.route_scale, losses, load)
 
-    def _choose(self, scores_BSE: torch.Tensor) -> torch.Tensor:
-        """Return the best K experts. The bias affects which are chosen but never their weights."""
-        c = self.config
-        if self.bias is not None:
-            scores_BSE = scores_BSE + self.bias
-        if c.chosen_groups < c.groups:
-            scores_BSE = self._within_groups(scores_BSE)
-        return scores_BSE.topk(c.top_k, dim=-1).indices
-
-    def _within_groups(self, scores_BSE: torch.Tensor) -> torch.Tensor:
-        """Exclude experts outside a token's best groups.
-
-        A group's score is the sum of its best two experts or, without a bias, as in V2, its best.
-        """
-        c = self.config
-        grouped = torch.unflatten(scores_BSE, -1, (c.groups, -1))
-        group_score = grouped.amax(-1) if self.bias is None else grouped.topk(2, dim=-1).values.sum(-1)
-        best = group_score.topk(c.chosen_groups, dim=-1).indices
-        shut_BSG = torch.ones_like(group_score, dtype=torch.bool).scatter(-1, best, False)
-        return grouped.masked_fill(shut_BSG.unsqueeze(-1), float("-inf")).flatten(-2)
-
     def _losses(self, scores_BSE: torch.Tensor, experts_BSK: torch.Tensor) -> dict[str, torch.Tensor]:
         c, losses = self.config, {}
         if c.seq_balance:
-            losses["seq_balance"] = balance_losses.sequence_loss(scores_BSE, c.top_k)
+            best_BSK = self.choose(scores_BSE, None, c.top_k)
+            losses["seq_balance"] = balance_losses.sequence_loss(scores_BSE, best_BSK)
         if c.expert_balance:
             losses["expert_balance"] = balance_losses.expert_loss(scores_BSE, experts_BSK)
         if c.device_balance:

@@ -226,7 +226,7 @@ def test_evaluation_has_no_losses():
 
 def test_megatron_1545_a_token_whose_scores_vanish_leaves_the_balance_loss_finite():
     scores_SE = torch.full((4, 8), -120.0).sigmoid().requires_grad_()
-    loss = balance_losses.sequence_loss(scores_SE, 2)
+    loss = balance_losses.sequence_loss(scores_SE, scores_SE.topk(2).indices)
     loss.backward()
     assert loss.item() == 0.0
     assert scores_SE.grad.isfinite().all()
