@@ -179,7 +179,7 @@ SMALL = {
     "api": 620,
     "builtin": 490,
     "checkpoint": 885,
-    "cli": 1610,
+    "cli": 1612,
     "compile": 660,
     "contracts": 645,
     "data": 785,

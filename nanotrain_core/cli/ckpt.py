@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Mapping
 from math import prod
@@ -107,7 +108,7 @@ def verify(args: argparse.Namespace, registry: Registry) -> int:
             problems = saved.verify() or model_problems(saved, registry)
         print(f"step {saved.step}: {'; '.join(problems) or 'whole'}")
         code = Exit.USER if problems else code
-    print("A run that resumes also compares its own recipe and data, which are not read here.")
+    print("nanotrain: a resume also compares its own recipe and data, not read here", file=sys.stderr)
     return code
 
 
