@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,7 @@ import torch
 from torch import nn
 
 from nanotrain_core.batch import Shard
-from nanotrain_core.compile.blocks import compile_blocks
-from nanotrain_core.compile.cuda_graphs import not_captured
-from nanotrain_core.compile.eager import describe_compiled, kept_eager, refused
-from nanotrain_core.compile.loss import compile_losses
+from nanotrain_core.compile.of_recipe import compile_parts
 from nanotrain_core.contracts import (
     Checkpoint,
     Data,
@@ -31,7 +28,7 @@ from nanotrain_core.contracts import (
     Schedule,
     Topology,
 )
-from nanotrain_core.errors import PluginError, Problem, RecipeError
+from nanotrain_core.errors import PluginError
 from nanotrain_core.hf.open_weights import load_weights
 from nanotrain_core.layout.gradients import AllReduceGradients
 from nanotrain_core.layout.initialisation import equalise
@@ -125,6 +122,38 @@ class Run:
         return tuple(line for lines in self.descriptions.values() for line in lines)
 
 
+@attrs.define(frozen=True, eq=False, kw_only=True)
+class Components:
+    """The components that a recipe selects, built from their configs."""
+
+    topology: Topology
+    model: Model
+    wrappers: Sequence[tuple[Selection, Parallel]]
+    """In the order of the recipe."""
+    precision: Precision
+    optimizer: Optimizer
+    schedule: Schedule
+    checkpoint: Checkpoint
+    data: Data
+    monitors: Sequence[Monitor]
+
+    @classmethod
+    def of(cls, recipe: Recipe, registry: Registry) -> Components:
+        """Build them all."""
+        build = registry.build
+        return cls(
+            topology=build(recipe.topology),
+            model=build(recipe.model),
+            wrappers=[(each, build(each)) for each in recipe.parallel],
+            precision=build(recipe.precision),
+            optimizer=build(recipe.optimizer),
+            schedule=build(recipe.schedule),
+            checkpoint=build(recipe.checkpoint),
+            data=build(recipe.data),
+            monitors=[_monitor(selection, registry) for selection in recipe.monitor],
+        )
+
+
 def compose(
     recipe: Recipe,
     registry: Registry,
@@ -146,21 +175,14 @@ def compose(
         make_mesh: called instead of :class:`Mesh`: a dry run has no other ranks to communicate with.
         trains: false omits gradients and the optimizer's state, where only forward passes are wanted.
     """
-    build, device = registry.build, torch.device(device)
-    topology: Topology = build(recipe.topology)
-    model: Model = build(recipe.model)
-    wrappers: list[tuple[Selection, Parallel]] = [(each, build(each)) for each in recipe.parallel]
-    precision: Precision = build(recipe.precision)
-    optimizer: Optimizer = build(recipe.optimizer)
-    schedule: Schedule = build(recipe.schedule)
-    checkpoint: Checkpoint = build(recipe.checkpoint)
-    data: Data = build(recipe.data)
-    monitors = [_monitor(selection, registry) for selection in recipe.monitor]
+    device = torch.device(device)
+    built = Components.of(recipe, registry)
+    model, wrappers, precision, optimizer = built.model, built.wrappers, built.precision, built.optimizer
+    _open(built.data, model, recipe)
 
-    _open(data, model, recipe)
-
-    layout = topology.layout(recipe.run.ranks)
-    (kernels_used, kernels), passes = kernels_for(recipe.kernels, registry, device), Passes()
+    layout = built.topology.layout(recipe.run.ranks)
+    kernels_used, kernels = kernels_for(recipe.kernels, registry, device)
+    passes = Passes()
     kernels.prepare(device)
     precision.setup(recipe.run.seed, passes, kernels.gemm())
     mesh = (make_mesh or Mesh)(
@@ -170,12 +192,12 @@ def compose(
         timeout=timedelta(seconds=recipe.run.timeout),
         transport=StagedTransport() if recipe.run.share_device else kernels.transport(),
     )
-    check_meta(data, mesh, recipe)
+    check_meta(built.data, mesh, recipe)
 
     pp, pp_rank = pipeline(mesh)
     costs = model.flops(Timeline(recipe).largest().batch.length)  # the stages are fixed for the whole run
     check_costs(costs, model, recipe)
-    parts = schedule.parts(costs, pp)
+    parts = built.schedule.parts(costs, pp)
     stages = build_stages(
         model, parts, mesh, put_around(kernels.ops(mesh.device), *(w.around(mesh) for _, w in wrappers))
     )
@@ -183,14 +205,14 @@ def compose(
     stages = wrap(stages, placements, mesh, wrappers)
     stages = {stage: precision.convert(part) for stage, part in stages.items()}
     precision.settle(tuple(stages.values()), mesh)
-    actions = schedule.actions(pp, recipe.batch.microbatches(mesh.size("dp")))
-    phases = RunPhases(recipe, model, schedule, pp, mesh.size("dp"))
+    actions = built.schedule.actions(pp, recipe.batch.microbatches(mesh.size("dp")))
+    phases = RunPhases(recipe, model, built.schedule, pp, mesh.size("dp"))
     passes.splits_backward = phases.split_backward(actions)
     for part in stages.values():
         if passes.splits_backward or any(wrapper.splits_linear(mesh) for _, wrapper in wrappers):
             split_linear_layers(part, kernels.gemm(), passes)
         _apply(kernels_used, kernels, part, passes)
-    compiled = _compile(stages.values(), recipe, registry, mesh, passes)
+    compiled = compile_parts(stages.values(), recipe, registry, mesh, passes)
     shard_and_draw(stages.values(), placements, mesh, wrappers, recipe)
     placed = placed_parameters(stages.values(), placements)
     if weights:
@@ -233,7 +255,7 @@ def compose(
         passes=passes,
         cuda_graphs=recipe.run.cuda_graphs,
         feed=DataFeed(
-            data,
+            built.data,
             model,
             recipe.batch,
             recipe.evaluation,
@@ -243,8 +265,8 @@ def compose(
         ),
         phases=phases,
         evaluation=recipe.evaluation,
-        checkpoint=checkpoint,
-        monitors=monitors,
+        checkpoint=built.checkpoint,
+        monitors=built.monitors,
         strict_monitors=recipe.run.strict_monitors,
         log_every=recipe.run.log_every,
         descriptions={
@@ -275,36 +297,6 @@ def pipeline(mesh: Mesh) -> tuple[int, int]:
     if "pp" not in mesh.layout.dims:
         return 1, 0
     return mesh.size("pp"), mesh.coordinate("pp")
-
-
-def _compile(
-    parts: Collection[nn.Module], recipe: Recipe, registry: Registry, mesh: Mesh, passes: Passes
-) -> Sequence[str]:
-    """Compile layers and losses of ``parts`` if the recipe requests it; return a description of them.
-
-    Raises:
-        RecipeError: nothing would be compiled by ``run.compile = true``, or something cannot be captured by
-            ``run.cuda_graphs``.
-    """
-    wanted, device = recipe.run.compile, mesh.device.type
-    if device != "meta":  # a dry run of what runs on a GPU
-        _reject(not_captured(recipe, registry, mesh.layout, device))
-    if wanted is False or (wanted == "auto" and (device != "cuda" or recipe.run.share_device)):
-        return ()
-    kept, backend = kept_eager(recipe, registry, mesh.layout, device), recipe.run.compile_backend
-    _reject(refused(recipe, kept))
-    eager = {each.role for each in kept}
-    if Role.BLOCK not in eager:
-        compile_blocks(parts, backend, eager=eager, passes=passes, log=mesh.rank == 0)
-    if Role.HEAD not in eager:
-        compile_losses(parts, backend, log=mesh.rank == 0)
-    return describe_compiled(backend, kept)
-
-
-def _reject(problems: Iterable[Problem]) -> None:
-    found = [f"{problem.key}: {problem.message}" for problem in problems]
-    if found:
-        raise RecipeError(found)
 
 
 def split_linear_layers(part: nn.Module, gemm: GEMMBackend, passes: Passes) -> None:

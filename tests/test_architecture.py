@@ -176,7 +176,7 @@ ROOMS = {path.parent.name for path in CORE.glob("*/__init__.py")}
 #: What each room of the core may have of code, in lines; "": all that is in none. Not the harness.
 SMALL = {
     "": 985,
-    "api": 620,
+    "api": 625,
     "builtin": 490,
     "checkpoint": 885,
     "cli": 1612,
@@ -196,7 +196,7 @@ SMALL = {
     "precision": 680,
     "recipe": 1700,
     "registry": 600,
-    "run": 2130,
+    "run": 2180,
     "script": 520,
     "watch": 385,
 }

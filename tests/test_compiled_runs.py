@@ -207,7 +207,7 @@ def test_around_experts_over_ranks_the_rest_of_their_layer_is_compiled():
 
 def count_deferred(plain, changes, gpu):
     """Return how many weight gradients waited for W passes, and which modules were compiled."""
-    added, real, compiled = [], composing._compile, []
+    added, real, compiled = [], composing.compile_parts, []
 
     def on_a_gpu(parts, recipe, registry, mesh, passes):
         stands = SimpleNamespace(device=torch.device("cuda"), layout=mesh.layout, rank=mesh.rank)
@@ -222,7 +222,7 @@ def count_deferred(plain, changes, gpu):
 
     adding = DeferredGradients.add
     with (
-        mock.patch.object(composing, "_compile", on_a_gpu),
+        mock.patch.object(composing, "compile_parts", on_a_gpu),
         mock.patch.object(DeferredGradients, "add", add) if plain else nullcontext(),
     ):
         trace = probe.train(plain, changes)

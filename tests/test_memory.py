@@ -8,7 +8,8 @@ from test_run import SMALL
 
 from nanotrain_core.errors import Exit, NanotrainError
 from nanotrain_core.run import memory
-from nanotrain_core.run.memory import host_memory, out_of_memory_told
+from nanotrain_core.run.host_memory import HostMemory, host_memory
+from nanotrain_core.run.memory import out_of_memory_told
 from nanotrain_core.testing import Case
 from nanotrain_core.testing.probe import make_engine
 from nanotrain_core.watch.progress import Progress
@@ -25,18 +26,18 @@ def tree(root, **files):
 
 
 def test_memory_is_what_the_control_group_leaves_of_the_host(tmp_path):
-    assert host_memory(tmp_path) == 0
+    assert host_memory(tmp_path).most == 0
     tree(tmp_path, proc__meminfo=f"MemTotal: {64 * 2**20} kB\nHugePages_Total: 0\n")
     tree(tmp_path, proc__self__cgroup="0::/job/step\n")
-    assert host_memory(tmp_path) == 64 * GIB
+    assert host_memory(tmp_path).most == 64 * GIB
     tree(tmp_path, **{"sys__fs__cgroup__job__memory.max": f"{8 * GIB}\n"})
     tree(tmp_path, **{"sys__fs__cgroup__job__step__memory.max": "max\n"})
-    assert host_memory(tmp_path) == 8 * GIB
+    assert host_memory(tmp_path).most == 8 * GIB
     tree(tmp_path, proc__self__cgroup="5:cpu:/a\n3:memory:/docker/b\n")
     tree(tmp_path, **{"sys__fs__cgroup__memory__memory.limit_in_bytes": f"{16 * GIB}\n"})
-    assert host_memory(tmp_path) == 16 * GIB
+    assert host_memory(tmp_path).most == 16 * GIB
     tree(tmp_path, proc__meminfo=f"MemTotal: {64 * 2**20} kB\nSwapTotal: {2**20} kB\n")
-    assert host_memory(tmp_path) == 17 * GIB
+    assert host_memory(tmp_path).most == 17 * GIB
 
 
 @pytest.mark.parametrize(("ranks", "whose"), [(1, "rank 0"), (2, "all 2 ranks")])
@@ -57,15 +58,17 @@ def bytes_of_weights(engine):
 def test_weights_that_fit_are_refused_where_gradients_and_moments_do_not(monkeypatch):
     case = Case("optimizer", use="adamw")
     weights = bytes_of_weights(make_engine(case, {}))
-    monkeypatch.setattr(memory, "host_memory", lambda: weights - 1)
+    monkeypatch.setattr(memory, "host_memory", lambda: HostMemory(weights - 1))
     with pytest.raises(NanotrainError, match=r"^weights of rank 0 take"):
         make_engine(case, {})
-    monkeypatch.setattr(memory, "host_memory", lambda: 4 * weights)  # each has a count of steps too
+    monkeypatch.setattr(
+        memory, "host_memory", lambda: HostMemory(4 * weights)
+    )  # each has a count of steps too
     with pytest.raises(NanotrainError, match=r"^weights, gradients and optimizer state of rank 0 take"):
         make_engine(case, {})
-    monkeypatch.setattr(memory, "host_memory", lambda: int(4.1 * weights))
+    monkeypatch.setattr(memory, "host_memory", lambda: HostMemory(int(4.1 * weights)))
     make_engine(case, {})
-    monkeypatch.setattr(memory, "host_memory", lambda: 0)  # unknown
+    monkeypatch.setattr(memory, "host_memory", lambda: HostMemory(0))  # unknown
     make_engine(case, {})
 
 

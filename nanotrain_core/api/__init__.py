@@ -102,6 +102,7 @@ from nanotrain_core.recipe.validate import check_combination, find_problems, mic
 from nanotrain_core.registry.discovery import PluginArguments
 from nanotrain_core.registry.registry import Registry, load_plugins
 from nanotrain_core.run.files import flush, remove_leftovers, write_atomically, write_text_atomically
+from nanotrain_core.run.host_memory import HostMemory, control_groups, host_memory
 from nanotrain_core.run.near import RUN_FILES, is_run, nearby_run
 from nanotrain_core.run.owner import running
 from nanotrain_core.run.plain_json import json_text
@@ -139,6 +140,7 @@ __all__ = [
     "HFMapping",
     "HFTensor",
     "History",
+    "HostMemory",
     "KeptEager",
     "Layout",
     "Metric",
@@ -184,6 +186,7 @@ __all__ = [
     "cached_token_of",
     "check_combination",
     "check_moments",
+    "control_groups",
     "did_you_mean",
     "divisibility_of",
     "divisors_near",
@@ -200,6 +203,7 @@ __all__ = [
     "flat_settings",
     "flush",
     "hookimpl",
+    "host_memory",
     "input_problems",
     "is_of_a_run",
     "is_recipe",

@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
 from itertools import count
@@ -118,23 +118,13 @@ def train(job: Job, ranks: Ranks) -> str:
     found = resolve_recipe(job.recipe, overrides=job.overrides, plugins=job.plugins, ranks=ranks.world_size)
     recipe = found.recipe
 
-    import torch
     import torch.distributed as dist
 
     from nanotrain_core.engine import RuntimeEngine
     from nanotrain_core.launch.watchers import add_watchers
-    from nanotrain_core.run.memory import out_of_memory_told
-    from nanotrain_core.run.random_state import seed_all
     from nanotrain_core.run.show import show_placements
 
-    set_allocator()
-    gc.freeze()  # imported objects stay: exempt them from garbage collection, which all ranks wait for
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(ranks.threads())
-    if recipe.run.deterministic:  # the setter imports torch's compiler, for over a second
-        torch.use_deterministic_algorithms(True)
-    device = choose_device(recipe.run.device, ranks, shared=recipe.run.share_device)
-    seed_all(recipe.run.seed, ranks.rank)
+    device = prepare(recipe, ranks)
     store, past = join(job, ranks, recipe, device, registry)
     folder, lock = share_folder(job, ranks, recipe, store, past)
     held, mark, progress = hold_as_rank(folder), mark_of(job, folder), Progress()
@@ -143,15 +133,16 @@ def train(job: Job, ranks: Ranks) -> str:
     scratch = Path(job.scratch) if job.scratch else None
     watchdog = watch(progress, ranks.rank, timeout=recipe.run.hang_timeout, folder=folder, scratch=scratch)
     try:
-        with _watched(job, ranks, recipe, store), out_of_memory_told(recipe, ranks.rank, progress):
+        with _watched(job, ranks, recipe, store, progress):
             begin = partial(start_from, job, folder, mark, past, recipe.checkpoint.use, registry)
+            resume = rank_0_says(begin, "resume", ranks, store)
             engine = RuntimeEngine.from_recipe(
                 recipe,
                 registry=registry,
                 rank=ranks.rank,
                 device=device,
                 folder=folder,
-                resume=rank_0_says(begin, "resume", ranks, store),
+                resume=resume,
             )
             failure = rank_0_says(past.failure, "failure", ranks, store)
             engine.restart = restart_of(scratch, failure, recipe, ranks.world_size, registry)
@@ -174,14 +165,36 @@ def train(job: Job, ranks: Ranks) -> str:
             dist.destroy_process_group()
 
 
+def prepare(recipe: Recipe, ranks: Ranks) -> torch.device:
+    """Set what holds for the process: allocator, threads, determinism, seeds; return its device."""
+    import torch
+
+    from nanotrain_core.run.random_state import seed_all
+
+    set_allocator()
+    gc.freeze()  # imported objects stay: exempt them from garbage collection, which all ranks wait for
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(ranks.threads())
+    if recipe.run.deterministic:  # the setter imports torch's compiler, for over a second
+        torch.use_deterministic_algorithms(True)
+    device = choose_device(recipe.run.device, ranks, shared=recipe.run.share_device)
+    seed_all(recipe.run.seed, ranks.rank)
+    return device
+
+
+@contextlib.contextmanager
 def _watched(
-    job: Job, ranks: Ranks, recipe: Recipe, store: Store | None
-) -> contextlib.AbstractContextManager[None]:
-    """Return a watch of ranks without a launcher on this host, unless the user disabled it."""
-    if store is None or job.one_host or ranks.world_size == 1 or not recipe.run.hang_timeout:
-        return contextlib.nullcontext()
-    at_end = partial(leave_failure, Path(job.scratch), ranks.rank) if job.scratch else None
-    return watching_peers(store, ranks.rank, ranks.world_size, at_end)
+    job: Job, ranks: Ranks, recipe: Recipe, store: Store | None, progress: Progress
+) -> Iterator[None]:
+    """Explain a lack of memory; watch ranks without a launcher on this host, unless the user disabled it."""
+    from nanotrain_core.run.memory import out_of_memory_told
+
+    with contextlib.ExitStack() as stack:
+        if store is not None and not job.one_host and ranks.world_size > 1 and recipe.run.hang_timeout:
+            at_end = partial(leave_failure, Path(job.scratch), ranks.rank) if job.scratch else None
+            stack.enter_context(watching_peers(store, ranks.rank, ranks.world_size, at_end))
+        stack.enter_context(out_of_memory_told(recipe, ranks.rank, progress))
+        yield
 
 
 def attempt() -> int:

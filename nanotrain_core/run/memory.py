@@ -6,7 +6,6 @@ import contextlib
 import os
 from collections.abc import Iterable, Iterator
 from math import prod
-from pathlib import Path
 
 import attrs
 import torch
@@ -17,6 +16,7 @@ from nanotrain_core.errors import NanotrainError, in_one_line
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import PlacedParameter, Placements
 from nanotrain_core.recipe.tree import Recipe
+from nanotrain_core.run.host_memory import host_memory
 from nanotrain_core.run.working import amount
 from nanotrain_core.watch.progress import Progress
 
@@ -71,7 +71,9 @@ def _expect_room(needed: int, what: str, recipe: Recipe, mesh: Mesh) -> None:
     device = mesh.device
     if device.type not in ("cpu", "cuda"):  # a dry run, or a device whose size is not known here
         return
-    total = host_memory() if device.type == "cpu" else torch.cuda.get_device_properties(device).total_memory
+    total = (
+        host_memory().most if device.type == "cpu" else torch.cuda.get_device_properties(device).total_memory
+    )
     everyone = mesh.gather((needed, total))
     found = {f"rank {rank}": pair for rank, pair in enumerate(everyone)}
     one_host = os.environ.get("LOCAL_WORLD_SIZE") == str(mesh.world_size) > "1"
@@ -89,24 +91,6 @@ def _advice(recipe: Recipe) -> str:
     large = sorted((size, name) for name, size in sizes.items() if type(size) is int and size > 1)[:-6:-1]
     keys = ", ".join(f"model.{name} = {size}" for size, name in large)
     return f"lower {keys}; or split the model over ranks on more hosts or devices"
-
-
-def host_memory(root: Path = Path("/")) -> int:
-    """Return the bytes that processes of this control group can have, with swap space; 0 if unknown."""
-    try:
-        rows = [line.split() for line in (root / "proc/meminfo").read_text(encoding="utf-8").splitlines()]
-        sizes = {row[0]: 1024 * int(row[1]) for row in rows if len(row) > 1}
-        total, swap = sizes["MemTotal:"], sizes.get("SwapTotal:", 0)
-        for line in (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines():
-            _, controllers, path = line.split(":", 2)  # version 2 names none
-            name, top = ("memory.limit_in_bytes", "memory/") if controllers else ("memory.max", "")
-            group = root / "sys/fs/cgroup" / f"{top}{path.lstrip('/')}"
-            for folder in (group, *group.parents):
-                with contextlib.suppress(OSError, ValueError):  # no such group, or no limit: "max"
-                    total = min(total, int((folder / name).read_text(encoding="utf-8")))
-    except (OSError, ValueError, KeyError):
-        return 0
-    return total + swap
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ import types
 
 import pytest
 from nanotrain_doctor.clock import ClockWatch, clock_source, judge_offsets
-from nanotrain_doctor.container import cpu_quota, host_memory
+from nanotrain_doctor.container import cpu_quota, examine_memory
 from nanotrain_doctor.limits import examine_load, locked_memory, open_files, processes
 from nanotrain_doctor.network import examine_endpoint, host_name, local_ports, port_range
 from nanotrain_doctor.shared_memory import examine_shared_memory, litter
@@ -78,23 +78,25 @@ MEMINFO = "MemTotal: 67108864 kB\nMemFree: 1 kB\nMemAvailable: {} kB\n"
 
 def test_memory_is_what_the_control_group_leaves(tmp_path):
     tree(tmp_path, proc__meminfo=MEMINFO.format(60 * 2**20), proc__self__cgroup="0::/job/step\n")
-    assert host_memory(tmp_path).status == "good"
+    assert examine_memory(tmp_path).status == "good"
     tree(tmp_path, **{"sys__fs__cgroup__job__memory.max": str(8 * GIB)})
     tree(tmp_path, **{"sys__fs__cgroup__job__memory.current": str(8 * GIB - 2**29)})
     tree(tmp_path, **{"sys__fs__cgroup__job__step__memory.max": "max"})
-    found = host_memory(tmp_path)
+    found = examine_memory(tmp_path)
     assert found.status == "bad"
     assert (found.values["limit"], found.values["used_of_limit"]) == (8 * GIB, 8 * GIB - 2**29)
-    assert host_memory(tree(tmp_path / "other", proc__meminfo=MEMINFO.format(5 * 2**20))).status == "warning"
+    assert (
+        examine_memory(tree(tmp_path / "other", proc__meminfo=MEMINFO.format(5 * 2**20))).status == "warning"
+    )
 
 
 def test_memory_of_control_groups_of_version_1(tmp_path):
     tree(tmp_path, proc__meminfo=MEMINFO.format(60 * 2**20), proc__self__cgroup="3:memory:/docker/a\n")
     group = "sys__fs__cgroup__memory__docker__a__memory."
     tree(tmp_path, **{group + "limit_in_bytes": str(2**62)})
-    assert host_memory(tmp_path).values["limit"] is None
+    assert examine_memory(tmp_path).values["limit"] is None
     tree(tmp_path, **{group + "limit_in_bytes": str(4 * GIB), group + "usage_in_bytes": str(GIB)})
-    assert host_memory(tmp_path).values["limit"] == 4 * GIB
+    assert examine_memory(tmp_path).values["limit"] == 4 * GIB
 
 
 @pytest.mark.parametrize(

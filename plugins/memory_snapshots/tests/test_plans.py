@@ -104,37 +104,35 @@ def test_an_identity_says_what_has_changed(tmp_path):
         assert places.read_identity(tmp_path) is None
 
 
-def test_memory_that_the_host_cannot_spare_is_not_taken(tmp_path, monkeypatch):
-    proc, group = tmp_path / "proc", tmp_path / "group"
+def test_memory_that_the_host_cannot_spare_is_not_taken(tmp_path):
+    proc, group = tmp_path / "proc", tmp_path / "sys" / "fs" / "cgroup"
     (proc / "self").mkdir(parents=True)
-    group.mkdir()
+    group.mkdir(parents=True)
     (proc / "self" / "mounts").write_text(f"none / ext4 rw 0 0\nnone {tmp_path} tmpfs rw 0 0\n")
     (proc / "meminfo").write_text("MemTotal: 1000000 kB\nMemAvailable: 150000 kB\n")
-    monkeypatch.setattr(space, "PROC", proc)
-    monkeypatch.setattr(space, "CGROUP", group)
-    assert space.missing(tmp_path, 99_000_000) == ""
-    assert space.missing(tmp_path, 110_000_000) == "0.10 GB of memory can be spared"
+    assert space.missing(tmp_path, 99_000_000, tmp_path) == ""
+    assert space.missing(tmp_path, 110_000_000, tmp_path) == "0.10 GB of memory can be spared"
     (proc / "self" / "cgroup").write_text("0::/job/step\n")
     for name, limit in (("job", "100000000"), ("job/step", "max")):
         (group / name).mkdir()
         (group / name / "memory.max").write_text(f"{limit}\n")
         (group / name / "memory.current").write_text("45000000\n")
         (group / name / "memory.stat").write_text("anon 45000000\ninactive_file 0\n")
-    assert space.missing(tmp_path, 40_000_000) == ""
-    assert space.missing(tmp_path, 60_000_000) == "0.05 GB of memory can be spared"
+    assert space.missing(tmp_path, 40_000_000, tmp_path) == ""
+    assert space.missing(tmp_path, 60_000_000, tmp_path) == "0.05 GB of memory can be spared"
     (group / "job" / "memory.stat").write_text("inactive_file 20000000\n")  # given back where needed
-    assert space.missing(tmp_path, 60_000_000) == ""
+    assert space.missing(tmp_path, 60_000_000, tmp_path) == ""
     (proc / "self" / "cgroup").write_text("4:cpu:/a\n3:memory:/docker/b\n")
     (group / "memory").mkdir()
     for name, number in (("limit_in_bytes", 80_000_000), ("usage_in_bytes", 45_000_000)):
         (group / "memory" / f"memory.{name}").write_text(f"{number}\n")
     (group / "memory" / "memory.stat").write_text("total_inactive_file 0\n")
-    assert space.missing(tmp_path, 60_000_000) == "0.03 GB of memory can be spared"
+    assert space.missing(tmp_path, 60_000_000, tmp_path) == "0.03 GB of memory can be spared"
     (group / "memory" / "memory.limit_in_bytes").write_text("45000000\n")
-    assert space.missing(tmp_path, 1) == "0.00 GB of memory can be spared"
-    assert space.missing(tmp_path, 0) == ""  # a restart refused here would end the run
+    assert space.missing(tmp_path, 1, tmp_path) == "0.00 GB of memory can be spared"
+    assert space.missing(tmp_path, 0, tmp_path) == ""  # a restart refused here would end the run
     (proc / "self" / "cgroup").write_text("0::/\n")
-    assert space.missing(tmp_path, 60_000_000) == ""
+    assert space.missing(tmp_path, 60_000_000, tmp_path) == ""
     (proc / "self" / "mounts").write_text("none / ext4 rw 0 0\n")  # a disk has its own limit
-    assert space.missing(tmp_path, 110_000_000) == ""
-    assert "GB are free in" in space.missing(tmp_path, 10**18)
+    assert space.missing(tmp_path, 110_000_000, tmp_path) == ""
+    assert "GB are free in" in space.missing(tmp_path, 10**18, tmp_path)

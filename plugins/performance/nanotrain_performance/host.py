@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import resource
 import sys
@@ -10,11 +9,10 @@ from pathlib import Path
 
 import attrs
 
+from nanotrain_core.api import host_memory
+
 PAGE = resource.getpagesize()
 STATM = "/proc/self/statm"
-MEMINFO = Path("/proc/meminfo")
-#: Limit and use of a cgroup (version 2), relative to its folder.
-LIMIT, USE = "memory.max", "memory.current"
 
 
 @attrs.define(frozen=True)
@@ -53,18 +51,13 @@ def peak() -> int:
     return most if sys.platform == "darwin" else most * 1024
 
 
-def share_in_use(meminfo: Path = MEMINFO, cgroup: Path = Path("/sys/fs/cgroup")) -> float | None:
-    """Return the share in use of the host's memory, or of what the cgroup may have if that is more.
+def share_in_use(root: Path = Path("/")) -> float | None:
+    """Return the fraction in use of the host's memory, or of what a control group may have if that is more.
 
-    Memory that the system would give back, as of files it keeps, counts as free.
+    Memory that the system would give back, such as cached files, counts as free. None if nothing is known.
     """
-    shares: list[float] = []
-    with contextlib.suppress(OSError, ValueError, KeyError):
-        lines = (line.split(":") for line in meminfo.read_text().splitlines() if ":" in line)
-        found = {name: int(rest.split()[0]) for name, rest in lines}
-        shares.append(1 - found["MemAvailable"] / found["MemTotal"])
-    with contextlib.suppress(OSError, ValueError):  # "max" is no limit
-        stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
-        free = int(stat.get("inactive_file", 0))
-        shares.append((int((cgroup / USE).read_text()) - free) / int((cgroup / LIMIT).read_text()))
+    memory = host_memory(root)
+    shares = [(g.used - g.cached) / g.limit for g in memory.groups if g.used is not None and g.limit]
+    if memory.total and memory.available is not None:
+        shares.append(1 - memory.available / memory.total)
     return max(shares, default=None)

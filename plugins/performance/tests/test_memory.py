@@ -178,17 +178,16 @@ def test_resident_memory_is_the_kernels():
     assert counts.read() is None
 
 
-def test_the_hosts_share_is_the_larger_of_machine_and_cgroup(tmp_path):
-    meminfo = tmp_path / "meminfo"
-    meminfo.write_text("MemTotal: 1000 kB\nMemFree: 10 kB\nMemAvailable: 600 kB\n")
-    assert host.share_in_use(meminfo, tmp_path) == pytest.approx(0.4)
-    for name, text in {
-        "memory.max": "1000",
-        "memory.current": "900",
-        "memory.stat": "inactive_file 50\n",
-    }.items():
-        (tmp_path / name).write_text(text)
-    assert host.share_in_use(meminfo, tmp_path) == pytest.approx(0.85)
-    (tmp_path / "memory.max").write_text("max")
-    assert host.share_in_use(meminfo, tmp_path) == pytest.approx(0.4)
-    assert host.share_in_use(tmp_path / "none", tmp_path / "none") is None
+def test_the_hosts_share_is_the_larger_of_machine_and_control_group(tmp_path):
+    assert host.share_in_use(tmp_path) is None
+    group = tmp_path / "sys/fs/cgroup/job"
+    group.mkdir(parents=True)
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 1000 kB\nMemFree: 10 kB\nMemAvailable: 600 kB\n")
+    assert host.share_in_use(tmp_path) == pytest.approx(0.4)
+    (tmp_path / "proc/self/cgroup").write_text("0::/job/step\n")  # the limit is that of the job
+    for name, text in {"max": "1000", "current": "900", "stat": "inactive_file 50\n"}.items():
+        (group / f"memory.{name}").write_text(text)
+    assert host.share_in_use(tmp_path) == pytest.approx(0.85)
+    (group / "memory.max").write_text("max")
+    assert host.share_in_use(tmp_path) == pytest.approx(0.4)
