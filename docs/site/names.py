@@ -121,9 +121,15 @@ def _comment_before(path: Path, line: int) -> str:
 
 def first_sentence(text: str) -> str:
     """Return the first sentence of a docstring as Markdown in a table."""
-    words = " ".join(text.strip().partition("\n\n")[0].split())
+    words = plain(text.strip().partition("\n\n")[0])
+    return re.split(r"(?<=[^.][.])(?<!e\.g\.)(?<!i\.e\.)\s+(?=[A-Z`])", words)[0]
+
+
+def plain(text: str) -> str:
+    """Return a docstring as Markdown in a table: on one line, references as code."""
+    words = " ".join(text.split())
     words = re.sub(r":\w+:`~?(?:[\w.]*\.)?(\w+)`", r"`\1`", words).replace("``", "`")
-    return re.split(r"(?<=[^.][.])(?<!e\.g\.)(?<!i\.e\.)\s+(?=[A-Z`])", words)[0].replace("|", "\\|")
+    return words.replace("|", "\\|")
 
 
 def page() -> str:
