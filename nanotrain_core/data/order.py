@@ -81,6 +81,9 @@ class SequenceData:
     def prepare(self, *, length: int, seed: int, train: int, validation: int, fingerprint: str) -> None:
         """Start at position 0 of ``train`` sequences.
 
+        Sets the attributes ``length``, ``longest``, ``train``, ``validation``, ``position`` and
+        ``fingerprint``: a subclass that stores something else uses other names.
+
         Args:
             length: sequence length in tokens, as the model reads it.
             seed: of the order.
