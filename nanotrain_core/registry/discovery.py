@@ -154,7 +154,7 @@ def _clash(info: PluginInfo, found: list[tuple[PluginInfo, Import]]) -> PluginIn
     owners = " and ".join(f"{other.distribution} {other.version}" for other in several)
     apart = len({other.distribution for other in several}) > 1
     remedy = "block one with --no-plugin DISTRIBUTION" if apart else "leave out --plugin, or uninstall it"
-    return attrs.evolve(info, error=f"announced by {owners}; {remedy}")
+    return attrs.evolve(info, error=f"there are {len(several)} of this name: {owners}; {remedy}")
 
 
 def _load(info: PluginInfo, importer: Import) -> PluginInfo:
