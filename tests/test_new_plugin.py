@@ -102,6 +102,14 @@ def test_a_package_has_what_it_needs_and_passes_every_check(tmp_path, capsys):
     assert main(["conformance", "data:my_thing", "--plugin", str(root)]) == Exit.DONE
 
 
+def test_a_readme_installs_the_package_and_then_uses_it_without_plugin():
+    """An installed plugin that ``--plugin`` names too is refused."""
+    files = NewPlugin("my_thing", "optimizer", True).files()
+    readme = files["nanotrain-my-thing/README.md"]
+    assert "\nnanotrain run laptop --set 'optimizer={use=\"my_thing\",lr=1e-3}'\n" in readme
+    assert "--plugin" not in readme
+
+
 def test_the_command_that_is_written_runs(tmp_path, capsys):
     write(tmp_path, NewPlugin("count_tokens", "command", False))
     words = ["laptop", "--steps", "3", "--plugin", str(tmp_path / "count_tokens.py")]

@@ -159,11 +159,11 @@ class NewPlugin:
     def proofs(self) -> tuple[Proof, ...]:
         return OFFERS[self.kind].proofs
 
-    def run(self) -> str:
-        """Return a command line that uses it."""
+    def run(self, *, installed: bool = False) -> str:
+        """Return a command line that uses it: with ``--plugin``, unless the package is installed."""
         words = [word.replace("NAME", self.name) for word in OFFERS[self.kind].run]
         start = ["run", "laptop"] if self.proofs else [self.command, "laptop"]
-        return shlex.join(["nanotrain", *start, *words, "--plugin", self.root])
+        return shlex.join(["nanotrain", *start, *words, *([] if installed else ["--plugin", self.root])])
 
     def tests(self) -> list[str]:
         """Return commands that test it: in general, then in a typical recipe."""
@@ -195,7 +195,7 @@ class NewPlugin:
             kind=OFFERS[self.kind].kind or "command",
             module=self.kind,
             core=f">={major}.{minor},<{major}.{int(minor) + 1}",
-            run=self.run(),
+            run=self.run(installed=True),
             test=f"conformance: {len(self.proofs)} case(s)" if self.proofs else "command",
         )
 
