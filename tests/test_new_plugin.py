@@ -94,7 +94,7 @@ def test_a_package_has_what_it_needs_and_passes_every_check(tmp_path, capsys):
         "pyproject.toml",
         "nanotrain_my_thing/__init__.py",
         "nanotrain_my_thing/data.py",
-        "tests/test_conformance.py",
+        "tests/test_my_thing.py",
     }
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
     assert project["entry-points"]["nanotrain.plugins"] == {"my_thing": "nanotrain_my_thing"}

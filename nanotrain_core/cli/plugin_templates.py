@@ -151,7 +151,8 @@ class NewPlugin:
                 "README.md": self._fill("README.md", ""),
                 f"{module}/__init__.py": self._halves(self._factory())[0],
                 f"{module}/{self.kind}.py": f'"""{self._title()}"""\n\n' + self._halves("")[1],
-                f"tests/test_{'conformance' if self.proofs else 'command'}.py": self._test(),
+                # In packages that pytest is given together, files of one name would clash.
+                f"tests/test_{self.name}.py": self._test(),
             }.items()
         }
 
