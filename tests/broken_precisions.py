@@ -119,6 +119,33 @@ class LosesTheLastRow(Uniform):
                     setattr(module, name, nn.Parameter(PackedWeight.of(getattr(module, name), Bytes())))
 
 
+class UnitGEMM(TorchGEMM):
+    """Multiplies numbers of size one: x is divided by the root of how many inputs there are, y multiplied."""
+
+    def __init__(self, inputs):
+        self.inputs = inputs
+
+    def forward(self, x_MK, *weights_NK):
+        ys, _ = super().forward(x_MK / self.inputs**0.5, *weights_NK)
+        return [y * weight.shape[1] ** 0.5 for y, weight in zip(ys, weights_NK, strict=True)], (x_MK,)
+
+
+class AsksTheModuleForItsSize(Uniform):
+    """Takes the number of inputs from ``in_features``, which is the whole layer's, where a rank has some."""
+
+    def __init__(self, config):
+        super().__init__(torch.bfloat16, NoLossScale())
+
+    def setup(self, seed, passes, gemm):
+        self.passes = passes
+
+    def convert(self, part):
+        for _, module, _ in tagged(part):
+            if isinstance(module, nn.Linear) and gemm_parameters(module):
+                use_gemm(module, {"weight": UnitGEMM(module.in_features)}, self.passes)
+        return super().convert(part)
+
+
 @hookimpl
 def nanotrain_register_precision(register):
     for cls in (
@@ -127,5 +154,6 @@ def nanotrain_register_precision(register):
         ForgetsItsMasters,
         LosesOneGradient,
         LosesTheLastRow,
+        AsksTheModuleForItsSize,
     ):
         register(twin(cls))

@@ -173,6 +173,16 @@ FAULTS = [
         {"every_weight_has_its_gradient", "loss_follows_float32"},
     ),
     (
+        Case(
+            "precision",
+            use="asks_the_module_for_its_size",
+            topology={"tp": 2},
+            overrides={"parallel": [{"use": "sliced"}, {"use": "summed"}]},
+            plugins=PRECISIONS,
+        ),
+        {"every_weight_has_its_gradient"},
+    ),
+    (
         Case("precision", use="loses_the_last_row", plugins=PRECISIONS),
         {"packed_weights_keep_what_is_written"},
     ),

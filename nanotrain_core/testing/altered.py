@@ -39,7 +39,7 @@ class FirstStep:
 def first_step(
     case: Case, changes: Mapping[str, Any], whole: Mapping[str, torch.Tensor] | None = None
 ) -> FirstStep:
-    """Train in one process, with the values of ``whole``, by name, as weights if given."""
+    """Train on this rank; in one process, with the values of ``whole``, by name, as weights if given."""
     log.ensure(rank())
     random_state.seed_all(1, rank())
     engine = make_engine(case, changes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,13 @@ import attrs
 import torch
 
 from nanotrain_core.component import Support
+from nanotrain_core.compose import Run
 from nanotrain_core.contracts import MasterWeight, Precision
 from nanotrain_core.layout.placement import RANGE, Piece
 from nanotrain_core.precision.dtypes import kept_dtypes
 from nanotrain_core.precision.quantized_storage import PackedWeight, Packing, dequantize, form_of
 from nanotrain_core.testing.case import Case
-from nanotrain_core.testing.checks import check
+from nanotrain_core.testing.checks import check, distributed
 from nanotrain_core.testing.checks.optimizer import whole_of
 from nanotrain_core.testing.compare import assert_bitwise, assert_same
 from nanotrain_core.testing.pool import run_ranks
@@ -70,10 +72,23 @@ class Mastered:
 
 
 def masters_of(case: Case) -> list[Mastered]:
-    """Return a new master of each parameter."""
+    """Return a new master of each parameter that this rank has."""
     precision = precision_of(case)
-    pieces = [Piece(p.parameter, p.placement) for p in make_run(case.alone(), {}).placed]
+    pieces = [Piece(p.parameter, p.placement) for p in made_run(case).placed]
     return [Mastered(piece, precision, precision.master(piece.weight, piece)) for piece in pieces]
+
+
+def made_run(case: Case) -> Run:
+    """Return the case's run on this rank; of one process, without wrappers that have nothing to do."""
+    return make_run(case if distributed(case) else case.alone(), {})
+
+
+def on_each_rank(look: Callable[[Case], None], case: Case) -> None:
+    """Call ``look`` on every rank of the case: of what is split or in stages each has something else."""
+    if distributed(case):
+        run_ranks(look, case.world_size, case)
+    else:
+        look(case)
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
@@ -88,8 +103,13 @@ def parameters_have_the_declared_dtype(case: Case) -> None:
 
     What a module keeps by ``keep_dtype`` has the dtype that it was built with.
     """
+    on_each_rank(assert_declared_dtypes, case)
+
+
+def assert_declared_dtypes(case: Case) -> None:
+    """Check the parameters of this rank."""
     declared = precision_of(case).parameter_dtype
-    stages = make_run(case.alone(), {}).stages.values()
+    stages = made_run(case).stages.values()
     kept = {name for stage in stages for name in kept_dtypes(stage)}
     wrong = {
         found.name: found.weight.dtype
@@ -123,6 +143,11 @@ def stored_weights_reach_the_model(case: Case) -> None:
     or, where masters round weights further when they are made, to what they leave alone. A format that is not
     rounded to its nearest number (``rounds_to_nearest``) may be twice as far.
     """
+    on_each_rank(assert_stored, case)
+
+
+def assert_stored(case: Case) -> None:
+    """Store other weights in the masters of this rank, and look at its parameters."""
     far = STORE_ERROR * (1 if case.supported("rounds_to_nearest") is Support.FULL else 2)
     for found in masters_of(case):
         name, weight, master = found.name, found.weight, found.master

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from nanotrain_core.component import Support
 from nanotrain_core.contracts import StepReport
-from nanotrain_core.testing.altered import first_step
+from nanotrain_core.testing.altered import FirstStep, first_step
 from nanotrain_core.testing.case import Case
-from nanotrain_core.testing.checks import check
+from nanotrain_core.testing.checks import check, distributed
 from nanotrain_core.testing.checks.parallel import one_process
 from nanotrain_core.testing.checks.precision import ADAMW, precision_of, relative_error
-from nanotrain_core.testing.compare import whole
+from nanotrain_core.testing.compare import Whole, whole
 from nanotrain_core.testing.pool import run_ranks
 
 #: Between which the share of float32's gradient in a gradient must lie: of one that is lost it is 0, of one
@@ -67,23 +68,47 @@ def loss_falls_beside_float32s(case: Case) -> None:
     )
 
 
+#: On ranks a gradient may be this many times as far from float32's as in one process, and further by this
+#: share of it: partial sums are rounded, and tiles begin elsewhere. Of one that is half lost 0.5 is missing.
+FURTHER, BESIDES = 2.0, 0.15
+#: Gradients of a smaller share of the largest are not compared: little is left of them in a narrow format.
+SMALL = 1e-3
+
+
 @check("precision", since="0.2")
 def every_weight_has_its_gradient(case: Case) -> None:
-    """In the first step each parameter's gradient has float32's, of the same weights, in it, and once."""
-    changes = {"run": {"steps": 1}, "batch": {"microbatch": 4}}
-    alone, wide = case.alone(), {**changes, "precision": {"use": "fp32"}}
-    (narrow,) = run_ranks(first_step, 1, alone, changes)
+    """In the first step each parameter's gradient has float32's, of the same weights, in it, and once.
+
+    On several ranks it is about as near float32's as in one process.
+    """
+    changes = {"run": {"steps": 1}, **({} if distributed(case) else {"batch": {"microbatch": 4}})}
+    ranks: list[FirstStep] = run_ranks(first_step, case.world_size, case, changes)
+    wide = {**changes, "precision": {"use": "fp32"}}
     # With others, as before they were rounded, a router chooses other experts, and gradients differ. With
     # these it does for some tokens: they move a gradient far, but hardly along float32's.
-    (plain,) = run_ranks(first_step, 1, alone, wide, whole([narrow.weights]))
+    same = whole([rank.weights for rank in ranks])
+    (plain,) = run_ranks(first_step, 1, case.alone(), wide, same)
     scale = precision_of(case).loss_scale.value
-    got, want = whole([narrow.gradients]), whole([plain.gradients])
+    got, want = whole([rank.gradients for rank in ranks], atol=math.inf), whole([plain.gradients])
     largest = max(gradient.norm() for gradient in want.values())
-    for name, gradient in want.items():
-        if gradient.norm() > 1e-3 * largest:
-            exact, found = gradient.double(), got[name].double() / scale
-            share = float((found * exact).sum() / exact.square().sum())
-            assert SHARES[0] < share < SHARES[1], (
-                f"{name}: the gradient has {share:.3g} times float32's in it, where 1 is right and 0 none at "
-                f"all; it is {relative_error(found, exact):.3g} of it away"
-            )
+    compared = {name: want[name].double() for name in want if want[name].norm() > SMALL * largest}
+    for name, exact in compared.items():
+        found = got[name].double() / scale
+        share = float((found * exact).sum() / exact.square().sum())
+        assert SHARES[0] < share < SHARES[1], (
+            f"{name}: the gradient has {share:.3g} times float32's in it, where 1 is right and 0 none at "
+            f"all; it is {relative_error(found, exact):.3g} of it away"
+        )
+    if distributed(case):
+        (alone,) = run_ranks(first_step, 1, case.alone(), changes)
+        _assert_as_near(got, whole([alone.gradients]), compared, scale)
+
+
+def _assert_as_near(got: Whole, alone: Whole, exact: Whole, scale: float) -> None:
+    for name, wanted in exact.items():
+        here, there = (relative_error(found[name].double() / scale, wanted) for found in (got, alone))
+        assert here <= FURTHER * there + BESIDES, (
+            f"{name}: the gradient on several ranks is {here:.3g} of float32's away from it, in one process "
+            f"{there:.3g}: what `convert` puts in the place of a module must keep its hooks and its tag "
+            "(nanotrain_core.layout.roles.replace)"
+        )
