@@ -27,6 +27,14 @@ class WritesInPlace(SimpleCheckpoint):
             super()._write(step, tensors, meta)
 
 
+class SavesInOneDtype(SimpleCheckpoint):
+    """Writes all tensors in the dtype of the first, as one flat array would be."""
+
+    def _write(self, step, tensors, meta):
+        first = next(iter(tensors.values())).dtype
+        super()._write(step, {name: each.to(first).to(each.dtype) for name, each in tensors.items()}, meta)
+
+
 class NeverFallsBack(SimpleCheckpoint):
     """Insists on the newest checkpoint, whole or not."""
 
@@ -109,6 +117,7 @@ def bare_hashes(path):
 @hookimpl
 def nanotrain_register_checkpoint(register):
     register(twin(WritesInPlace, configs.SimpleCheckpointConfig))
+    register(twin(SavesInOneDtype, configs.SimpleCheckpointConfig))
     register(twin(NeverFallsBack, configs.SimpleCheckpointConfig))
     register(twin(TellsAnyhow, configs.SimpleCheckpointConfig))
     register(twin(SetsAllAside, configs.SimpleCheckpointConfig))

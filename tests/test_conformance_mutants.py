@@ -306,6 +306,13 @@ def test_without_options_optimizers_are_also_tried_on_ranges_of_parameters():
     assert not layout_failures(attrs.evolve(case, overrides=SUMMED))
 
 
+def test_without_options_checkpoints_are_also_tried_with_tensors_of_several_dtypes():
+    listed, _ = planned(Case("checkpoint", use="saves_in_one_dtype", plugins=CHECKPOINTS))
+    of_case = {t.case.id: t for t in listed if t.label == "every_bit_comes_back"}
+    assert not failures([of_case["saves_in_one_dtype-uneven"]])
+    assert failures([of_case["saves_in_one_dtype-bf16"]])
+
+
 @pytest.mark.full
 def test_gradients_that_other_weights_have_are_not_blamed_on_what_monitors_see():
     case = Case("optimizer", use="as_long_as_its_piece", topology={"dp": 2}, overrides=RANGED, plugins=TWINS)

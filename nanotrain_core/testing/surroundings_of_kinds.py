@@ -32,6 +32,8 @@ UNEVEN: Tables = {
 }
 EXPERTS: Tables = {"model": {"use": "routed"}}
 MIXED: Tables = {"precision": {"use": "wide_norms"}}
+#: Weights in bfloat16, and masters and moments in float32: elsewhere all tensors have one dtype.
+NARROW: Tables = {"precision": {"use": "bf16"}}
 #: float16 with a scale at which the first steps overflow, and are skipped.
 SKIPPING: Tables = {"precision": {"use": "fp16", "initial_scale": 2.0**24}, "optimizer": {"use": "adamw"}}
 
@@ -166,6 +168,7 @@ def _checkpoint(component: Component) -> Iterator[Wanted]:
     yield Wanted("pp2-tied", {"pp": 2}, _tied([SUMMED]), needs=("pp",))
     yield Wanted("dp2-ep2", {"dp": 2, "ep": 2}, {**EXPERTS, "parallel": [SPREAD, SUMMED]}, needs=("ep",))
     yield Wanted("uneven", {}, UNEVEN, needs=("uneven",))
+    yield Wanted("bf16", {}, NARROW, needs=("bf16",))
 
 
 def _schedule(component: Component) -> Iterator[Wanted]:
