@@ -373,6 +373,20 @@ class MeasuresOnOneRank(CountsOnOneRank):
             self.metrics.scalar(f"size/{name}", output.abs().mean())
 
 
+class MeasuresItsShare(DrawsNumbers):
+    """Publishes the size of a whole weight's gradient, and leaves out what other ranks have of the weight."""
+
+    on_step = Monitor.on_step
+
+    def on_start(self, run):
+        self.metrics = run.metrics
+
+    def on_before_update(self, update):
+        for gradient in update.gradients():
+            if gradient.name == "layers.0.attn.o.weight":
+                self.metrics.scalar("share", gradient.tensor.double().square().sum())
+
+
 class DrawsBeforeSaving(DrawsNumbers):
     on_step = Monitor.on_step
 
@@ -481,6 +495,8 @@ def nanotrain_register_monitor(register):
     register(attrs.evolve(twin(CountsOnOneRank), metrics=[sizes]))
     of_layers = attrs.evolve(size, name="size/{block}", reduce="mean", cost="layers")
     register(attrs.evolve(twin(MeasuresOnOneRank), metrics=[of_layers]))
+    share = attrs.evolve(size, name="share", reduce="mean", cost="weights")
+    register(attrs.evolve(twin(MeasuresItsShare), metrics=[share]))
 
 
 @hookimpl

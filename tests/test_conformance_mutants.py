@@ -313,6 +313,14 @@ def test_without_options_checkpoints_are_also_tried_with_tensors_of_several_dtyp
     assert failures([of_case["saves_in_one_dtype-bf16"]])
 
 
+def test_without_options_what_monitors_publish_is_also_that_of_one_process_where_weights_are_split():
+    listed, _ = planned(Case("monitor", use="measures_its_share", plugins=TWINS))
+    of_case = {t.case.id: t for t in listed if t.label == "publishes_what_one_process_does"}
+    (error,) = failures([of_case["measures_its_share-tp2"]]).values()
+    assert "'share' is" in str(error)
+    assert not failures([of_case["measures_its_share-dp2"]])
+
+
 @pytest.mark.full
 def test_gradients_that_other_weights_have_are_not_blamed_on_what_monitors_see():
     case = Case("optimizer", use="as_long_as_its_piece", topology={"dp": 2}, overrides=RANGED, plugins=TWINS)

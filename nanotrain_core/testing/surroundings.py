@@ -44,7 +44,7 @@ FEW: Mapping[str, frozenset[str]] = {
         "checkpoint": "every_bit_comes_back resumed_run_is_the_same_run loads_on_one_process "
         "goes_on_on_another_layout a_missing_tensor_is_refused",
         "schedule": "gradients_equal",
-        "monitor": "changes_nothing publishes_what_it_declares",
+        "monitor": "changes_nothing publishes_what_it_declares publishes_what_one_process_does",
     }.items()
 }
 
