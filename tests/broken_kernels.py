@@ -11,6 +11,8 @@ from torch import nn
 from nanotrain_core import hookimpl
 from nanotrain_core.batch import IGNORE
 from nanotrain_core.contracts import Kernels
+from nanotrain_core.layout.exchange import GlooExchange
+from nanotrain_core.layout.transport import Transport
 from nanotrain_core.models.ops import TORCH
 from nanotrain_core.precision.gemm import TorchGEMM
 
@@ -182,7 +184,36 @@ class RoundsAtRandom(Replacing):
         return y if y.dtype != torch.bfloat16 else (y.float() * (1 + torch.rand(y.shape) * 2**-7)).to(y.dtype)
 
 
+class SumsAllButTheLast(Kernels):
+    """Has an all-reduce that leaves the last element of an odd number as it was."""
+
+    def __init__(self, config):
+        self.config = config
+
+    def transport(self):
+        return ShortTransport()
+
+
+class ShortTransport(Transport):
+    def exchange(self, group, device, timeout):
+        return ShortExchange(group, device)
+
+
+class ShortExchange(GlooExchange):
+    def all_reduce(self, x, *, async_op=False):
+        pending = super().all_reduce(x, async_op=async_op)
+
+        def total():
+            found = pending()
+            if x.numel() % 2:
+                found.view(-1)[-1] = x.reshape(-1)[-1]
+            return found
+
+        return total
+
+
 TWINS = (
+    SumsAllButTheLast,
     IgnoresTheScale,
     SeesLaterBlocks,
     AddsEpsToTheRoot,

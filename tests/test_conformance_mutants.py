@@ -157,6 +157,10 @@ FAULTS = [
             "runs_are_plain_pytorchs[weight_passes_of_experts]",
         },
     ),
+    (
+        Case("kernels", use="sums_all_but_the_last", plugins=KERNELS),
+        {f"exchanges_are_those_of_process_groups[{ranks}]" for ranks in (2, 4)},
+    ),
     (Case("kernels", use="counts_runs", plugins=KERNELS), {"runs_know_nothing_of_one_another"}),
     (Case("kernels", use="rounds_at_random", plugins=KERNELS), {"two_calls_have_the_same_bits"}),
     (
