@@ -92,9 +92,10 @@ def planned(case: Case, *, quick: bool = False) -> tuple[list[Trial], list[Skip]
 
 
 def _unpromised(each: Surrounding) -> Iterator[Skip]:
-    """Yield the checks of a surrounding that its component declares not to fulfil."""
+    """Yield the checks of a surrounding to which its component is not held."""
     for check in every_check():
-        if check.promise and check.kind == each.case.kind and each.has(check.kind, check.name, check.name):
+        mine = check.kind == each.case.kind and each.has(check.kind, check.name, check.name)
+        if mine and check.applies(each.case):
             reason = check.declined(each.case)
             if reason:
                 yield Skip("-".join(filter(None, (each.name, check.name))), reason)

@@ -19,6 +19,7 @@ from nanotrain_core.testing.case import Case
 Function = Callable[..., None]
 F = TypeVar("F", bound=Function)
 Applies = Callable[[Case], bool]
+Limit = Callable[[Case], str | None]
 
 
 @attrs.define(frozen=True)
@@ -38,9 +39,14 @@ class Check:
     promise: str = ""
     """A word of ``Component.supports`` or ``supports_for``: a component that declares it partial or
     unsupported is not held to it."""
+    limit: Limit = lambda case: None
+    """Why the harness cannot check such a case; None if it can."""
 
     def declined(self, case: Case) -> str | None:
-        """Return how the component declares that it does not promise this; None if it promises."""
+        """Return why the component is not held to this, as declared or for a limit of ours; None if it is."""
+        limit = self.limit(case)
+        if limit is not None:
+            return limit
         support = case.supported(self.promise) if self.promise else Support.FULL
         return None if support is Support.FULL else f"it declares {self.promise}: {support.value}"
 
@@ -61,12 +67,13 @@ def check(
     applies: Applies = lambda case: True,
     of_component: bool = False,
     promise: str = "",
+    limit: Limit = lambda case: None,
 ) -> Callable[[F], F]:
     """Add a function to the checks of ``kind``, under the function's name."""
 
     def add(function: F) -> F:
         name = function.__name__
-        _CHECKS.append(Check(kind, name, since, variants, applies, function, of_component, promise))
+        _CHECKS.append(Check(kind, name, since, variants, applies, function, of_component, promise, limit))
         return function
 
     return add

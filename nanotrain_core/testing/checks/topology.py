@@ -129,19 +129,24 @@ def views_fold_the_same_ranks(case: Case) -> None:
 KNOWN = {"dp", "edp", "tp", "ep", "pp"}
 
 
-def _trains(case: Case) -> bool:
-    """Return whether the harness can train on the layout."""
+def _above(case: Case) -> set[str]:
+    """Return the dimensions with more than one rank, of all views; none of a layout that is refused."""
     try:
-        sizes = {
-            dim: n for view in layout_of(case, case.world_size).sizes.values() for dim, n in view.items()
-        }
+        views = layout_of(case, case.world_size).sizes.values()
     except ValueError:
-        return False
-    above = {dim for dim, n in sizes.items() if n > 1}
-    return bool(above) and above <= KNOWN and not {"tp", "ep"} <= above
+        return set()
+    return {dim for view in views for dim, size in view.items() if size > 1}
 
 
-@check("topology", since="0.2", applies=_trains)
+def _untrained(case: Case) -> str | None:
+    """Return why the harness cannot train on the layout; None if it can."""
+    above = _above(case)
+    if unknown := sorted(above - KNOWN):
+        return f"the harness has no parallel wrapper for {', '.join(unknown)}"
+    return "the harness has no parallel wrapper for tp and ep together" if {"tp", "ep"} <= above else None
+
+
+@check("topology", since="0.2", applies=lambda case: bool(_above(case)), limit=_untrained)
 def a_run_on_it_equals_one_process(case: Case) -> None:
     """Trained on this layout, a tiny model has the gradients and weights of one process, to 1e-10."""
     from nanotrain_core.testing.compare import assert_same, whole
