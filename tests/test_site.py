@@ -11,7 +11,6 @@ from doc_blocks import PAGES, ROOT
 from nanotrain_core.command import CORE_COMMANDS
 from nanotrain_core.component import KINDS
 from nanotrain_core.errors import Exit
-from nanotrain_core.registry.registry import load_plugins
 
 SITE = ROOT / "docs/site"
 
@@ -33,12 +32,18 @@ def generated():
 
 
 def test_there_is_a_page_for_each_plugin_table_and_command(generated):
-    registry = load_plugins()
+    registry = pages.repository_plugins({path.parent.name for path in ROOT.glob("plugins/*/README.md")})
     plugins = {path.name for path in ROOT.glob("plugins/*") if (path / "pyproject.toml").is_file()}
     expected = {f"plugins/{name}.md" for name in plugins}
     expected |= {f"recipe/{name}.md" for name in ("run", "batch", "evaluation", *KINDS)}
     expected |= {f"commands/{name}.md" for name in (*CORE_COMMANDS, *registry.commands())}
     assert set(generated) == expected | {f"{folder}/index.md" for folder in ("plugins", "recipe", "commands")}
+
+
+def test_plugins_of_others_that_are_installed_have_no_pages():
+    found = pages.repository_plugins({"ddp"})
+    assert [plugin.name for plugin in found.plugins] == ["builtin", "ddp"]
+    assert "tp" not in found.names("parallel")
 
 
 def test_a_page_of_keys_has_every_key_with_type_default_and_text(generated):
@@ -59,7 +64,7 @@ def test_a_page_of_a_command_has_its_options(generated):
     assert "| `verify` `--step N` | which one; default: all |" in generated["commands/ckpt.md"]
 
 
-def test_a_page_of_a_plugin_is_its_readme_and_what_it_announces(generated):
+def test_a_page_of_a_plugin_is_its_readme_and_what_it_registers(generated):
     page = generated["plugins/tp.md"]
     assert page.startswith("# nanotrain-tp\n")
     assert "| parallel | [`tp`](../recipe/parallel.md#tp) |" in page

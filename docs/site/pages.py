@@ -43,8 +43,8 @@ def generated() -> dict[str, str]:
     Raises:
         RuntimeError: a plugin of this repository is not installed, or does not load.
     """
-    registry = load_plugins()
     readmes = {path.parent.name: path for path in sorted(ROOT.glob("plugins/*/README.md"))}
+    registry = repository_plugins({*readmes})
     there = {plugin.name for plugin in registry.plugins}
     if missing := sorted({*readmes} - there) + [str(plugin) for plugin in registry.broken]:
         raise RuntimeError(f"not installed, or broken: {', '.join(missing)}; see requirements-dev.txt")
@@ -59,11 +59,18 @@ def generated() -> dict[str, str]:
         "Recipe keys",
         "Every key of every table that the core and the plugins of this repository have. `nanotrain schema` "
         "prints the same for the installed plugins; [recipes](../recipes.md) describes how tables are "
-        "merged and checked.",
+        "merged and checked, and those of `[[phase]]`.",
         pages,
     )
     pages["commands/index.md"] = _index("Commands", "`nanotrain COMMAND --help` prints the same.", pages)
     return pages
+
+
+def repository_plugins(names: set[str]) -> Registry:
+    """Return a registry of the core and the plugins ``names``, without others that are installed."""
+    registry = load_plugins()
+    others = {each.name for each in (*registry.plugins, *registry.broken)} - names - {"builtin"}
+    return load_plugins(block=sorted(others)) if others else registry
 
 
 def _index(title: str, text: str, pages: dict[str, str]) -> str:
@@ -82,13 +89,13 @@ def _index(title: str, text: str, pages: dict[str, str]) -> str:
 
 
 def plugin_page(name: str, readme: Path, registry: Registry) -> str:
-    """Return a plugin's README, and what it announces."""
+    """Return a plugin's README, and what it registers."""
     text = relinked(readme.read_text(encoding="utf-8"), readme.parent, ROOT / "docs/plugins").rstrip()
     (plugin,) = (each for each in registry.plugins if each.name == name)
     lines = [
         "",
         "",
-        "## What it announces",
+        "## What it registers",
         "",
         "| kind | name | what it is | capabilities |",
         "|---|---|---|---|",
@@ -133,7 +140,7 @@ def table_page(name: str, registry: Registry, schema: dict[str, Any]) -> str:
     lines = [
         f"# {shown}",
         "",
-        f"Components of this kind, each with its own keys; [how to write one](../kinds/{name}.md).",
+        f"{', '.join(f'`{use}`' for use in registry.names(name))}; [how to write one](../kinds/{name}.md).",
         "",
     ]
     for use in registry.names(name):
