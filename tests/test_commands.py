@@ -123,7 +123,7 @@ def test_two_plugins_with_one_command_are_both_named(tmp_path, capsys):
     first, second = plugin(tmp_path / "a"), plugin(tmp_path / "b", file="welcome.py")
     code, _, err = call(capsys, "hello", "you", "--plugin", first, "--plugin", second)
     assert code == 2
-    assert "several plugins have command 'hello': plugin 'greeting'" in err
+    assert "command 'hello' is registered by plugin 'greeting'" in err
     assert "--no-plugin greeting or --no-plugin welcome, or rename the command" in err
     asked = ("hello", "you", "--plugin", first, "--plugin", second, "--no-plugin", "welcome")
     assert call(capsys, *asked)[0] == 0

@@ -87,7 +87,7 @@ def test_registered_component_is_found_with_its_owner(site):
         (PLUGIN.replace("{name}", "Not A Name"), "lower-case"),
         (PLUGIN + "\n    1 / 0\n", "ZeroDivisionError"),
         (PLUGIN + PLUGIN.split("(register):")[1], "registered twice"),
-        ("", "announces no component"),
+        ("", "registers no component"),
     ],
 )
 def test_broken_plugin_keeps_its_error_and_harms_no_other(site, source, reason):

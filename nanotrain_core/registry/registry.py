@@ -193,7 +193,7 @@ def _clash(kind: str, name: str, plugins: list[PluginInfo]) -> str:
     owners = " and ".join(map(str, plugins))
     options = " or ".join(f"--no-plugin {p.name}" for p in plugins if p.name != "builtin")
     what = "command" if kind == "command" else "component"
-    return f"several plugins have {kind} '{name}': {owners}; {options}, or rename the {what}"
+    return f"{kind} '{name}' is registered by {owners}; {options}, or rename the {what}"
 
 
 cached_version = cache(version)  # which reads and parses a metadata file
