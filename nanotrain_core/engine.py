@@ -356,7 +356,8 @@ class RuntimeEngine:
         if self.resume is None or recover(self, restore):
             return
         if not self.load("latest" if self.resume == "auto" else self.resume) and self.resume != "auto":
-            raise CheckpointError(f"there is no checkpoint in {self.folder} to resume from")
+            where = "" if self.folder.is_absolute() else f" (relative to {Path.cwd()})"
+            raise CheckpointError(f"there is no checkpoint in {self.folder} to resume from{where}")
         self.resume = None
 
     def load(self, which: str) -> bool:
