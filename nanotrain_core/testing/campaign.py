@@ -177,7 +177,9 @@ class Campaign:
         for label in self.options.expected:
             if label not in labels:
                 near = did_you_mean(label, sorted(labels))
-                raise NanotrainError(f"--expect-failure: no check is named '{label}'{near}")
+                raise NanotrainError(
+                    f"--expect-failure: no check is named '{label}'{near}; --list shows their names"
+                )
 
     def run(self, listing: Listing) -> Iterator[Result]:
         """Yield results as they arrive: first what is skipped, then the selected checks."""
