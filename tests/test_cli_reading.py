@@ -154,6 +154,7 @@ def test_recipes_are_listed_and_copied_but_never_over_a_file(capsys, tmp_path):
     code, out, _ = call(capsys, "recipes")
     assert code == 0
     assert {"laptop", "capstone"} <= {line.split()[0] for line in out.splitlines()}
+    assert all(line.endswith(".") for line in out.splitlines())  # a whole sentence
     code, out, _ = call(capsys, "recipes", "cp", "laptop", tmp_path)
     assert (code, out.strip()) == (0, str(tmp_path / "laptop.toml"))
     assert call(capsys, "check", tmp_path / "laptop.toml")[0] == 0
