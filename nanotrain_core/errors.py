@@ -149,4 +149,6 @@ def did_you_mean(word: str, choices: Sequence[str], *, cutoff: float = 0.5) -> s
 
 def nearby(path: Path) -> str:
     """Return `` (did you mean 'x'?)`` for the nearest sibling of a missing path, or an empty string."""
-    return did_you_mean(path.name, sorted(other.name for other in path.parent.glob("*")))
+    names = sorted(other.name for other in path.parent.glob("*"))
+    alike = [name for name in names if did_you_mean(path.stem, [Path(name).stem])]  # ".py" makes none alike
+    return did_you_mean(path.name, alike)

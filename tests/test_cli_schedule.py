@@ -110,7 +110,7 @@ def test_a_recipe_has_the_stages_of_its_run(capsys, tmp_path):
         (["1f1b", "--v", "2"], "schedule.v: unknown key 'v'"),
         (["interleaved_1f1b", "--set", "v=0"], "schedule.v: expected an integer from 1 to 10,000, got 0"),
         (["laptop", "--pp", "2"], "--pp goes with a schedule's name; of a recipe --set topology.pp=N"),
-        (["nowhere.toml"], "nowhere.toml: no such recipe"),
+        (["nowhere.toml"], "nowhere.toml: no such file; `nanotrain recipes`"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, list) else "",
 )

@@ -279,6 +279,8 @@ def nanotrain_register_monitor(register):
         (["small.toml", "--set", "data.use=text", "--set", 'data.paths=["nowhere"]'], "nowhere"),
         (["small.toml", "--folder", "small.toml/x"], "the run folder small.toml/x cannot be written"),
         (["small.toml", "--resume", "7"], "no checkpoint at"),
+        (["small.toml", "--nproc", "2", "--resume", "runs/none"], "no checkpoint at runs/none: it does not"),
+        (["small.toml", "--nproc", "2", "--resume", "x" * 5000], "characters ...]xxx"),
         (["small.toml", "--nnodes", "2", "--nproc", "1"], "needs --rdzv-endpoint HOST:PORT"),
     ],
 )

@@ -10,7 +10,7 @@ from nanotrain_core.cli.common import add_recipe_options, count, plugin_argument
 from nanotrain_core.cli.gpus import fit_to_gpus
 from nanotrain_core.cli.machines import fewest_machines
 from nanotrain_core.cli.replay import replay
-from nanotrain_core.errors import Exit, NanotrainError
+from nanotrain_core.errors import CheckpointError, Exit, NanotrainError
 from nanotrain_core.launch.environment import Ranks
 from nanotrain_core.launch.inputs import check_inputs
 from nanotrain_core.launch.modules import check_modules
@@ -99,6 +99,7 @@ def run(args: argparse.Namespace) -> int:
     if recipe.run.ranks > 1:
         prepare(max(1, recipe.run.ranks // nnodes))
     check_inputs(found, weights=args.resume is None)
+    check_resume(args)
     check_modules(found)
     if args.nproc is None and nnodes == 1:
         recipe = fit_to_gpus(args, found)
@@ -124,6 +125,22 @@ def is_rank(joined: Ranks, args: argparse.Namespace) -> bool:
     command line gives the rendezvous of hosts: ranks are then started here, as many as the recipe requires.
     """
     return joined.launcher != "srun" or (joined.world_size > 1 and not args.rdzv_endpoint)
+
+
+def check_resume(args: argparse.Namespace) -> None:
+    """Reject a path to resume from that does not exist, before ranks start and a run folder is made.
+
+    Hosts of several may see different disks: there the ranks decide.
+
+    Raises:
+        CheckpointError: with what is near it.
+    """
+    named = args.resume
+    if named in (None, "auto", "latest") or named.isdecimal() or (args.nnodes or 1) > 1:
+        return
+    path = Path(named)
+    if not path.exists():
+        raise CheckpointError(f"no checkpoint at {path}{nearby_weights(path)}: it does not exist")
 
 
 def use_weights(args: argparse.Namespace) -> None:

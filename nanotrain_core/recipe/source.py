@@ -178,8 +178,10 @@ def find_recipe(name: str | os.PathLike[str]) -> Path:
         raise RecipeError([f"{path}: is a folder; name a recipe file in it"])
     around = [str(p) for p in path.parent.glob("*.toml")]
     names = [*around, *(file.removesuffix(".toml") for file in shipped)]
+    names = [each for each in names if did_you_mean(path.stem, [Path(each).stem])]  # not for ".toml" alone
     near = did_you_mean(str(name), names) or did_you_mean(path.stem, names)
-    raise RecipeError([f"{name}: no such recipe{near}; `nanotrain recipes` lists those shipped"])
+    what = "file" if path.suffix == ".toml" or path.parent != Path() else "recipe"
+    raise RecipeError([f"{name}: no such {what}{near}; `nanotrain recipes` lists the recipes shipped"])
 
 
 def shipped_recipes() -> dict[str, Path]:

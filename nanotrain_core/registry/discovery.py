@@ -165,7 +165,7 @@ def _load(info: PluginInfo, importer: Import) -> PluginInfo:
     before = "torch" in sys.modules
     try:
         _check_core(info.requires_core)
-        _announce(importer(), components, commands)
+        _collect(importer(), components, commands)
     except Preempted:
         raise  # unrelated to the plugin
     except PluginError as error:
@@ -209,7 +209,7 @@ def _known_field(text: str) -> str:
     return did_you_mean(unknown.group(1), [f.name for f in attrs.fields(Component)]) if unknown else ""
 
 
-def _announce(module: Any, components: list[tuple[str, Component]], commands: list[Command]) -> None:
+def _collect(module: Any, components: list[tuple[str, Component]], commands: list[Command]) -> None:
     """Call the hooks of one plugin and append what it registers.
 
     Raises:
@@ -242,7 +242,7 @@ def _announce(module: Any, components: list[tuple[str, Component]], commands: li
 
     manager.hook.nanotrain_register_command(register=register_command)
     if not components and not commands:
-        raise PluginError(f"announces no component and no command; hooks are {', '.join(_hooks())}")
+        raise PluginError(f"registers no component and no command; hooks are {', '.join(_hooks())}")
 
 
 def _hooks() -> tuple[str, ...]:
