@@ -27,7 +27,7 @@ def install(
     """Put distribution ``name`` with one plugin into the folder ``site``.
 
     Args:
-        source: of its module; the default announces a monitor called ``name``.
+        source: of its module; the default registers a monitor called ``name``.
         core: the range of nanotrain-core it requires.
         entry: name of its entry point, by default its own.
     """

@@ -40,7 +40,7 @@ def plugin_named(registry, name):
 
 
 def package(folder, name):
-    """Write a package that announces the monitor ``name``, whose factory is in a module of it."""
+    """Write a package that registers the monitor ``name``, whose factory is in a module of it."""
     (folder / name).mkdir(parents=True)
     source = PLUGIN.format(name=name).replace('"json:Thing"', f'"{name}.thing:Thing"')
     (folder / name / "__init__.py").write_text(source)

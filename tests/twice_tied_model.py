@@ -19,7 +19,7 @@ from nanotrain_core.models.transformer import Transformer, TransformerPart
 
 @hookimpl
 def nanotrain_register_model(register):
-    """Announce ``twice_tied``."""
+    """Register ``twice_tied``."""
     register(
         Component(
             name="twice_tied",

@@ -206,8 +206,8 @@ def header(kind: str) -> str:
 
 def _may_offer(plugin: PluginInfo, kind: str, use: str) -> bool:
     """Return whether a broken plugin is likely the intended one: it may have failed before it registered."""
-    announced = any((k, c.name) == (kind, use) for k, c in plugin.components)
-    return announced or use == plugin.name or plugin.distribution == FIRST_PARTY.get((kind, use))
+    registered = any((k, c.name) == (kind, use) for k, c in plugin.components)
+    return registered or use == plugin.name or plugin.distribution == FIRST_PARTY.get((kind, use))
 
 
 def load_plugins(*, block: Iterable[str] = (), local: Iterable[str] = ()) -> Registry:

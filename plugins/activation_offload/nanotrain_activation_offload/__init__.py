@@ -22,7 +22,7 @@ class OffloadConfig:
 
 @hookimpl
 def nanotrain_register_parallel(register: Register) -> None:
-    """Announce ``activation_offload``."""
+    """Register ``activation_offload``."""
     register(
         Component(
             name="activation_offload",

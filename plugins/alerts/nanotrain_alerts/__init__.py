@@ -116,7 +116,7 @@ def _check_target(key: str, to: Target) -> Iterator[Problem]:
 
 @hookimpl
 def nanotrain_register_monitor(register: Register) -> None:
-    """Announce ``alerts``."""
+    """Register ``alerts``."""
     register(
         Component(
             name="alerts",

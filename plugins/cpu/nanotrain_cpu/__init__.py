@@ -33,7 +33,7 @@ def stays_eager(recipe: Recipe, config: CPUKernelsConfig, layout: Layout) -> Ite
 
 @hookimpl
 def nanotrain_register_kernels(register: Register) -> None:
-    """Announce ``cpu``."""
+    """Register ``cpu``."""
     register(
         Component(
             name="cpu",

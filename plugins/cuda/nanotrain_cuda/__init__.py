@@ -19,7 +19,7 @@ class CUDAKernelsConfig:
 
 @hookimpl
 def nanotrain_register_kernels(register: Register) -> None:
-    """Announce ``cuda``."""
+    """Register ``cuda``."""
     register(
         Component(
             name="cuda",

@@ -11,7 +11,7 @@ __version__ = "0.1.0"
 
 @hookimpl
 def nanotrain_register_data(register: Register) -> None:
-    """Announce ``shards``, ``streaming`` and ``chat``."""
+    """Register ``shards``, ``streaming`` and ``chat``."""
     register(
         Component(
             name="shards",
@@ -52,7 +52,7 @@ def nanotrain_register_data(register: Register) -> None:
 
 @hookimpl
 def nanotrain_register_command(register: RegisterCommand) -> None:
-    """Announce ``nanotrain data``."""
+    """Register ``nanotrain data``."""
     register(
         Command(
             name="data",

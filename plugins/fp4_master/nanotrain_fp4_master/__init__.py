@@ -110,7 +110,7 @@ def stays_eager(recipe: Recipe, config: FP4MasterConfig, layout: Layout) -> Iter
 
 @hookimpl
 def nanotrain_register_precision(register: Register) -> None:
-    """Announce ``fp4_master``."""
+    """Register ``fp4_master``."""
     register(
         Component(
             name="fp4_master",

@@ -72,7 +72,7 @@ class ProbesConfig:
 
 @hookimpl
 def nanotrain_register_monitor(register: Register) -> None:
-    """Announce ``health``, ``moe`` and ``probes``."""
+    """Register ``health``, ``moe`` and ``probes``."""
     register(
         Component(
             name="health",

@@ -101,7 +101,7 @@ def check_dump(recipe: Recipe, config: DumpConfig, layout: Layout) -> Iterator[P
 
 @hookimpl
 def nanotrain_register_monitor(register: Register) -> None:
-    """Announce ``profiler`` and ``dump``."""
+    """Register ``profiler`` and ``dump``."""
     from nanotrain_inspect.declared import METRICS
 
     register(
@@ -130,7 +130,7 @@ def nanotrain_register_monitor(register: Register) -> None:
 
 @hookimpl
 def nanotrain_register_command(register: RegisterCommand) -> None:
-    """Announce ``nanotrain inspect``."""
+    """Register ``nanotrain inspect``."""
     register(
         Command(
             name="inspect",

@@ -10,7 +10,7 @@ __version__ = "0.1.0"
 
 @hookimpl
 def nanotrain_register_command(register: RegisterCommand) -> None:
-    """Announce ``nanotrain launch``."""
+    """Register ``nanotrain launch``."""
     register(
         Command(
             name="launch",

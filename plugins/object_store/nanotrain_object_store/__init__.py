@@ -98,7 +98,7 @@ def problems_of(url: str) -> Iterator[tuple[str, str]]:
 
 @hookimpl
 def nanotrain_register_monitor(register: Register) -> None:
-    """Announce ``object_store``."""
+    """Register ``object_store``."""
     register(
         Component(
             name="object_store",
@@ -114,7 +114,7 @@ def nanotrain_register_monitor(register: Register) -> None:
 
 @hookimpl
 def nanotrain_register_command(register: RegisterCommand) -> None:
-    """Announce ``nanotrain store``."""
+    """Register ``nanotrain store``."""
     register(
         Command(
             name="store",

@@ -50,7 +50,7 @@ class GoodputConfig:
 
 @hookimpl
 def nanotrain_register_monitor(register: Register) -> None:
-    """Announce ``throughput``, ``memory``, ``pipeline``, ``device`` and ``goodput``."""
+    """Register ``throughput``, ``memory``, ``pipeline``, ``device`` and ``goodput``."""
     register(
         Component(
             name="throughput",

@@ -24,7 +24,7 @@ class DryKernelsConfig:
 
 @hookimpl
 def nanotrain_register_command(register: RegisterCommand) -> None:
-    """Announce ``plan`` and ``explain``, and what ``inspect`` does with recipes."""
+    """Register ``plan`` and ``explain``, and what ``inspect`` does with recipes."""
     register(
         Command(
             name="plan",
@@ -52,7 +52,7 @@ def nanotrain_register_command(register: RegisterCommand) -> None:
 
 @hookimpl
 def nanotrain_register_kernels(register: Register) -> None:
-    """Announce ``dry``, which a plan computes with on ``meta``."""
+    """Register ``dry``, which a plan computes with on ``meta``."""
     register(
         Component(
             name="dry",

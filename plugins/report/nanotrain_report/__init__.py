@@ -10,7 +10,7 @@ __version__ = "0.1.0"
 
 @hookimpl
 def nanotrain_register_command(register: RegisterCommand) -> None:
-    """Announce ``report`` and ``top``."""
+    """Register ``report`` and ``top``."""
     register(
         Command(
             name="report",

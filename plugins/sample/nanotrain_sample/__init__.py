@@ -10,7 +10,7 @@ __version__ = "0.1.0"
 
 @hookimpl
 def nanotrain_register_command(register: RegisterCommand) -> None:
-    """Announce ``nanotrain sample`` and ``nanotrain eval``."""
+    """Register ``nanotrain sample`` and ``nanotrain eval``."""
     register(
         Command(
             name="sample",

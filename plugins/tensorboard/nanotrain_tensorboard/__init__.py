@@ -40,7 +40,7 @@ def check_installed(recipe: Recipe, config: TensorBoardConfig, layout: Layout) -
 
 @hookimpl
 def nanotrain_register_monitor(register: Register) -> None:
-    """Announce ``tensorboard``."""
+    """Register ``tensorboard``."""
     register(
         Component(
             name="tensorboard",

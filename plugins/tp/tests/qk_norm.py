@@ -19,7 +19,7 @@ class QKNormConfig(TransformerConfig):
 
 @hookimpl
 def nanotrain_register_model(register):
-    """Announce it."""
+    """Register it."""
     factory = f"{__name__}:build"
     register(Component(name="qk_norm", config=QKNormConfig, factory=factory, summary="norms inside"))
 

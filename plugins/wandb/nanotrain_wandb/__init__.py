@@ -49,7 +49,7 @@ def check_installed(recipe: Recipe, config: WandbConfig, layout: Layout) -> Iter
 
 @hookimpl
 def nanotrain_register_monitor(register: Register) -> None:
-    """Announce ``wandb``."""
+    """Register ``wandb``."""
     register(
         Component(
             name="wandb",

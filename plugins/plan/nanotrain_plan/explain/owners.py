@@ -50,7 +50,7 @@ class Owners:
         return self.component(label).factory.startswith("nanotrain_core.")
 
     def component(self, label: str) -> Component:
-        """Return the description that a plugin announced."""
+        """Return the description that a plugin registered."""
         selection = self.selections[label]
         return self.registry.get(selection.kind, selection.use)
 
