@@ -11,6 +11,7 @@ from torch import nn
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import RANGE, Piece, PlacedParameter
 from nanotrain_core.pipeline.passes import Passes
+from nanotrain_core.precision.quantized_storage import PackedWeight
 from nanotrain_core.testing.summed_gradients import SummedGradients
 
 
@@ -61,7 +62,14 @@ class RangedGradients(SummedGradients):
         for placed, owner, part in sorted(self._owners, key=lambda each: each[0].placement.stages):
             group = self.mesh.group_of(placed.placement.sync_span(self.mesh.layout))
             with self.mesh.waits.collectives:
-                dist.broadcast(placed.parameter.detach().view(-1)[part], src=owner, group=group)
+                dist.broadcast(_stored(placed.parameter.detach(), part), src=owner, group=group)
 
     def wait(self, parameters: Collection[nn.Parameter]) -> None:
         """Do nothing: nothing is in flight when ``gather_weights`` has returned."""
+
+
+def _stored(weight: torch.Tensor, part: slice) -> torch.Tensor:
+    """Return the memory of a range of a weight: of a packed one its rows."""
+    if isinstance(weight, PackedWeight):
+        return weight.part(part.start, part.stop).rows
+    return weight.view(-1)[part]

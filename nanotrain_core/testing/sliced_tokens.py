@@ -48,11 +48,12 @@ class SlicedTokens:
     def __init__(self, part: nn.Module, mesh: Mesh) -> None:
         self.mesh = mesh
         self.length = 0
-        """S: a share does not tell."""
+        """S of this rank's part of sequences (all, without context parallelism): a share does not tell."""
         part.register_forward_pre_hook(self._begin, with_kwargs=True)
 
     def _begin(self, part: nn.Module, args: Args, kwargs: dict[str, Any]) -> None:
-        self.length = next(each.length for each in (*args, *kwargs.values()) if isinstance(each, Batch))
+        batch = next(each for each in (*args, *kwargs.values()) if isinstance(each, Batch))
+        self.length = batch.tokens.shape[1]
 
     # --- what tokens do ------------------------------------------------------------------------------
 

@@ -31,6 +31,13 @@ UNEVEN: Tables = {
     "batch": {"sequences": 12, "microbatch": 1, "length": 13},
 }
 EXPERTS: Tables = {"model": {"use": "routed"}}
+#: Six experts, three for each token, and odd sizes.
+UNEVEN_EXPERTS: Tables = {
+    "model": {"use": "routed", "experts": 6, "chosen": 3, "ffn": 10, "vocab": 67, "layers": 3},
+    "batch": {"sequences": 12, "microbatch": 1, "length": 13},
+}
+#: Some ranks have no expert that gets a token.
+NO_TOKENS: Tables = {"model": {"use": "routed", "favoured": 2}}
 MIXED: Tables = {"precision": {"use": "wide_norms"}}
 #: Weights in bfloat16, and masters and moments in float32: elsewhere all tensors have one dtype.
 NARROW: Tables = {"precision": {"use": "bf16"}}
@@ -82,8 +89,17 @@ def _parallel(component: Component) -> Iterator[Wanted]:
             yield Wanted(f"dp2-{dim}2", {"dp": 4 if data else 2, dim: 2}, around, extra=OF_SYNC, needs=(dim,))
             four = {**({"dp": 4} if data else {}), dim: 4}
             yield Wanted(f"{dim}4", four, around, extra=frozenset({MORE_LAYERS}), needs=(dim,))
-            if not model:
+            if model:
+                uneven = {**UNEVEN_EXPERTS, "parallel": [here, SUMMED]}
+                yield Wanted(f"{dim}2-uneven", two, uneven, needs=(dim, "uneven"))
+                empty = {**NO_TOKENS, "parallel": [here, SUMMED]}
+                yield Wanted(f"{dim}2-no_tokens", two, empty, needs=(dim,))
+            else:
                 yield from _models(f"{dim}2", two, {"parallel": [here, SUMMED]})
+            if dim == "cp":
+                both = {"cp": 2, "tp": 2}
+                for name, cut in (("cp2-tp2", SLICED), ("cp2-tp2-sp", SLICED_TOKENS)):
+                    yield Wanted(name, both, {"parallel": [cut, here, SUMMED]}, needs=("cp", "tp"))
             staged = merge(STAGED, {**around, "model": {**model.get("model", {}), "layers": 4}})
             yield Wanted(f"{dim}2-pp2", {**two, "pp": 2}, staged, needs=(dim, "pp"))
     else:
@@ -156,6 +172,7 @@ def _precision(component: Component) -> Iterator[Wanted]:
     yield Wanted("tp2", {"tp": 2}, {"parallel": [SLICED, SUMMED]}, needs=("tp",))
     yield _sequence_parallel()
     yield from _of_four_ranks()
+    yield Wanted("dp2-ranges", {"dp": 2}, {"parallel": [RANGED]}, needs=("dp", "ranges"))
     yield Wanted("experts", {}, EXPERTS, needs=("experts",))
     yield Wanted("biased", {}, BIASED, needs=("biased",))
     yield Wanted("uneven", {}, UNEVEN, needs=("uneven",))
