@@ -250,7 +250,7 @@ class Board:
     ) -> dict[str, float | Histogram]:
         """Return the values of all names of ``table`` that any rank published, except those of monitors that
         ``failed``."""
-        first, most = 0, sum(spec.width for spec in table)
+        first, most = 0, len(numbers) - len(self.owners) - len(table)  # where maxima begin: after all sums
         found: dict[str, float | Histogram] = {}
         for number, spec in enumerate(table):
             end = first + spec.width

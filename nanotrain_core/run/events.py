@@ -62,7 +62,13 @@ class Events:
         self._failed: dict[int, Exception] = {}
         self._loaded: Mapping[str, Any] = {}
         self._told: Counter[tuple[str, str]] = Counter()
+        self._by_event: dict[str, list[tuple[int, Monitor]]] = {}
         self.log = structlog.get_logger("nanotrain.monitor")
+
+    def add(self, monitor: Monitor) -> None:
+        """Also call this monitor from now on, after the others."""
+        self.monitors = [*self.monitors, monitor]
+        self._by_event.clear()
 
     def start(self, run: RunInfo, board: Board, together: Together) -> None:
         """The run is about to take its first step.
@@ -138,8 +144,8 @@ class Events:
                         record("warning", text, monitor=name, on_rank=rank)
                     else:
                         self.log.warning(text, monitor=name, on_rank=rank, step=report.step)
-        for number, monitor in enumerate(self.monitors):
-            if not _hears(monitor, "derive") or number in self.left_out:
+        for number, monitor in self._hearing("derive"):
+            if number in self.left_out:
                 continue
             try:
                 names = self.board.names[number] if self.board is not None else Names(monitor.declared)
@@ -236,13 +242,14 @@ class Events:
         Returns:
             The indices of those that failed.
         """
-        failed = set[int]()
-        hearing = [
-            (number, monitor)
-            for number, monitor in enumerate(self.monitors)
-            if number not in self.left_out
-            if (_hears(monitor, event) and (to is None or monitor in to)) or number in self._failed
-        ]
+        failed, hearing = set[int](), self._hearing(event)
+        if self.left_out or self._failed or to is not None:
+            heard = {number for number, monitor in hearing if to is None or monitor in to}
+            hearing = [
+                (number, monitor)
+                for number, monitor in enumerate(self.monitors)
+                if number not in self.left_out and (number in heard or number in self._failed)
+            ]
         if any(monitor.reads_weights for _, monitor in hearing):
             self.weights_ready()
         if not hearing:
@@ -258,6 +265,17 @@ class Events:
                     failed.add(number)
                     self._bear(monitor, event, problem)
         return failed
+
+    def _hearing(self, event: str) -> list[tuple[int, Monitor]]:
+        """Return the monitors that implement ``event``, with their indices. A step has many events."""
+        found = self._by_event.get(event)
+        if found is None:
+            found = self._by_event[event] = [
+                (number, monitor)
+                for number, monitor in enumerate(self.monitors)
+                if getattr(getattr(monitor, event), "__func__", None) is not getattr(Monitor, event)
+            ]
+        return found
 
     def _call(self, number: int, called: tuple[int, str, int, str], arguments: Sequence[Any]) -> None:
         """Call a monitor; report a failure to other ranks before a collective of the monitor and with its
@@ -322,11 +340,6 @@ class Events:
             if times > 1:
                 self.log.warning("a monitor failed again in the same way", monitor=what, times=times - 1)
         self._told.clear()
-
-
-def _hears(monitor: Monitor, event: str) -> bool:
-    """Return whether a monitor implements ``event``."""
-    return getattr(getattr(monitor, event), "__func__", None) is not getattr(Monitor, event)
 
 
 def with_derived(
