@@ -196,7 +196,7 @@ SMALL = {
     "precision": 680,
     "recipe": 1702,
     "registry": 600,
-    "run": 2195,
+    "run": 2198,
     "script": 520,
     "watch": 385,
 }

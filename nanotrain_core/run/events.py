@@ -62,13 +62,16 @@ class Events:
         self._failed: dict[int, Exception] = {}
         self._loaded: Mapping[str, Any] = {}
         self._told: Counter[tuple[str, str]] = Counter()
-        self._by_event: dict[str, list[tuple[int, Monitor]]] = {}
         self.log = structlog.get_logger("nanotrain.monitor")
 
-    def add(self, monitor: Monitor) -> None:
-        """Also call this monitor from now on, after the others."""
-        self.monitors = [*self.monitors, monitor]
-        self._by_event.clear()
+    @property
+    def monitors(self) -> Sequence[Monitor]:
+        """The monitors, in the order in which they are called."""
+        return self._monitors
+
+    @monitors.setter
+    def monitors(self, monitors: Sequence[Monitor]) -> None:
+        self._monitors, self._by_event = monitors, dict[str, list[tuple[int, Monitor]]]()
 
     def start(self, run: RunInfo, board: Board, together: Together) -> None:
         """The run is about to take its first step.

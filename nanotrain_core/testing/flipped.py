@@ -91,7 +91,7 @@ def train_flipped(
     """Train all steps of the case's recipe, whose monitors should detect the flip."""
     engine = make_engine(case, changes, folder=folder, resume=resume)
     flipping = Flipping(engine.run, flip)
-    engine.events.add(flipping)
+    engine.events.monitors = [*engine.events.monitors, flipping]
     try:
         engine.fit()
     except Corrupted as problem:
