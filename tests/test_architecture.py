@@ -196,7 +196,7 @@ SMALL = {
     "precision": 680,
     "recipe": 1702,
     "registry": 600,
-    "run": 2198,
+    "run": 2210,
     "script": 520,
     "watch": 385,
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -50,9 +51,14 @@ class HostMemory:
 
 
 def host_memory(root: Path = Path("/")) -> HostMemory:
-    """Read the memory of the host whose file system begins at ``root``. Nothing is raised."""
+    """Read the memory of the host whose file system begins at ``root``. Nothing is raised.
+
+    Where there is no ``/proc``, as on macOS, only the total is known.
+    """
     table = dict(line.split(":", 1) for line in _text(root / "proc/meminfo").splitlines() if ":" in line)
     total, available, swap = (_kib(table.get(key, "")) for key in ("MemTotal", "MemAvailable", "SwapTotal"))
+    if total is None and root == Path("/"):
+        total = _physical()
     groups = (_group(folder, two) for folder, two in control_groups("memory", root))
     return HostMemory(total, available, swap or 0, tuple(group for group in groups if group is not None))
 
@@ -88,6 +94,13 @@ def _group(folder: Path, two: bool) -> GroupMemory | None:
     stat = dict(line.split(" ", 1) for line in _text(folder / "memory.stat").splitlines() if " " in line)
     cached = stat.get(row, "0")
     return GroupMemory(limit, _number(folder / use_file), int(cached) if cached.isdecimal() else 0)
+
+
+def _physical() -> int | None:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError, AttributeError):
+        return None
 
 
 def _kib(text: str) -> int | None:

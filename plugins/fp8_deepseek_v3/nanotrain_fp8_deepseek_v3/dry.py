@@ -19,7 +19,8 @@ Tensor = torch.Tensor
 
 
 class DryFP8(FP8GEMM):
-    """Products of one weight, or of stacked ones with equal numbers of rows each."""
+    """Stands in a plan for the FP8 backend of the device: shapes and bytes of products, of one weight or of
+    stacked ones with equal numbers of rows each."""
 
     def __init__(
         self, recipe: Recipe, scratch: Scratch | None = None, counts_E: Tensor | None = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -17,6 +16,7 @@ from nanotrain_core.api import (
     Resolution,
     Role,
     divisibility_of,
+    host_memory,
     input_problems,
     resolve_recipe,
 )
@@ -78,8 +78,8 @@ def _problem(found: Resolution) -> str | None:
     if ranks > MOST_RANKS:
         return f"{ranks:,} ranks are too many for one machine; at most {MOST_RANKS}"
     parameters = count_parameters(found.recipe, found.registry)
-    needed, there = _needed(found, parameters), memory()
-    if needed > there / 2:
+    needed, there = _needed(found, parameters), host_memory().most
+    if needed > there / 2 > 0:
         return f"training takes some {size(needed)} of this machine's {size(there)}; at most half"
     batch = PhaseTimeline(found.recipe).largest().batch
     flops = 2 * 6 * (parameters.active + parameters.mtp) * batch.sequences * batch.length
@@ -98,11 +98,6 @@ def _needed(found: Resolution, parameters: Parameters) -> int:
         split *= found.layout.size(dim) if dim in found.layout.dims else 1
     whole = (parameters.total + parameters.mtp) * PER_PARAMETER
     return whole * max(1, found.layout.world_size // split)
-
-
-def memory() -> int:
-    """Return the bytes of memory of this machine."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 # --- smaller -----------------------------------------------------------------------------------------

@@ -310,6 +310,10 @@ def state(subject: Subject) -> Section:
                 **{key: Bytes(bytes_[key]) for key in ("weights", "masters", "optimizer", "gradients")},
             )
         )
+        buffers = subject.memory(pp_rank).state["buffers"]
+        if buffers:
+            text = "A step leaves {buffers} of buffers beside these, which the next one uses again."
+            body.append(say(text, looked.gradients, looked.optimizer, buffers=Bytes(buffers)))
         body.append(
             Table(
                 ("optimizer state", "dtype", "tensors", "bytes"),
