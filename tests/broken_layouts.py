@@ -156,7 +156,7 @@ class SumsHeadsAlone(SumsOverData):
 
 
 class SumsVectorsAlone(SumsOverData):
-    """Over tp it sums norms and biases: of a model whose tokens are shared out, no embedding and no head."""
+    """Over tp it sums norms and biases: of a model whose tokens are split, no embedding and no head."""
 
     def to_sum(self):
         return [placed if placed.parameter.dim() == 1 else self.seen(placed) for placed in self.placed]

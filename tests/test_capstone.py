@@ -13,7 +13,7 @@ from nanotrain_core.testing.chaos.corruption import FlipWeight
 RANKS = 4
 
 
-def test_it_learns_and_shows_that_state_is_shared_out(tmp_path):
+def test_it_learns_and_shows_that_state_is_sharded(tmp_path):
     done = nanotrain("run", "capstone", cwd=tmp_path)
     assert (done.code, done.err) == (Exit.DONE, "")
     losses = [float(found) for found in re.findall(r"^ +\d+/20 +(\S+)", done.out, re.MULTILINE)]

@@ -57,10 +57,10 @@ def train_one_parameter(case, folder, **options):
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
 def test_a_rank_that_owns_no_part_of_the_state_trains_saves_and_goes_on(tmp_path, kind, kernels):
     fp64 = {"precision": {"use": "fp64"}}
-    shared_out = case(ZERO, kind, kernels={"use": kernels}, **fp64)
-    through = run_ranks(train_one_parameter, 2, shared_out, tmp_path, save_at=2)
+    sharded = case(ZERO, kind, kernels={"use": kernels}, **fp64)
+    through = run_ranks(train_one_parameter, 2, sharded, tmp_path, save_at=2)
     assert [len(trace.state) for trace in through] == [3, 0]
-    resumed = run_ranks(train_one_parameter, 2, shared_out, tmp_path, save_at=2, resume="2")
+    resumed = run_ranks(train_one_parameter, 2, sharded, tmp_path, save_at=2, resume="2")
     for one, other in zip(through, resumed, strict=True):
         assert_bitwise(whole_of(other), whole_of(one), "resumed")
     alone = run_ranks(train_one_parameter, 1, case(ADAMW, kind, 1, **fp64), tmp_path, resume="2")
@@ -127,7 +127,7 @@ def go_back(folder, seconds):
 
 
 @pytest.mark.full
-def test_a_rollback_takes_a_save_on_its_way_and_shared_out_state_back_too(tmp_path):
+def test_a_rollback_takes_a_save_on_its_way_and_sharded_state_back_too(tmp_path):
     metas = [run_ranks(go_back, 2, tmp_path / name, wait) for name, wait in (("a", 0.0), ("b", 0.05))]
     assert metas[0] == metas[1]
     backs = [metrics(tmp_path / name, "rollback")[0] for name in ("a", "b")]

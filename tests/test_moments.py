@@ -165,7 +165,7 @@ def run(case, folder, **options):
 
 
 @pytest.mark.parametrize("form", [pytest.param("bfloat16", marks=pytest.mark.full), "int8"])
-def test_shared_out_or_not_the_moments_are_the_same(form):
+def test_sharded_or_not_the_moments_are_the_same(form):
     """The update is the same, and so is the rounding; in float64, where sums have no order."""
     with tempfile.TemporaryDirectory() as folder:
         one = run(on("adamw", 1, form, precision="fp64"), f"{folder}/1")

@@ -78,7 +78,7 @@ def test_a_batch_need_not_divide(tmp_path):
     assert reasons(tmp_path, overrides=["batch.sequences=7"]) == []
 
 
-def test_rows_are_shared_out_over_dp_alone(tmp_path):
+def test_rows_are_divided_over_dp_alone(tmp_path):
     assert reasons(tmp_path, "syncs", "splits", ranks=16, overrides=["topology.tp=4"]) == []
 
 

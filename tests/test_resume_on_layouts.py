@@ -71,7 +71,7 @@ def test_goes_on_from_step_two(saved, target):
 
 
 @pytest.mark.full
-def test_goes_back_from_shared_out_state_to_whole(tmp_path):
+def test_goes_back_from_sharded_state_to_whole(tmp_path):
     straight = run(SHARED_OUT, "sharded_v2", tmp_path, save_at=2)
     assert_goes_on(run(SOURCE, "sharded_v2", tmp_path, resume="2"), straight, atol=1e-9)
 

@@ -122,7 +122,7 @@ def test_links_on_the_disk_are_no_checkpoint(tmp_path):
     assert find_local(tmp_path, 4) == tmp_path / "step-00000004.one"
 
 
-def test_files_are_shared_out_evenly_and_each_once():
+def test_files_are_divided_evenly_and_each_once():
     sizes = {f"f{n}": Sent(10 + n % 3, "0" * 64) for n in range(40)}
     stored = Stored(entry=ENTRY, step=4, run="r", name="step-00000004", folder=True, files=sizes)
     shares = [share_of(stored, rank, 4) for rank in range(4)]

@@ -50,10 +50,10 @@ def test_a_run_goes_on_with_the_other_optimizer_on_other_ranks(before, saver, af
 
 
 def test_deepspeed_2898_and_5405_state_of_four_ranks_goes_on_with_three():
-    shared_out = {**ZERO, "stage": 2}
+    sharded = {**ZERO, "stage": 2}
     with tempfile.TemporaryDirectory() as folder:
-        straight = run(on(4, shared_out, "fp64"), folder, sequences=12, save_at=3)
-        resumed = run(on(3, shared_out, "fp64"), folder, sequences=12, save_at=3, resume="3")
+        straight = run(on(4, sharded, "fp64"), folder, sequences=12, save_at=3)
+        resumed = run(on(3, sharded, "fp64"), folder, sequences=12, save_at=3, resume="3")
     for what, one, other in zip(("weights", "state"), straight, resumed, strict=True):
         assert_same(other, one, f"{what} after resuming", atol=1e-9)
 

@@ -64,7 +64,7 @@ class Blocks:
     """Bytes that gradient sync keeps between steps, for an element that a rank owns."""
     other: float
     shards: Mapping[tuple[str, ...], int]
-    """Over how many ranks of the probe each range of a parameter's state is shared out: 1 if it is not."""
+    """Over how many ranks of the probe each range of a parameter's state is sharded: 1 if it is not."""
 
 
 def tell_apart(probe: Probe, costs: Costs) -> Blocks:

@@ -28,7 +28,7 @@ class HeldParameter:
     trained: bool
     updated: int
     """Elements of the block that this rank updates."""
-    shared_out: frozenset[str]
+    sharded: frozenset[str]
     """Mesh dimensions along which ranks that hold the block each update a range of it."""
     gemm: Origin | None
     """Who multiplies by it, if not torch's own linear layer."""
@@ -92,7 +92,7 @@ def look(run: Run) -> Looked:
                 dtype=storage_of(each.parameter).dtype,
                 trained=each.parameter.requires_grad,
                 updated=updated[each.placement.name],
-                shared_out=shared.get(each.placement.name, frozenset()),
+                sharded=shared.get(each.placement.name, frozenset()),
                 gemm=roles.get(each.placement.name, (None, None))[1],
             )
             for each in run.placed

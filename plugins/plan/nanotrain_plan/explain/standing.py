@@ -259,7 +259,7 @@ def state(subject: Subject) -> Section:
         trained = [each for each in looked.parameters if each.trained]
         held = sum(each.elements for each in trained)
         updated = sum(each.updated for each in trained)
-        dims = sorted({dim for each in trained for dim in each.shared_out if subject.layout.size(dim) > 1})
+        dims = sorted({dim for each in trained for dim in each.sharded if subject.layout.size(dim) > 1})
         if updated < held:
             body.append(
                 say(
