@@ -95,7 +95,7 @@ def _unpromised(each: Surrounding) -> Iterator[Skip]:
     """Yield the checks of a surrounding to which its component is not held."""
     for check in every_check():
         mine = check.kind == each.case.kind and each.has(check.kind, check.name, check.name)
-        if mine and check.applies(each.case):
+        if mine and (check.promise or check.limit) and check.applies(each.case):
             reason = check.declined(each.case)
             if reason:
                 yield Skip("-".join(filter(None, (each.name, check.name))), reason)

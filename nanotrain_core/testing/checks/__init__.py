@@ -39,12 +39,12 @@ class Check:
     promise: str = ""
     """A word of ``Component.supports`` or ``supports_for``: a component that declares it partial or
     unsupported is not held to it."""
-    limit: Limit = lambda case: None
-    """Why the harness cannot check such a case; None if it can."""
+    limit: Limit | None = None
+    """Returns why the harness cannot check a case; None if it can."""
 
     def declined(self, case: Case) -> str | None:
         """Return why the component is not held to this, as declared or for a limit of ours; None if it is."""
-        limit = self.limit(case)
+        limit = self.limit(case) if self.limit is not None else None
         if limit is not None:
             return limit
         support = case.supported(self.promise) if self.promise else Support.FULL
@@ -67,7 +67,7 @@ def check(
     applies: Applies = lambda case: True,
     of_component: bool = False,
     promise: str = "",
-    limit: Limit = lambda case: None,
+    limit: Limit | None = None,
 ) -> Callable[[F], F]:
     """Add a function to the checks of ``kind``, under the function's name."""
 

@@ -128,6 +128,11 @@ def _wider(dtype: torch.dtype, than: torch.dtype) -> bool:
 @check("precision", since="0.1")
 def storing_what_was_loaded_changes_nothing(case: Case) -> None:
     """``store(load())`` leaves the parameter and the master bitwise as they were."""
+    on_each_rank(assert_unchanged, case)
+
+
+def assert_unchanged(case: Case) -> None:
+    """Store what the masters of this rank load."""
     for found in masters_of(case):
         weight, master = found.weight, found.master
         before = {"parameter": weight.clone(), **{k: v.clone() for k, v in master.state().items()}}
@@ -184,6 +189,11 @@ def _assert_neighbour(weight: torch.Tensor, kept: torch.Tensor, what: str) -> No
 @check("precision", since="0.2")
 def plain_masters_are_what_they_store(case: Case) -> None:
     """Where a master is ``plain``, that is the storage ``load`` returns, and ``store`` copies it as it is."""
+    on_each_rank(assert_plain, case)
+
+
+def assert_plain(case: Case) -> None:
+    """Write to the plain masters of this rank, and compare."""
     for found in masters_of(case):
         plain = found.master.plain
         if plain is None:
@@ -233,6 +243,11 @@ def _assert_kept(packing: Packing, numbers: torch.Tensor, what: str) -> None:
 @check("precision", since="0.1", promise="keeps_small_updates")
 def master_keeps_small_updates(case: Case) -> None:
     """A thousand updates of 2**-12 of a weight add up instead of being rounded away one by one."""
+    on_each_rank(assert_updates_add_up, case)
+
+
+def assert_updates_add_up(case: Case) -> None:
+    """Update the masters of this rank, one of each form."""
     one_of_a_form = {found.form: found for found in masters_of(case)}
     for found in one_of_a_form.values():
         name, master = found.name, found.master
