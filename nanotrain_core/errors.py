@@ -149,6 +149,9 @@ def did_you_mean(word: str, choices: Sequence[str], *, cutoff: float = 0.5) -> s
 
 def nearby(path: Path) -> str:
     """Return `` (did you mean 'x'?)`` for the nearest sibling of a missing path, or an empty string."""
-    names = sorted(other.name for other in path.parent.glob("*"))
-    alike = [name for name in names if did_you_mean(path.stem, [Path(name).stem])]  # ".py" makes none alike
-    return did_you_mean(path.name, alike)
+    return did_you_mean(path.name, alike(path, sorted(other.name for other in path.parent.glob("*"))))
+
+
+def alike(path: Path, choices: Sequence[str]) -> list[str]:
+    """Return the choices that are like ``path`` by more than the suffix: ``.py`` makes no files alike."""
+    return [choice for choice in choices if did_you_mean(path.stem, [Path(choice).stem])]

@@ -64,17 +64,21 @@ class NoWeightGradient(TorchGEMM):
         return torch.zeros_like(super().wgrad(d_y_MN, kept))
 
 
-class LosesOneGradient(Uniform):
-    """Gives one linear layer of all a backend that forgets its weight's gradient.
-
-    One without which losses are 4% from float32's in the mean; without that of a query, they are 1%.
-    """
+class UsesPasses(Uniform):
+    """bfloat16, with GEMM backends that know the passes."""
 
     def __init__(self, config):
         super().__init__(torch.bfloat16, NoLossScale())
 
     def setup(self, seed, passes, gemm):
         self.passes = passes
+
+
+class LosesOneGradient(UsesPasses):
+    """Gives one linear layer of all a backend that forgets its weight's gradient.
+
+    One without which losses are 4% from float32's in the mean; without that of a query, they are 1%.
+    """
 
     def convert(self, part):
         for module in [module for name, module, _ in tagged(part) if name.endswith("ffn.down")][:1]:
@@ -99,13 +103,7 @@ class Bytes:
         return rows.view(torch.bfloat16).flatten()
 
 
-class LosesTheLastRow(Uniform):
-    def __init__(self, config):
-        super().__init__(torch.bfloat16, NoLossScale())
-
-    def setup(self, seed, passes, gemm):
-        self.passes = passes
-
+class LosesTheLastRow(UsesPasses):
     def convert(self, part):
         for _, module, _ in tagged(part):
             backend = DequantizingGEMM(TorchGEMM())
@@ -130,14 +128,8 @@ class UnitGEMM(TorchGEMM):
         return [y * weight.shape[1] ** 0.5 for y, weight in zip(ys, weights_NK, strict=True)], (x_MK,)
 
 
-class AsksTheModuleForItsSize(Uniform):
+class AsksTheModuleForItsSize(UsesPasses):
     """Takes the number of inputs from ``in_features``, which is the whole layer's, where a rank has some."""
-
-    def __init__(self, config):
-        super().__init__(torch.bfloat16, NoLossScale())
-
-    def setup(self, seed, passes, gemm):
-        self.passes = passes
 
     def convert(self, part):
         for _, module, _ in tagged(part):

@@ -12,7 +12,7 @@ import tomli
 import tomli_w
 
 from nanotrain_core.component import LISTED_KINDS
-from nanotrain_core.errors import RecipeError, did_you_mean
+from nanotrain_core.errors import RecipeError, alike, did_you_mean
 from nanotrain_core.recipe.locate import key_lines
 from nanotrain_core.recipe.suggestions import as_written
 from nanotrain_core.recipe.tree import DEFAULT_USE
@@ -177,8 +177,7 @@ def find_recipe(name: str | os.PathLike[str]) -> Path:
     if path.is_dir():
         raise RecipeError([f"{path}: is a folder; name a recipe file in it"])
     around = [str(p) for p in path.parent.glob("*.toml")]
-    names = [*around, *(file.removesuffix(".toml") for file in shipped)]
-    names = [each for each in names if did_you_mean(path.stem, [Path(each).stem])]  # not for ".toml" alone
+    names = alike(path, [*around, *(file.removesuffix(".toml") for file in shipped)])
     near = did_you_mean(str(name), names) or did_you_mean(path.stem, names)
     what = "file" if path.suffix == ".toml" or path.parent != Path() else "recipe"
     raise RecipeError([f"{name}: no such {what}{near}; `nanotrain recipes` lists the recipes shipped"])

@@ -34,7 +34,7 @@ EXPERTS: Tables = {"model": {"use": "routed"}}
 #: Six experts, three for each token, and odd sizes.
 UNEVEN_EXPERTS: Tables = {
     "model": {"use": "routed", "experts": 6, "chosen": 3, "ffn": 10, "vocab": 67, "layers": 3},
-    "batch": {"sequences": 12, "microbatch": 1, "length": 13},
+    "batch": UNEVEN["batch"],
 }
 #: Some ranks have no expert that gets a token.
 NO_TOKENS: Tables = {"model": {"use": "routed", "favoured": 2}}
