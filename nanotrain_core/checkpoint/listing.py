@@ -15,6 +15,13 @@ def listed(path: Path, use: str, registry: Registry) -> list[CheckpointInfo]:
     return list(list_checkpoints(path)) if list_checkpoints is not None and path.exists() else []
 
 
+def resume_path(resume: str | None) -> Path | None:
+    """Return the path that ``--resume`` names; None if it names a step, ``"latest"``, ``"auto"`` or nothing."""
+    if resume is None or resume in ("auto", "latest") or resume.isdecimal():
+        return None
+    return Path(resume)
+
+
 def expect_own_kind(folder: Path, resume: str | None, use: str, registry: Registry) -> None:
     """Reject a resume where only other formats are saved, or from a path that holds several checkpoints.
 
@@ -30,10 +37,10 @@ def expect_own_kind(folder: Path, resume: str | None, use: str, registry: Regist
     """
     if resume is None or registry.get("checkpoint", use).listing is None:
         return
-    by_path = resume not in ("auto", "latest") and not resume.isdecimal()
-    at = Path(resume) if by_path else folder / "checkpoints"
+    path = resume_path(resume)
+    at = path or folder / "checkpoints"
     own = listed(at, use, registry)
-    if own and by_path and at.resolve() not in [saved.path.resolve() for saved in own]:
+    if own and path and at.resolve() not in [saved.path.resolve() for saved in own]:
         raise CheckpointError(f"{at} is no checkpoint but holds some; expected one, such as {own[-1].path}")
     for other in () if own else registry.names("checkpoint"):
         found = listed(at, other, registry)

@@ -6,6 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
+from nanotrain_core.checkpoint.listing import resume_path
 from nanotrain_core.cli.common import add_recipe_options, count, plugin_arguments, positive, resolve
 from nanotrain_core.cli.gpus import fit_to_gpus
 from nanotrain_core.cli.machines import fewest_machines
@@ -135,11 +136,8 @@ def check_resume(args: argparse.Namespace) -> None:
     Raises:
         CheckpointError: with what is near it.
     """
-    named = args.resume
-    if named in (None, "auto", "latest") or named.isdecimal() or (args.nnodes or 1) > 1:
-        return
-    path = Path(named)
-    if not path.exists():
+    path = resume_path(args.resume)
+    if path is not None and (args.nnodes or 1) == 1 and not path.exists():
         raise CheckpointError(f"no checkpoint at {path}{nearby_weights(path)}: it does not exist")
 
 
