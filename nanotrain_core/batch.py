@@ -72,7 +72,10 @@ class Batch:
         )
 
     def to(self, device: torch.device) -> Batch:
-        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
+        """Return it on ``device``. A copy to a device is asynchronous; one to the host is complete on return,
+        because its reader does not wait for a stream."""
+        overlaps = device.type != "cpu"
+        return self._each(lambda tensor: tensor.to(device, non_blocking=overlaps))
 
     def clone(self) -> Batch:
         """Return a copy in memory of its own."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import nn
 
 from nanotrain_core.batch import Shard
 from nanotrain_core.compile.of_recipe import compile_parts
+from nanotrain_core.compile.request import group_timeout
 from nanotrain_core.contracts import (
     Checkpoint,
     Data,
@@ -176,6 +176,8 @@ def compose(
         trains: false omits gradients and the optimizer's state, where only forward passes are wanted.
     """
     device = torch.device(device)
+    if device.type not in ("cpu", "meta"):  # events and random-number streams are the current device's
+        torch.accelerator.set_device_index(device)
     built = Components.of(recipe, registry)
     model, wrappers, precision, optimizer = built.model, built.wrappers, built.precision, built.optimizer
     _open(built.data, model, recipe)
@@ -189,7 +191,7 @@ def compose(
         layout,
         rank=rank,
         device=device,
-        timeout=timedelta(seconds=recipe.run.timeout),
+        timeout=group_timeout(recipe, device.type),
         transport=StagedTransport() if recipe.run.share_device else kernels.transport(),
     )
     check_meta(built.data, mesh, recipe)
@@ -212,7 +214,7 @@ def compose(
         if passes.splits_backward or any(wrapper.splits_linear(mesh) for _, wrapper in wrappers):
             split_linear_layers(part, kernels.gemm(), passes)
         _apply(kernels_used, kernels, part, passes)
-    compiled = compile_parts(stages.values(), recipe, registry, mesh, passes)
+    compiled = compile_parts(stages.values(), recipe, registry, mesh, placements, passes)
     shard_and_draw(stages.values(), placements, mesh, wrappers, recipe)
     placed = placed_parameters(stages.values(), placements)
     if weights:

@@ -13,7 +13,7 @@ from command import nanotrain
 from test_run import SMALL, metrics
 
 from nanotrain_core.errors import DataError, Exit
-from nanotrain_core.launch.cause import first_cause, in_one_line
+from nanotrain_core.launch.cause import first_cause, in_one_line, is_echo
 from nanotrain_core.launch.forward import SignalForwarder
 from nanotrain_core.watch.hang import Beat, HangWatch, Stuck, culprits
 from nanotrain_core.watch.progress import Progress
@@ -220,6 +220,8 @@ ENDED = {"code": Exit.PREEMPTED, "trace": None, "text": "stopped by SIGTERM"}
             Exit.FAILED,
         ),
         ({0: {}, 1: None}, {0: 1}, "rank 0 failed: boom", Exit.FAILED),
+        ({0: {"trace": None, "code": 2, "text": "a mistake"}}, {1: -6}, "a mistake", Exit.USER),
+        ({0: {"echo": True}}, {1: -6}, "rank 1 was killed by SIGABRT", Exit.FAILED),
     ],
 )
 def test_the_first_cause_is_told_and_not_what_followed_from_it(tmp_path, reports, codes, said, code):
@@ -230,6 +232,19 @@ def test_the_first_cause_is_told_and_not_what_followed_from_it(tmp_path, reports
     cause = first_cause(tmp_path, codes, None)
     assert (cause.text, cause.code) == (said, code)
     assert first_cause(tmp_path, codes, "rank 1 hung").code == Exit.HUNG
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:3",
+        "NCCL error: remote process exited or there was a network error, NCCL version 2.27.5",
+        "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting",
+        "NCCL communicator was aborted on rank 1.",
+    ],
+)
+def test_an_error_that_only_reports_a_lost_rank_is_no_cause(text):
+    assert is_echo(text)
 
 
 @pytest.mark.parametrize(

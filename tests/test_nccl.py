@@ -1,5 +1,7 @@
 """What is asked of NCCL, and of torch on GPUs, as far as a machine without a GPU can tell."""
 
+import subprocess
+import sys
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -7,11 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from nanotrain_core.batch import Batch
+from nanotrain_core.compile.request import compiler_options, group_timeout
 from nanotrain_core.launch import worker
 from nanotrain_core.launch.cuda import record_collectives, set_allocator
 from nanotrain_core.launch.environment import Ranks
 from nanotrain_core.layout.layout import Layout, View
 from nanotrain_core.layout.mesh import Mesh
+from nanotrain_core.layout.placement import Placement
 from nanotrain_core.recipe import load_recipe
 from nanotrain_core.watch import watchdog
 from nanotrain_core.watch.collectives import keep_collectives
@@ -133,3 +138,69 @@ def test_a_rank_that_hangs_keeps_its_last_collectives_before_it_is_ended(tmp_pat
     assert order[0] == [tmp_path / "collectives" / "rank-3"]
     assert order[0][0].read_bytes() == b"all-reduce 7"
     assert watchdog.KEPT < 1
+
+
+def test_a_batch_on_its_way_to_the_host_is_complete_when_it_is_returned(monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        torch.Tensor, "to", lambda x, device, **named: asked.append((device.type, named["non_blocking"])) or x
+    )
+    batch = Batch(torch.zeros(1, 4, dtype=torch.int64))
+    batch.to(torch.device("cuda", 0))
+    batch.to(torch.device("cpu"))
+    assert asked == [("cuda", True), ("cpu", False)]
+
+
+def test_the_compilation_of_earlier_stages_is_no_timeout_of_nccl():
+    def timeout(device, *changes):
+        changes = ["run.timeout=60", "run.hang_timeout=30", *changes]
+        return group_timeout(load_recipe("laptop.toml", overrides=changes, ranks=2), device)
+
+    assert timeout("cuda") == 5 * TIMEOUT
+    assert timeout("cuda", "run.compile=false") == timeout("cpu") == TIMEOUT
+
+
+@pytest.mark.parametrize(
+    ("tp", "backend", "options"),
+    [(2, "inductor", {"deterministic": True}), (1, "inductor", {}), (2, "aot_eager", {})],
+)
+def test_ranks_that_compute_the_same_gradient_choose_kernels_without_benchmarks(tp, backend, options):
+    layout = Layout({"dense": View(("dp", "tp"), (2, tp))})
+    norm = Placement.whole("norm.weight", (4,), layout)
+    assert compiler_options(backend, [norm], layout) == options
+    sharded = norm.split(0, "tp", 0, tp)
+    assert compiler_options(backend, [sharded], layout) == {}
+    from torch._inductor import config
+
+    assert all(hasattr(config, name) for name in options)
+
+
+FAILS = """
+import sys
+import torch.distributed as dist
+from nanotrain_core.errors import NanotrainError
+from nanotrain_core.launch.process_groups import ending_process_groups
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+dist.get_backend = lambda group=None: sys.argv[1]
+dist.destroy_process_group = lambda group=None: print("destroyed", flush=True)
+with ending_process_groups():
+    if sys.argv[2] == "fails":
+        raise NanotrainError("a mistake").with_code(2)
+"""
+
+
+@pytest.mark.parametrize(
+    ("backend", "end", "told", "code"),
+    [
+        ("nccl", "fails", "", 2),
+        ("gloo", "fails", "destroyed", 1),
+        ("nccl", "succeeds", "destroyed", 0),
+    ],
+)
+def test_a_rank_that_fails_on_nccl_reports_it_and_does_not_wait_for_the_others(backend, end, told, code):
+    ended = subprocess.run(
+        [sys.executable, "-c", FAILS, backend, end], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (ended.stdout.strip(), ended.returncode) == (told, code), ended.stderr
+    assert ("a mistake" in ended.stderr) == (end == "fails")

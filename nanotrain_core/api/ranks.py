@@ -11,6 +11,7 @@ from nanotrain_core.launch.launcher import EXIT_OF
 from nanotrain_core.launch.launcher import prepare as prepare_ranks
 from nanotrain_core.launch.launcher import start as start_ranks
 from nanotrain_core.launch.meeting import meet_ranks
+from nanotrain_core.launch.process_groups import ending_process_groups
 from nanotrain_core.launch.worker import Job
 from nanotrain_core.launch.worker import join as join_ranks
 from nanotrain_core.testing.degrees import Degrees
@@ -24,6 +25,7 @@ __all__ = [
     "RankFailure",
     "Ranks",
     "choose_device",
+    "ending_process_groups",
     "is_port",
     "join_ranks",
     "loopback",

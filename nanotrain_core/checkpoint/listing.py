@@ -16,7 +16,7 @@ def listed(path: Path, use: str, registry: Registry) -> list[CheckpointInfo]:
 
 
 def resume_path(resume: str | None) -> Path | None:
-    """Return the path that ``--resume`` names; None if it names a step, ``"latest"``, ``"auto"`` or nothing."""
+    """Return the path that ``--resume`` names; None for a step, ``"latest"``, ``"auto"`` or nothing."""
     if resume is None or resume in ("auto", "latest") or resume.isdecimal():
         return None
     return Path(resume)

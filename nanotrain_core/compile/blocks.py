@@ -10,7 +10,7 @@ Identical layers share one function, and so one graph for each kind of call: see
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -27,6 +27,7 @@ def compile_blocks(
     backend: str,
     *,
     eager: Collection[Role] = (),
+    options: Mapping[str, Any] | None = None,
     passes: Passes | None = None,
     log: bool = True,
 ) -> list[str]:
@@ -37,6 +38,7 @@ def compile_blocks(
         backend: a name that torch knows.
         eager: modules of these roles stay eager, and the modules that contain them are compiled in pieces
             around them.
+        options: of the backend.
         passes: of the run; they may request eager calls.
         log: whether to log to standard error what is compiled and how long it took.
 
@@ -52,7 +54,9 @@ def compile_blocks(
                 kind = _kind(module)
                 if kind not in shared:
                     forward = taken_over_by(module) or type(module).forward
-                    shared[kind] = CompiledFunction(forward, backend, known[module], log=log, passes=passes)
+                    shared[kind] = CompiledFunction(
+                        forward, backend, known[module], options=options, log=log, passes=passes
+                    )
                 shared[kind].modules += 1
                 take_over(module, shared[kind])
                 names.append(known[module])

@@ -9,7 +9,7 @@ needs no third graph; after :data:`MOST_GRAPHS` of them new kinds of calls run e
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
@@ -41,6 +41,7 @@ class CompiledFunction:
         backend: str,
         name: str,
         *,
+        options: Mapping[str, Any] | None = None,
         log: bool,
         modules: int = 0,
         passes: Passes | None = None,
@@ -51,6 +52,7 @@ class CompiledFunction:
             function: the current function; a ``forward`` takes its module first.
             backend: of ``torch.compile``.
             name: of the first of the modules.
+            options: of the backend.
             log: whether to log new graphs.
             modules: number of modules that share it so far.
             passes: of the run; they may request eager calls.
@@ -64,7 +66,10 @@ class CompiledFunction:
         """Kinds of calls that have a graph."""
         self._gemms: dict[nn.Module, list[nn.Module]] = {}
         self._compiled: Callable[..., Any] = torch.compile(
-            _own_function(function), fullgraph=True, backend=backend
+            _own_function(function),
+            fullgraph=True,
+            backend=backend,
+            options=dict(options) if options else None,
         )
 
     def _linear(self, module: nn.Module) -> list[nn.Module]:

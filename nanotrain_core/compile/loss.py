@@ -13,7 +13,7 @@ Shapes: C tokens of one chunk, V vocabulary, or this rank's shard of it, P colum
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -39,7 +39,13 @@ from nanotrain_core.models.ops import Ops
 Loss = tuple[torch.Tensor, torch.Tensor | None]
 
 
-def compile_losses(parts: Iterable[nn.Module], backend: str, *, log: bool = True) -> list[str]:
+def compile_losses(
+    parts: Iterable[nn.Module],
+    backend: str,
+    *,
+    options: Mapping[str, Any] | None = None,
+    log: bool = True,
+) -> list[str]:
     """Compile the chunk loss of each HEAD of ``parts``; return the heads' names.
 
     A head whose kernels have their own loss instead of the core's keeps it.
@@ -49,7 +55,7 @@ def compile_losses(parts: Iterable[nn.Module], backend: str, *, log: bool = True
         for name, module, tag in tagged(part):
             ops = vars(module).get("ops")
             if tag.role is Role.HEAD and isinstance(ops, Ops) and _is_chunked(ops.linear_cross_entropy):
-                loss = CompiledLoss(backend, f"{name}.loss", log=log)
+                loss = CompiledLoss(backend, f"{name}.loss", options=options, log=log)
                 chunked = partial(ops.linear_cross_entropy, loss=loss)
                 cast(Any, module).ops = replace(ops, linear_cross_entropy=chunked)
                 names.append(name)
@@ -66,9 +72,11 @@ def _is_chunked(function: Any) -> bool:
 class CompiledLoss:
     """See :class:`~nanotrain_core.models.cross_entropy.ChunkLoss`."""
 
-    def __init__(self, backend: str, name: str, *, log: bool) -> None:
+    def __init__(
+        self, backend: str, name: str, *, options: Mapping[str, Any] | None = None, log: bool
+    ) -> None:
         self._whole, self._own, self._rest = (
-            CompiledFunction(function, backend, name, log=log, modules=1)
+            CompiledFunction(function, backend, name, options=options, log=log, modules=1)
             for function in (whole_loss, own_statistics, loss_and_gradient)
         )
 

@@ -41,8 +41,12 @@ class Cause:
         return NanotrainError(self.text).with_code(self.code)
 
 
-#: gloo's error texts when a rank that it waits for is gone, or has not arrived in time.
+#: Error texts of gloo and NCCL when a rank that they wait for is gone, or has not arrived in time.
 ECHOES = (
+    "onnection closed by remote peer",
+    "remote process exited",
+    "ncclRemoteError",
+    "NCCL communicator was aborted",
     "onnection closed by peer",
     "onnection reset by peer",
     "Broken pipe",
@@ -105,7 +109,7 @@ def first_cause(scratch: Path, codes: Mapping[int, int], hang: str | None) -> Ca
         return Cause(hang, Exit.HUNG)
     reports = [json.loads(text) for _, text in read_each(scratch, "failure-*.json")]
     reports.sort(key=lambda report: (report["echo"], report["trace"] is not None, report["time"]))
-    killed = sorted(rank for rank, code in codes.items() if code < 0)
+    killed = _killed(codes, reports)
     stopped = [report for report in reports if report["code"] == Exit.PREEMPTED]
     others = [report for report in reports if report["code"] != Exit.PREEMPTED]
     if stopped and not killed and all(report["echo"] for report in others):
@@ -129,6 +133,17 @@ def first_cause(scratch: Path, codes: Mapping[int, int], hang: str | None) -> Ca
         trace = "" if first["echo"] else first["trace"]  # it would show an innocent collective
         return Cause(text, Exit.FAILED, trace, echo=first["echo"])
     return Cause(f"rank {min(codes)} ended with exit code {codes[min(codes)]}", Exit.FAILED)
+
+
+def _killed(codes: Mapping[int, int], reports: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Return the ranks that a signal ended.
+
+    NCCL's watchdog aborts a process whose collective fails (SIGABRT): that is no cause next to a rank that
+    has reported an error of its own.
+    """
+    own_error = any(not report["echo"] and report["code"] != Exit.PREEMPTED for report in reports)
+    dead = {rank: -code for rank, code in codes.items() if code < 0}
+    return sorted(rank for rank, number in dead.items() if not (own_error and number == signal.SIGABRT))
 
 
 def _silent(scratch: Path, codes: Mapping[int, int], reports: Sequence[Mapping[str, Any]]) -> list[int]:

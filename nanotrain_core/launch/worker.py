@@ -10,7 +10,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -28,6 +27,7 @@ from nanotrain_core.launch.device import choose_device
 from nanotrain_core.launch.environment import Ranks, agent_serves_store
 from nanotrain_core.launch.meeting import meet_ranks
 from nanotrain_core.launch.peers import watching_peers
+from nanotrain_core.launch.process_groups import ending_process_groups
 from nanotrain_core.launch.recovery import FAILED_AT, restart_of
 from nanotrain_core.recipe import Recipe, recipe_hash, resolve_recipe, write_resolved
 from nanotrain_core.recipe.write import explain
@@ -113,6 +113,11 @@ def _exit_with_launcher(pid: int | None) -> None:
 
 def train(job: Job, ranks: Ranks) -> str:
     """Load, agree with the other ranks, train; return how it ended."""
+    with ending_process_groups():
+        return _train(job, ranks)
+
+
+def _train(job: Job, ranks: Ranks) -> str:
     log.configure(ranks.rank)
     registry = load_plugins(block=job.plugins.blocked, local=job.plugins.local)
     found = resolve_recipe(job.recipe, overrides=job.overrides, plugins=job.plugins, ranks=ranks.world_size)
@@ -161,8 +166,6 @@ def train(job: Job, ranks: Ranks) -> str:
             held.close()
         if lock is not None:
             lock.release()
-        if dist.is_initialized():
-            dist.destroy_process_group()
 
 
 def prepare(recipe: Recipe, ranks: Ranks) -> torch.device:
@@ -308,9 +311,10 @@ def join(
         return None, past
     import torch.distributed as dist
 
+    from nanotrain_core.compile.request import group_timeout
     from nanotrain_core.layout import nccl
 
-    timeout = timedelta(seconds=recipe.run.timeout)
+    timeout = group_timeout(recipe, device.type)
     store: Store
     if job.scratch is not None and job.one_host:
         store = dist.FileStore(str(Path(job.scratch, f"store-{attempt()}")), ranks.world_size)

@@ -23,8 +23,7 @@ class Upload:
 
     def __call__(self, batch: Batch) -> Batch:
         """Return ``batch`` on the device, ready for whatever the current stream computes from now on."""
-        tensors = [each for each in (batch.tokens, batch.targets, batch.begins) if each is not None]
-        if self.device.type != "cuda" or any(each.device.type != "cpu" for each in tensors):
+        if self.device.type != "cuda" or any(each.device.type != "cpu" for each in batch.tensors()):
             return batch.to(self.device)
         if self._stream is None:
             self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
@@ -32,7 +31,6 @@ class Upload:
             moved = batch.pinned().to(self.device)
         now = torch.cuda.current_stream(self.device)
         now.wait_stream(self._stream)
-        for each in (moved.tokens, moved.targets, moved.begins):
-            if each is not None:
-                each.record_stream(now)  # keeps its memory from being reused before that stream has used it
+        for each in moved.tensors():
+            each.record_stream(now)  # keeps its memory from being reused before that stream has used it
         return moved

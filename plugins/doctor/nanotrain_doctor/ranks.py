@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanotrain_core.api import write_text_atomically
-from nanotrain_core.api.ranks import Ranks, loopback, meet_ranks
+from nanotrain_core.api.ranks import Ranks, ending_process_groups, loopback, meet_ranks
 
 if TYPE_CHECKING:
     import torch
@@ -112,12 +112,11 @@ def measure(ranks: Ranks, store: Store, timeout: float = TIMEOUT) -> Measured:
         torch.set_num_threads(ranks.threads())
     device = _device(ranks)
     backend = "nccl" if device.type == "cuda" else "gloo"
-    if ranks.world_size > 1:
-        limit = timedelta(seconds=timeout)
-        sizes: dict[str, Any] = {"rank": ranks.rank, "world_size": ranks.world_size}
-        dist.init_process_group(backend, store=dist.PrefixStore("world", store), timeout=limit, **sizes)
-    try:
+    with ending_process_groups():
         if ranks.world_size > 1:
+            limit = timedelta(seconds=timeout)
+            sizes: dict[str, Any] = {"rank": ranks.rank, "world_size": ranks.world_size}
+            dist.init_process_group(backend, store=dist.PrefixStore("world", store), timeout=limit, **sizes)
             dist.barrier(device_ids=[device.index] if device.type == "cuda" else None)
         found = {
             "rank": ranks.rank,
@@ -129,9 +128,6 @@ def measure(ranks: Ranks, store: Store, timeout: float = TIMEOUT) -> Measured:
             found["all_reduce"] = measure_all_reduce(device, ranks.rank, ranks.world_size)
             found["backend"] = backend
         return found
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
 
 
 def _device(ranks: Ranks) -> torch.device:

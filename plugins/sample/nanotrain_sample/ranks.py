@@ -9,7 +9,6 @@ from typing import ClassVar
 
 import attrs
 import torch
-import torch.distributed as dist
 
 from nanotrain_core.api import NanotrainError, Registry, Resolution, resolve_recipe
 from nanotrain_core.api.ranks import (
@@ -18,6 +17,7 @@ from nanotrain_core.api.ranks import (
     Nodes,
     Ranks,
     choose_device,
+    ending_process_groups,
     join_ranks,
     prepare_ranks,
     start_ranks,
@@ -51,8 +51,8 @@ class ForwardJob(Job):
         if "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(ranks.threads())
         device = choose_device(run.device, ranks, shared=run.share_device)
-        join_ranks(self, ranks, found.recipe, device, found.registry)
-        try:
+        with ending_process_groups():
+            join_ranks(self, ranks, found.recipe, device, found.registry)
             recipe = found.recipe if self.opens_data else without_data(found)
             self.compute(
                 found,
@@ -65,9 +65,6 @@ class ForwardJob(Job):
                     trains=False,
                 ),
             )
-        finally:
-            if dist.is_initialized():
-                dist.destroy_process_group()
         return "done"
 
     def compute(self, found: Resolution, run: Run) -> None:
