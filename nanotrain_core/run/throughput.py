@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-#: Dense bfloat16 FLOP/s of GPUs, by a substring of their names, the longest first: NVIDIA's data sheets,
+#: Dense bfloat16 FLOP/s of GPUs, by a substring of their names, the first that matches: NVIDIA's data sheets,
 #: without sparsity.
 PEAK_FLOPS = {
     "H100 PCIe": 756e12,
@@ -13,6 +13,9 @@ PEAK_FLOPS = {
     "GH200": 989e12,
     "H200": 989e12,
     "H100": 989e12,
+    "H800 PCIe": 756e12,
+    "H800": 989e12,
+    "GB200": 2500e12,
     "B200": 2250e12,
     "A100": 312e12,
     "L40S": 362e12,
