@@ -17,7 +17,7 @@ class TorchDDPConfig:
     """`[[parallel]] use = "torch_ddp"`."""
 
     bucket_mb: float = attrs.field(default=25.0, validator=Range(1e-6, 1e6))
-    """Megabytes of gradients in one all-reduce."""
+    """MiB (2^20 bytes) of gradients in one all-reduce."""
     compress: Literal["bf16", "fp16"] | None = None
     """What gradients are sent and added up in, by torch's hooks of that name; `bf16` needs NCCL."""
 

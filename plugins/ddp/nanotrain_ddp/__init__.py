@@ -22,7 +22,8 @@ class DataParallelConfig:
     }
 
     bucket_mb: float = attrs.field(default=25.0, validator=Range(1e-6, 1e6))
-    """Megabytes of gradient per all-reduce: small buckets start early, large ones have less overhead."""
+    """Size of a bucket of gradients in MiB (2^20 bytes), as ``bucket_cap_mb`` of torch's DDP: small buckets
+    start early, large ones have less overhead."""
     overlap: bool = True
     """Start a bucket's all-reduce during backward, as soon as its last gradient is available."""
 

@@ -35,7 +35,7 @@ class Zero12Config(AdamWConfig):
     stage: int = attrs.field(default=1, validator=in_((1, 2)))
     """1 shards optimizer state; 2 also gradients, between microbatches."""
     bucket_mb: float = attrs.field(default=25.0, validator=Range(1e-6, 1e6))
-    """Megabytes of gradient per reduce-scatter; a transport may require less."""
+    """Size of a bucket of gradients in MiB (2^20 bytes); a transport may require less."""
     overlap: bool = True
     """Reduce-scatter during backward, and all-gather new weights during the next forward if the backend
     can."""
@@ -50,7 +50,7 @@ class ShardConfig:
     stage: int = attrs.field(default=1, validator=in_((1, 2)))
     """1 shards optimizer state; 2 also gradients, between microbatches."""
     bucket_mb: float = attrs.field(default=25.0, validator=Range(1e-6, 1e6))
-    """Megabytes of gradient per reduce-scatter; a transport may require less."""
+    """Size of a bucket of gradients in MiB (2^20 bytes); a transport may require less."""
     overlap: bool = True
     """Reduce-scatter during backward, and all-gather new weights during the next forward if the backend
     can."""
