@@ -62,7 +62,9 @@ class Data(Protocol):
         """
         ...
 
-    def decode(self, tokens: Sequence[int]) -> str: ...
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens."""
+        ...
 
     def meta(self) -> dict[str, Any]:
         """Return the position and a ``fingerprint`` of the data, as JSON.

@@ -77,9 +77,9 @@ class Model(Protocol):
         ...
 
     def flops(self, length: int) -> Costs:
-        """Return forward and backward model FLOPs for one token of a sequence of ``length``, by piece.
+        """Return forward and backward model FLOPs for one token of a sequence of ``length``.
 
-        They are the costs by which pipeline stages are balanced.
+        They are those of the embedding, of each layer and of the head, by which pipeline stages are balanced.
         """
         ...
 

@@ -195,7 +195,11 @@ class Monitor:
         """
         return None
 
-    def on_start(self, run: RunInfo) -> None: ...
+    def on_start(self, run: RunInfo) -> None:
+        """Prepare, on all ranks, before the first step of this call of ``fit``.
+
+        Any checkpoint has been loaded. Keep ``run.metrics`` here to publish with.
+        """
 
     def on_before_update(self, update: UpdateReport) -> None:
         """Inspect what step ``update.step`` is about to update, and its gradient.
@@ -218,7 +222,8 @@ class Monitor:
         for weights that other ranks updated if ``reads_weights``.
         """
 
-    def on_step(self, report: StepReport) -> Request | None: ...
+    def on_step(self, report: StepReport) -> Request | None:
+        """Receive a logged step, or every step if :attr:`every_step`. May return a request."""
 
     def on_metrics(self, report: MetricsReport) -> Request | None:
         """Receive the metrics of a logged step: the core's, and all published by monitors since the last.
@@ -236,7 +241,8 @@ class Monitor:
         """
         return {}
 
-    def on_evaluation(self, report: EvaluationReport) -> Request | None: ...
+    def on_evaluation(self, report: EvaluationReport) -> Request | None:
+        """Receive the result of an evaluation. May return a request."""
 
     def on_before_save(self, step: int) -> None:
         """Inspect what is about to be saved as the checkpoint of step ``step``.
@@ -245,11 +251,17 @@ class Monitor:
         :class:`~nanotrain_core.errors.NanotrainError`.
         """
 
-    def on_checkpoint(self, report: CheckpointReport) -> None: ...
+    def on_checkpoint(self, report: CheckpointReport) -> None:
+        """Receive a checkpoint that is complete and in place."""
 
-    def on_save_failed(self, report: FailedSaveReport) -> None: ...
+    def on_save_failed(self, report: FailedSaveReport) -> None:
+        """Receive a save that failed, on this rank or another.
 
-    def on_rollback(self, report: RollbackReport) -> None: ...
+        Training continues, unless it was the third in a row or that at the end of the run.
+        """
+
+    def on_rollback(self, report: RollbackReport) -> None:
+        """Receive a rollback, after the run was restored from an earlier checkpoint."""
 
     def on_step_end(self, end: StepEnd) -> None:
         """Keep the current state of the run, as a checkpoint would.
@@ -257,7 +269,11 @@ class Monitor:
         The last event of every step, on all ranks, after any evaluation or rollback that was due.
         """
 
-    def on_end(self, report: EndReport) -> None: ...
+    def on_end(self, report: EndReport) -> None:
+        """Receive how the run ended: the last event, also after a failure.
+
+        After a failure (``report.reason == "failed"``), other ranks may not be here: no collectives then.
+        """
 
     def meta(self) -> dict[str, Any]:
         """Return the state of this monitor for the checkpoint, as JSON, the same on every rank."""

@@ -64,15 +64,21 @@ class LossScale(Protocol):
     """Multiplies the loss before backward so that small gradients survive a low-precision dtype."""
 
     @property
-    def value(self) -> float: ...
+    def value(self) -> float:
+        """The factor, above 0."""
+        ...
 
     def update(self, skipped: bool | torch.Tensor) -> None:
         """Record whether the step was skipped: a bool, or one on the device, which must be waited for."""
         ...
 
-    def meta(self) -> dict[str, Any]: ...
+    def meta(self) -> dict[str, Any]:
+        """Return the state as JSON, the same on every rank."""
+        ...
 
-    def load_meta(self, meta: Mapping[str, Any]) -> None: ...
+    def load_meta(self, meta: Mapping[str, Any]) -> None:
+        """Restore what :meth:`meta` returned."""
+        ...
 
 
 class Precision:

@@ -20,7 +20,9 @@ class StepReport:
     losses: Mapping[str, float]
     """Each term's unweighted mean."""
     grad_norm: float
+    """Global 2-norm of the gradient, before clipping and without the loss scale."""
     lr: float
+    """Learning rate of this step, as scheduled."""
     tokens: int
     """Tokens seen since the beginning of the run, including those before a resume."""
     tokens_per_second: float

@@ -31,7 +31,7 @@ class Part:
 
 @attrs.define(frozen=True, kw_only=True)
 class Costs:
-    """The cost of each piece of a model, in any one unit: a model gives FLOPs."""
+    """The cost of the embedding, of each layer and of the head, in any one unit: a model gives FLOPs."""
 
     embedding: float = 0.0
     layers: tuple[float, ...]

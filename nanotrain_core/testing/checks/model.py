@@ -306,8 +306,8 @@ def flops_are_counted(case: Case) -> None:
     short, long = model.flops(length // 2), model.flops(length)
     assert 0 < short.total <= long.total, f"{short} FLOPs per token at half the length, {long} at full"
     assert len(long.layers) == model.layers, f"FLOPs of {len(long.layers)} layers; expected {model.layers}"
-    pieces = [long.embedding, *long.layers, long.head]
-    assert min(pieces) >= 0, f"a piece of the model has a negative number of FLOPs: {pieces}"
+    costs = [long.embedding, *long.layers, long.head]
+    assert min(costs) >= 0, f"FLOPs of embedding, layers and head are below 0: {costs}"
 
 
 def _changed(case: Case) -> Iterator[tuple[str, Any]]:
