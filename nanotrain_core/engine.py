@@ -314,7 +314,10 @@ class RuntimeEngine:
 
     @torch.no_grad()
     def _evaluate(self) -> None:
-        """Return the mean next-token loss over the validation batches, equal on every layout."""
+        """Report the mean next-token loss over the validation batches to the monitors. Collective.
+
+        A stop request ends it without a report; a resumed run then evaluates before its first step.
+        """
         mine, counted, seen = torch.zeros(3, 1, dtype=torch.float64, device=self.run.mesh.device)
         for batch in self.run.feed.validation():
             self.note("evaluation")

@@ -54,9 +54,9 @@ def product_errors():
     x, d_y = (torch.randn(256, 256, generator=generator, dtype=torch.float64) for _ in range(2))
     weight = torch.randn(256, 256, generator=generator, dtype=torch.float64) / 16
     return {
-        "forward, x times W": error(by_tile(x) @ by_block(weight).T, x @ weight.T),
-        "dgrad, d_y times W": error(by_tile(d_y) @ by_block(weight), d_y @ weight),
-        "wgrad, d_y times x": error(by_tile(d_y.T.contiguous()) @ by_tile(x.T.contiguous()).T, d_y.T @ x),
+        "forward": error(by_tile(x) @ by_block(weight).T, x @ weight.T),
+        "dgrad": error(by_tile(d_y) @ by_block(weight), d_y @ weight),
+        "wgrad": error(by_tile(d_y.T.contiguous()) @ by_tile(x.T.contiguous()).T, d_y.T @ x),
     }
 
 
@@ -64,7 +64,8 @@ def main():
     numbers = torch.arange(128, dtype=torch.uint8).view(E4M3).double()
     numbers = numbers[numbers.isfinite()]
     print(
-        f"E4M3 has {len(numbers)} numbers from 0 to {numbers.max():.0f}, the least above 0 {numbers[1]:.6f}"
+        f"E4M3 has {len(numbers)} numbers from 0 to {numbers.max():.0f}, the least above 0 {numbers[1]:.6f}, "
+        f"the least normal one {torch.finfo(E4M3).smallest_normal:.6f}"
     )
     between = [f"{each:g}" for each in numbers.tolist() if 1 <= each <= 2]
     print("between 1 and 2:", *between)

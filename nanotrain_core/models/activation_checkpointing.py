@@ -4,9 +4,10 @@ Full: only a layer's input [B, S, D] is stored, so one layer's activations exist
     computation. Selective: the results of matrix products and attention are stored too, which take nearly all
     of the time; the rest (norms, RoPE, activation functions, casts) is recomputed.
 
-Sources: Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174; Korthikanti et al.,
-    "Reducing Activation Recomputation in Large Transformer Models", arXiv 2205.05198, section 5. Implemented
-    with torch's ``torch.utils.checkpoint``, not reentrant.
+Sources: full: Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174. Selective:
+    torch's policies of selective checkpointing, as in torchtitan; Megatron-LM's (Korthikanti et al., arXiv
+    2205.05198, section 5) instead recomputes attention. Implemented with ``torch.utils.checkpoint``, not
+    reentrant.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ def factor(config: ScheduleConfig, steps: int) -> Callable[[int], float]:
     Warm-up rises linearly: the first step has 1 / warmup_steps, the last of warm-up the full rate.
     Decay begins at the full rate and would reach ``final_ratio`` one step after the run's last step.
 
-    Source: cosine from Loshchilov and Hutter, arXiv 1608.03983 (one period, no restart); WSD from
-    Hu et al., arXiv 2404.06395 (with linear decay).
+    Source: cosine from Loshchilov and Hutter, arXiv 1608.03983 (half a period of the cosine, no restart); WSD
+    from Hu et al., arXiv 2404.06395 (with linear decay).
     """
     decay = config.decay_steps
     if decay is None:

@@ -3,10 +3,11 @@
 They are dequantized to the master's dtype, updated by the usual kernel, and quantized again (rounding to
 nearest), one piece after the other: only the moments of one piece are dequantized at any time.
 
-``bfloat16`` is DeepSeek-V3's choice. A bfloat16 value changes by at least 2^-9 of itself or not at all. Each
-step moves the second moment by up to 1 - beta2 of itself, so at 0.999 it does not move where gradients are
-steady, and does not fall where they become smaller. Nor does that of ``int8``, whose scale is rounded up. A
-beta2 above 0.99 is refused with both (:func:`~nanotrain_core.optim.moment_groups.check_moments`).
+``bfloat16`` is DeepSeek-V3's choice. It has 8 significant bits: a change below half the spacing of its
+values, 2^-9 to 2^-8 of the value, is rounded away. Where gradients are steady or become smaller, a step
+changes the second moment by at most 1 - beta2 of itself: 0.001 at 0.999, which is always lost; with ``int8``
+too, whose scale is rounded up. A beta2 above 0.99 is refused with both
+(:func:`~nanotrain_core.optim.moment_groups.check_moments`).
 
 ``int8`` is FlashOptim's: groups of 32 consecutive elements of a row share a scale, and moments are companded
 before they are rounded, since most are far below their group's largest: the first to 2x / (1 + |x|), the
@@ -18,7 +19,7 @@ large.
 Groups lie in rows of the global tensor, so they are the same on every layout, and codes and scales are
 resharded between layouts bit by bit. Tensors whose rows are not a multiple of a group keep float32 moments.
 
-Source: DeepSeek-V3, arXiv 2412.19437, section 3.3.2; Gonzalez Ortiz et al., "FlashOptim", arXiv 2602.23349,
+Source: DeepSeek-V3, arXiv 2412.19437, section 3.3.3; Gonzalez Ortiz et al., "FlashOptim", arXiv 2602.23349,
 section 3.2.
 """
 

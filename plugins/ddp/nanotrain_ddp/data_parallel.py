@@ -5,7 +5,8 @@ all-reduce starts when its last gradient has arrived *and* every earlier bucket 
 ranks issue the same collectives in the same order even if gradients arrive in different orders. The ranks
 to sum over are read from placements: this code is independent of data parallelism and experts.
 
-Source: the bucketing of Li et al., arXiv 2006.15704, section 3.2.3, with sums instead of means.
+Source: bucketing and overlap of Li et al., arXiv 2006.15704, sections 3.2.2 and 3.2.3, with sums instead of
+means.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ def one_forward_one_backward(pp: int, rank: int, microbatches: int) -> Order:
 
     Rank r never holds activations of more than pp - r microbatches.
 
-    Source: Narayanan et al., "PipeDream", arXiv 1806.03377, section 3.2, with a flush after every step:
+    Source: Harlap et al., "PipeDream", arXiv 1806.03377 (work scheduling), with a flush after every step:
     Narayanan et al., arXiv 2104.04473, section 2.2.1.
     """
     return alternate(pp - 1 - rank, passes("F", rank, microbatches), passes("B", rank, microbatches))
