@@ -86,7 +86,7 @@ def assert_true(recipe, capsys, *overrides):
     _assert_groups(sections["The ranks"], held)
     _assert_blocks(sections["Who holds which part of which matrix"], held)
     _assert_state(sections["What is kept of each parameter"], held)
-    _assert_exchanges(sections["Who talks to whom"], told["trace"])
+    _assert_exchanges(sections["Communication"], told["trace"])
     return sections
 
 
@@ -160,7 +160,7 @@ def _assert_exchanges(section, trace):
 @pytest.mark.full
 def test_an_explanation_is_true(tmp_path, capsys):
     sections = assert_true(write(tmp_path, "tp_sp_zero1"), capsys)
-    whose = {row[6].partition(":")[0] for row in sections["Who talks to whom"]["tables"][0]["rows"]}
+    whose = {row[6].partition(":")[0] for row in sections["Communication"]["tables"][0]["rows"]}
     assert whose == {"the core", "parallel 'tp'", "optimizer 'zero12'"}
 
 
@@ -188,10 +188,10 @@ def test_a_plugin_that_nobody_has_heard_of_is_explained(tmp_path, capsys):
     assert rows["layers.*.ffn.down.weight"][2:5] == [[32, 128], [32, 64], "axis 1 over tp"]
     asked = [
         (each["values"]["op"], each["sources"][0]["name"])
-        for each in sections["Who talks to whom"]["statements"]
+        for each in sections["Communication"]["statements"]
         if each["values"].get("owner") == "Parallel 'mini_tp'"
     ]
     assert asked
-    for each in sections["Who talks to whom"]["statements"]:
+    for each in sections["Communication"]["statements"]:
         if each["values"].get("owner") == "Parallel 'mini_tp'":
             assert each["sources"][0]["file"] == plugin

@@ -173,20 +173,20 @@ def test_a_sweep_tells_what_it_leaves_out_and_plans_the_best_whole(dense, monkey
     monkeypatch.setattr("nanotrain_plan.sweep.WHOLE", 1)
     plan = try_plan(dense.recipe, dense.registry, find_hardware("h100"))
     swept = sweep(plan, dense.registry, limit=30, processes=1)
-    assert swept.looked_at == 30
+    assert swept.examined == 30
     rates = [each.tokens_per_second for each in swept.candidates if each.fits]
     assert rates == sorted(rates, reverse=True)
-    (own,) = [each for each in swept.candidates if "as it is" in each.told]
+    (own,) = [each for each in swept.candidates if "as it is" in each.layout]
     assert (own.peak, own.tokens_per_second) == (plan.worst.peak, plan.tokens_per_second)
-    assert swept.candidates[0].whole
-    assert swept.looked_at >= len(swept.candidates)
+    assert swept.candidates[0].planned_in_full
+    assert swept.examined >= len(swept.candidates)
     assert all(number > 0 for number in swept.left_out.values())
     assert swept.bounded > swept.left_out["recomputes more than it needs to fit"] > 0
     refused = [
         n for reason, n in swept.left_out.items() if reason.startswith(("refused", "cannot be planned"))
     ]
     assert swept.refused == sum(refused)
-    assert swept.planned == swept.looked_at - swept.refused - swept.bounded > 0
+    assert swept.planned == swept.examined - swept.refused - swept.bounded > 0
 
 
 @pytest.mark.full
@@ -204,6 +204,6 @@ def test_bounds_leave_out_no_layout_that_is_among_the_fastest(dense, monkeypatch
     monkeypatch.setattr("nanotrain_plan.compare.Comparison._least", lambda *_: 0.0)
     exhaustive = sweep(plan, dense.registry, limit=60, processes=1)
     assert exhaustive.planned > bounded.planned
-    assert exhaustive.looked_at == bounded.looked_at
+    assert exhaustive.examined == bounded.examined
     fastest = [[each for each in found.candidates if each.fits][:WHOLE] for found in (bounded, exhaustive)]
     assert fastest[0] == fastest[1]

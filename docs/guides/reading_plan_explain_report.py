@@ -55,7 +55,7 @@ def asked(words):
 def explained():
     """Return the same of `nanotrain explain`: (when, collective, axis) -> [times, bytes]."""
     told = asked(["explain", "laptop", *TP_DP])
-    (section,) = (each for each in told["sections"] if each["title"] == "Who talks to whom")
+    (section,) = (each for each in told["sections"] if each["title"] == "Communication")
     found = {}
     for when, what, axis, _, times, size, _ in section["tables"][0]["rows"]:
         sums = found.setdefault((when, what, axis), [0, 0])

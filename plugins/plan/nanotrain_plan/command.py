@@ -168,7 +168,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _sweep(limit: int | None, plan: Plan, registry: Registry) -> Swept | None:
-    """Return other layouts, if they are asked for; tell on a terminal how many were looked at."""
+    """Return other layouts, if they are asked for; tell on a terminal how many were examined."""
     if limit is None:
         return None
     if limit < 1:
@@ -177,7 +177,7 @@ def _sweep(limit: int | None, plan: Plan, registry: Registry) -> Swept | None:
 
     def tell(number: int) -> None:
         if sys.stderr.isatty():
-            print(f"\rlooked at {number} of at most {limit} layouts", end="", file=sys.stderr, flush=True)
+            print(f"\rexamined {number} of at most {limit} layouts", end="", file=sys.stderr, flush=True)
 
     found = sweep(plan, registry, limit, tell)
     if sys.stderr.isatty():

@@ -15,7 +15,7 @@ from nanotrain_plan.blocks.probe import NotComposable
 from nanotrain_plan.grid import Family, of_family
 from nanotrain_plan.plan import Plan
 
-#: By how much 1F1B, which holds least activations, may exceed the memory for other schedules to be looked at.
+#: By how much 1F1B, which holds least activations, may exceed the memory for other schedules to be examined.
 MARGIN = 1.1
 
 #: How far estimates, and bounds that are made like them, may be wrong.
@@ -41,16 +41,16 @@ BOUNDS = (FULL, MISSED, LEAST_MISSED, LESS_DOES, SLOWER)
 class Candidate:
     """One layout."""
 
-    told: str
-    """What tells it from others."""
+    layout: str
+    """Its degrees and options in words, as short as it tells it from others."""
     fits: bool
     peak: int
     """Bytes of the rank with the highest peak."""
     bubble: float
     tokens_per_second: float
     mfu: float
-    whole: bool = False
-    """Whether it was planned whole; the others are put together from blocks."""
+    planned_in_full: bool = False
+    """Whether it was; the others are put together from blocks."""
 
 
 @attrs.define(frozen=True)
@@ -81,7 +81,7 @@ class Known:
     """What the families before have told of others."""
 
     rates: tuple[float, ...] = ()
-    """The highest tokens/s of layouts that fit, as many as are planned whole."""
+    """The highest tokens/s of layouts that fit, as many as are planned in full."""
     held: tuple[Held, ...] = ()
     deferred: tuple[Deferred, ...] = ()
 
@@ -101,7 +101,7 @@ class Found:
 
     layouts: list[tuple[Recipe, Candidate]]
     left_out: Counter[str]
-    looked_at: int
+    examined: int
     held: list[Held] = attrs.field(factory=list)
     deferred: list[Deferred] = attrs.field(factory=list)
 
@@ -116,7 +116,7 @@ class Comparison:
             plan: of the recipe as it is.
             registry: the plugins.
             known: of families before.
-            most: layouts that are planned whole in the end: what is slower than so many is of no use.
+            most: layouts that are planned in full in the end: what is slower than so many is of no use.
         """
         self.plan, self.registry, self.known, self.most = plan, registry, known, most
         self.composer = Composer(registry, plan.hardware)
@@ -128,7 +128,7 @@ class Comparison:
         fitting: dict[tuple[int, str], float] = {}
         slow: set[int] = set()
         for recipes in of_family(family, self.registry):
-            self.found.looked_at += len(recipes)
+            self.found.examined += len(recipes)
             plainest, *others = recipes
             pp = _key(plainest)[0]
             if pp in slow:  # to recompute more takes longer
@@ -152,7 +152,7 @@ class Comparison:
         return self.found
 
     def _plainest(self, recipe: Recipe, fitting: dict[tuple[int, str], float]) -> str | None:
-        """Estimate a layout in the plainest schedule; return why others need not be looked at."""
+        """Estimate a layout in the plainest schedule; return why others need not be examined."""
         layout = self._layout(recipe)
         if layout is None:
             return None
@@ -246,7 +246,7 @@ class Comparison:
             return None
         rate = plan.data.tokens_per_step / estimate.time.seconds
         found = Candidate(
-            told=describe(recipe, layout),
+            layout=describe(recipe, layout),
             fits=estimate.peak <= plan.hardware.usable,
             peak=estimate.peak,
             bubble=estimate.time.bubble,
@@ -303,19 +303,19 @@ def describe(recipe: Recipe, layout: Layout) -> str:
 
 
 def as_planned(planned: Plan, *, own: bool = False) -> Candidate:
-    """Return a layout that was planned whole; ``own``: whether it is the recipe's."""
+    """Return a layout that was planned in full; ``own``: whether it is the recipe's."""
     return Candidate(
-        told=describe(planned.recipe, planned.layout) + (" (as it is)" if own else ""),
+        layout=describe(planned.recipe, planned.layout) + (" (as it is)" if own else ""),
         fits=planned.fits,
         peak=planned.worst.peak,
         bubble=planned.time.bubble,
         tokens_per_second=planned.tokens_per_second,
         mfu=planned.tflops() / planned.peak_tflops,
-        whole=True,
+        planned_in_full=True,
     )
 
 
 def plan_whole(recipe: Recipe, plan: Plan, registry: Any) -> Candidate | None:
-    """Return a layout planned whole on the same hardware, None if it cannot be."""
+    """Return a layout planned in full on the same hardware, None if it cannot be."""
     planned = try_plan(recipe, registry, plan.hardware)
     return None if planned is None else as_planned(planned)

@@ -28,7 +28,7 @@ from nanotrain_plan.timing import StepTime, step_time, uses_float8
 from nanotrain_plan.words import size
 
 #: Of what ``--json`` prints: grows by a minor number with a key, by a major one when a key changes meaning.
-VERSION = "2.4"
+VERSION = "3.0"
 
 
 @attrs.define(frozen=True, kw_only=True, eq=False)

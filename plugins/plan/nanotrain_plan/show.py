@@ -36,21 +36,21 @@ def show(plan: Plan, advice: Sequence[Advice] | None, console: Console) -> None:
 
 
 def show_sweep(swept: Swept, plan: Plan, console: Console) -> None:
-    """Print the layouts that were planned whole, and how many others there were."""
+    """Print the layouts that were planned in full, and how many others there were."""
     fitting = sum(each.fits for each in swept.candidates)
     told = (
-        f"{swept.looked_at} layouts: {swept.planned} planned, {fitting} fit, "
+        f"{swept.examined} layouts: {swept.planned} planned, {fitting} fit, "
         f"{swept.bounded} left out by bounds, {swept.refused} refused. The fastest, by tokens/s:"
     )
     console.print(Text(told, style="bold"))
     table = _table("layout", "tokens/s", "MFU", "peak", "", "bubble")
     for each in swept.candidates:
-        if not each.whole:
+        if not each.planned_in_full:
             continue
         style = "green" if each.fits else "red"
         share = f"{each.peak / plan.hardware.usable:.0%}"
         table.add_row(
-            each.told,
+            each.layout,
             f"{each.tokens_per_second:,.0f}",
             f"{each.mfu:.1%}",
             Text(size(each.peak), style=style),

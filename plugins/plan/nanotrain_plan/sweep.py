@@ -1,9 +1,9 @@
 """Compares layouts of a recipe by predicted tokens/s, put together from blocks that are measured once.
 
 The grid is taken family by family, those nearest to the recipe's own degrees first, until exactly as many
-layouts as asked for were looked at, or all. Left out are those that the framework refuses, that cannot fit,
+layouts as asked for were examined, or all. Left out are those that the framework refuses, that cannot fit,
 that recompute more than they need to, and those whose devices, never idle, would still be slower than the
-recipe as it is. The fastest are then planned whole.
+recipe as it is. The fastest are then planned in full.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from nanotrain_plan.grid import families, of_family
 from nanotrain_plan.plan import Plan
 from nanotrain_plan.workers import Job, Workers
 
-#: Layouts that are planned whole, in the end.
+#: Layouts that are planned in full, in the end.
 WHOLE = 5
 
 BEYOND = "beyond the number of layouts asked for"
@@ -34,11 +34,11 @@ class Swept:
 
     candidates: Sequence[Candidate]
     """Those that fit first, the fastest first."""
-    looked_at: int
+    examined: int
     """:attr:`planned`, :attr:`bounded` and :attr:`refused` together: as many as asked for, or the whole
     grid."""
     planned: int
-    """Put together from blocks, or planned whole."""
+    """Put together from blocks, or planned in full."""
     bounded: int
     """Left out since a bound says that they do not fit, or cannot be among the fastest."""
     refused: int
@@ -59,8 +59,8 @@ def sweep(
     Args:
         plan: of the recipe as it is.
         registry: the plugins.
-        limit: how many layouts to look at: those that are planned, left out by a bound, and refused.
-        tell: called with how many were looked at so far.
+        limit: how many layouts to examine: those that are planned, left out by a bound, and refused.
+        tell: called with how many were examined so far.
         processes: that measure at once; as many as there are processors, by default.
     """
     left_out: Counter[str] = Counter()
@@ -73,32 +73,32 @@ def sweep(
         if beyond:
             left_out[BEYOND] += beyond
     found: list[tuple[Recipe, Candidate]] = []
-    looked_at = 0
+    examined = 0
     job = Job(plan, RememberedSchedules(registry), WHOLE)
     gc.freeze()  # what is there stays: to look for garbage in it took a seventh of the time
     with Workers(job, processes or _processors()) as workers:
         for each in workers.compare(chosen):
             found += each.layouts
             left_out += each.left_out
-            looked_at += each.looked_at
-            tell(looked_at)
-        found.sort(key=lambda pair: (not pair[1].fits, -pair[1].tokens_per_second, pair[1].told))
+            examined += each.examined
+            tell(examined)
+        found.sort(key=lambda pair: (not pair[1].fits, -pair[1].tokens_per_second, pair[1].layout))
         best = workers.plan_whole([recipe for recipe, _ in found[:WHOLE]])
     gc.unfreeze()
     own = as_planned(plan, own=True)
     as_it_is = describe(plan.recipe, plan.layout)
-    others = [each for each in best if each is not None and each.told != as_it_is]
-    told = {each.told for each in others} | {as_it_is}
-    rest = [candidate for _, candidate in found if candidate.told not in told]
+    others = [each for each in best if each is not None and each.layout != as_it_is]
+    described = {each.layout for each in others} | {as_it_is}
+    rest = [candidate for _, candidate in found if candidate.layout not in described]
     candidates = [own, *others, *rest]
-    candidates.sort(key=lambda each: (not each.fits, -each.tokens_per_second, each.told))
+    candidates.sort(key=lambda each: (not each.fits, -each.tokens_per_second, each.layout))
     bounded = sum(left_out[reason] for reason in BOUNDS)
     return Swept(
         candidates=candidates,
-        looked_at=looked_at,
+        examined=examined,
         planned=len(found),
         bounded=bounded,
-        refused=looked_at - len(found) - bounded,
+        refused=examined - len(found) - bounded,
         left_out=dict(sorted(left_out.items())),
     )
 

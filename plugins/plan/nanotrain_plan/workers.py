@@ -30,14 +30,14 @@ class Job:
     plan: Plan
     registry: Any
     most: int
-    """Layouts that are planned whole in the end."""
+    """Layouts that are planned in full in the end."""
 
     def compare(self, family: Family, known: Known) -> Found:
         """Return what is found of a family."""
         return Comparison(self.plan, self.registry, known, self.most).of(family)
 
     def plan_whole(self, recipe: Recipe) -> Candidate | None:
-        """Return a layout planned whole."""
+        """Return a layout planned in full."""
         return plan_whole(recipe, self.plan, self.registry)
 
 
@@ -93,7 +93,7 @@ class Workers:
         yield from map(_result, under_way)
 
     def plan_whole(self, recipes: Sequence[Recipe]) -> list[Candidate | None]:
-        """Return layouts planned whole."""
+        """Return layouts planned in full."""
         if self._pool is None:
             return [self._job.plan_whole(recipe) for recipe in recipes]
         return list(self._pool.map(_plan_whole, recipes))

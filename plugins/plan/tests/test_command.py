@@ -206,12 +206,12 @@ def test_a_sweep_ranks_layouts_by_tokens_per_second(recipe, capsys):
     found = plan["sweep"]["candidates"]
     rates = [each["tokens_per_second"] for each in found]
     assert rates == sorted(rates, reverse=True)
-    (own,) = [each for each in found if "as it is" in each["told"]]
+    (own,) = [each for each in found if "as it is" in each["layout"]]
     assert own["tokens_per_second"] == plan["time"]["tokens_per_second"]
     assert own["peak"] == plan["memory"]["peak"]
     # The recipe fits without recomputing anything, so that is all there is to compare.
     assert plan["sweep"]["left_out"]["recomputes more than it needs to fit"] == 2
-    counts = [plan["sweep"][key] for key in ("looked_at", "planned", "bounded", "refused")]
+    counts = [plan["sweep"][key] for key in ("examined", "planned", "bounded", "refused")]
     assert counts == [3, 1, 2, 0]
 
 

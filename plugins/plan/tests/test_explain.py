@@ -78,7 +78,7 @@ def test_numbers_are_those_of_arithmetic(recipe, capsys):
     batch = told["The batch"]["statements"][0]["values"]
     assert (batch["tokens"], batch["microbatches"]) == (8 * 16, 2)
     # The core sums gradients after backward: all of them in float32, a norm of float64, and counts of tokens.
-    exchanges = {(row[0], row[1]): row for row in told["Who talks to whom"]["tables"][0]["rows"]}
+    exchanges = {(row[0], row[1]): row for row in told["Communication"]["tables"][0]["rows"]}
     assert exchanges["in gradient sync, after backward", "all-reduce"][5] == 4 * ELEMENTS
     assert exchanges["in the optimizer step", "all-reduce"][4:6] == [1, 8]
     assert value(told["What is kept of each parameter"], "updated") == ELEMENTS
@@ -107,7 +107,7 @@ def test_every_sentence_is_of_values_and_has_a_file_that_is_there(recipe, capsys
                 lines = Path(source["file"]).read_text(encoding="utf-8").splitlines()
                 assert 0 < source["line"] <= len(lines)
                 assert source["label"].endswith(f"{Path(source['file']).name}:{source['line']}")
-                if section["title"] != "Who talks to whom":  # whose lines are those that ask
+                if section["title"] != "Communication":  # whose lines are those of calls
                     name = source["name"].rpartition(".")[2]
                     assert re.match(rf"\s*(class|def) {name}\b", lines[source["line"] - 1]), source
             assert each["sources"], each["text"]
@@ -138,11 +138,11 @@ def test_a_number_that_is_no_value_is_refused():
         say("There are 4 ranks.")
 
 
-def test_who_asks_for_a_collective_is_read_from_the_stack(recipe, capsys):
+def test_who_calls_a_collective_is_read_from_the_stack(recipe, capsys):
     _, told, _ = explained(capsys, recipe, "--on", "cpu")
     (norm,) = [
         each
-        for each in told["Who talks to whom"]["statements"]
+        for each in told["Communication"]["statements"]
         if each["text"].startswith("In the optimizer step")
     ]
     (source,) = norm["sources"]
@@ -155,12 +155,12 @@ def test_sentences_say_what_exchanges_are_for(recipe, capsys):
     """The core's are told in words for readers, and no sentence has the markup of a docstring."""
     for on, library in (("cpu", "gloo"), ("gpu", "NCCL")):
         _, told, _ = explained(capsys, recipe, "--on", on)
-        texts = [each["text"] for each in told["Who talks to whom"]["statements"]]
+        texts = [each["text"] for each in told["Communication"]["statements"]]
         assert texts[0].startswith("Collectives are operations in which all ranks of a group take part. On ")
         assert f"which calls {library}: " in texts[0]
         (synced,) = [text for text in texts if text.startswith("In gradient sync, after backward")]
         why = "data ranks saw different sequences, and their gradients are added up."
-        assert synced.endswith(f"The core asks for it in AllReduceGradients.finish: {why}")
+        assert synced.endswith(f"The core calls it in AllReduceGradients.finish: {why}")
         for section in told.values():
             for each in section["statements"]:
                 assert not re.search(r"async_op|``|:\w+:|: [A-Z]", each["text"]), each["text"]
@@ -190,7 +190,7 @@ def test_a_terminal_and_a_page_have_the_same_sentences(recipe, tmp_path, capsys)
     for sentence in ("The run has 2 ranks:", "In the optimizer step, rank 0 with 1: all-reduce along dp"):
         assert sentence in out
         assert sentence in text
-    assert text.count("<svg") == 3  # ranks, the pipeline, who talks to whom
+    assert text.count("<svg") == 3  # ranks, the pipeline, communication
     assert "<script" not in text
     assert "http" not in text.replace("http-equiv", "")
 
@@ -208,7 +208,7 @@ def test_a_trace_is_as_predicted(recipe, capsys):
     assert whole["trace"]["same"]
     assert all(each["sources"] for each in told["What really happened"]["statements"])
     real = whole["trace"]["ranks"][0]["real"]
-    rows = told["Who talks to whom"]["tables"][0]["rows"]
+    rows = told["Communication"]["tables"][0]["rows"]
     assert sum(row[4] for row in rows) == len(real)
     assert sum(row[5] for row in rows) == sum(each["bytes"] for each in real)
     assert {tuple(row[3]) for row in rows} == {tuple(each["ranks"]) for each in real}

@@ -73,7 +73,7 @@ class Composer:
         """Return memory and time of a checked recipe.
 
         Raises:
-            NotComposable: it must be planned whole.
+            NotComposable: it must be planned in full.
         """
         stages = self.stages(recipe, layout)
         return Estimate(list(all_ranks(stages, recipe)), step_time(stages, self.hardware, exposed_seconds))
@@ -84,7 +84,7 @@ class Composer:
         Weight gradients that have a pass of their own keep tensors until then, and take no less time there.
 
         Raises:
-            NotComposable: it must be planned whole.
+            NotComposable: it must be planned in full.
         """
         stages = self.stages(recipe, layout, apart=False)
         peaks = tuple(rank.peak for rank in all_ranks(stages, recipe))

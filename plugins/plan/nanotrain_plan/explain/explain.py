@@ -7,7 +7,7 @@ from typing import Any
 
 from nanotrain_core.api import Layout, NanotrainError, Recipe, Registry
 from nanotrain_plan.explain.standing import matrices, ranks, stages, state
-from nanotrain_plan.explain.step import batch, computed, saved, schedule, talk
+from nanotrain_plan.explain.step import batch, communication, computed, saved, schedule
 from nanotrain_plan.explain.subject import Subject
 from nanotrain_plan.telling.parts import Section, to_json
 
@@ -33,7 +33,7 @@ def explain(recipe: Recipe, registry: Registry, layout: Layout, *, host: bool) -
         raise NanotrainError(
             f"this recipe cannot be explained: {str(problem).partition(chr(10))[0]}"
         ) from problem
-    told = (ranks, stages, matrices, batch, schedule, talk, computed, state, saved)
+    told = (ranks, stages, matrices, batch, schedule, communication, computed, state, saved)
     return [section(subject) for section in told]
 
 

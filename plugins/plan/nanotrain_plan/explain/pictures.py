@@ -1,4 +1,4 @@
-"""Drawings: the grid of ranks, blocks of matrices, the pipeline, who talks to whom. SVG, and lines of text.
+"""Drawings: the grid of ranks, blocks of matrices, the pipeline, communication. SVG, and lines of text.
 
 Colours are classes (``c0`` to ``c5``), which the page's style fills for light and dark.
 """
@@ -159,10 +159,10 @@ def pipeline(timeline: Timeline, lines: Sequence[str]) -> Picture:
     return Picture(title, svg(WIDTH, ROW * len(timeline.rows), parts, title), lines)
 
 
-# --- talk --------------------------------------------------------------------------------------------
+# --- communication -----------------------------------------------------------------------------------
 
 
-def talk(layout: Layout, found: Mapping[int, Sequence[Exchanged]]) -> Picture:
+def communication(layout: Layout, found: Mapping[int, Sequence[Exchanged]]) -> Picture:
     """Return which ranks the first rank of each told pipeline rank exchanges with, a row for each axis."""
     parts, y = list[str](), 0
     rows = _rows(layout)
@@ -179,7 +179,7 @@ def talk(layout: Layout, found: Mapping[int, Sequence[Exchanged]]) -> Picture:
                 ends = f'x1="{inside[0]:.1f}" x2="{inside[-1]:.1f}" y1="{y + 8}" y2="{y + 8}"'
                 parts.append(f'<line {ends} class="link"/>')
             parts.extend(f'<circle cx="{x:.1f}" cy="{y + 8}" r="6" class="c{_hue(axis)}"/>' for x in inside)
-    title = "Who exchanges with whom in a step: a row for each group of ranks, its axis and its bytes"
+    title = "Which ranks communicate in a step: a row for each group of ranks, its axis and its bytes"
     return Picture(title, svg(WIDTH, y + ROW, parts, title))
 
 

@@ -13,7 +13,7 @@ EXCHANGES = {
     "broadcasts and a reduce-scatter as an all-to-all whose parts each rank adds up.",
 }
 
-#: What the core's collectives and messages are for, by the qualified name of the function that asks.
+#: What the core's collectives and messages are for, by the qualified name of the calling function.
 PURPOSES = {
     "AllReduceGradients.finish": "data ranks saw different sequences, and their gradients are added up.",
     "GlobalNorm.of": "each rank adds up the squares of its gradients, and the sum over ranks gives the norm "

@@ -1,4 +1,4 @@
-"""What happens in a step: who talks to whom, what is computed again, in which order and precision."""
+"""What happens in a step: which ranks communicate, what is computed again, in which order and precision."""
 
 from __future__ import annotations
 
@@ -123,11 +123,11 @@ def schedule(subject: Subject) -> Section:
     return Section("The order of passes", body)
 
 
-# --- talk --------------------------------------------------------------------------------------------
+# --- communication -----------------------------------------------------------------------------------
 
 
-def talk(subject: Subject) -> Section:
-    """Return who talks to whom, when, why, and how many bytes."""
+def communication(subject: Subject) -> Section:
+    """Return which ranks communicate, when, why, and how many bytes."""
     exchange = GlooExchange if subject.host else Exchange
     body: list[Statement | Table | Picture] = [
         say(
@@ -140,7 +140,7 @@ def talk(subject: Subject) -> Section:
     for pp_rank in subject.told:
         found = subject.exchanges(pp_rank)
         rank = subject.rank(pp_rank)
-        body.append(_talk_total(found, rank, place_of(exchange)))
+        body.append(_communication_total(found, rank, place_of(exchange)))
         for each in found:
             origin = each.place.origin
             key = each.place.when, each.place.op, each.place.axis, origin.name if origin else ""
@@ -148,16 +148,16 @@ def talk(subject: Subject) -> Section:
                 body.append(_exchange(subject, each, rank))
                 told.add(key)
         if found:
-            columns = ("when", "collective", "axis", "ranks", "times", "bytes", "asked for by")
-            body.append(Table(columns, [_talk_row(subject, each) for each in found]))
+            columns = ("when", "collective", "axis", "ranks", "times", "bytes", "called by")
+            body.append(Table(columns, [_communication_row(subject, each) for each in found]))
     if any(subject.exchanges(pp_rank) for pp_rank in subject.told):
-        body.append(pictures.talk(subject.layout, {p: subject.exchanges(p) for p in subject.told}))
-    return Section("Who talks to whom", body)
+        body.append(pictures.communication(subject.layout, {p: subject.exchanges(p) for p in subject.told}))
+    return Section("Communication", body)
 
 
-def _talk_total(found: list[Exchanged], rank: int, where: Origin | None) -> Statement:
+def _communication_total(found: list[Exchanged], rank: int, where: Origin | None) -> Statement:
     if not found:
-        return say("Rank {rank} talks to nobody in a step.", where, rank=rank)
+        return say("Rank {rank} does not communicate in a step.", where, rank=rank)
     return say(
         "In a step rank {rank} takes part in {count:,} collectives and messages, of {bytes} in all.",
         where,
@@ -180,10 +180,10 @@ def _exchange(subject: Subject, each: Exchanged, rank: int) -> Statement:
         again = ", whose forward is computed again" if place.when in "BW" else ""
         where = f", called from {{modules}}{again}"
     owner = subject.owners.of(place.origin)
-    why, asks = ". {owner} asks for it.", dict[str, str]()
+    why, caller = ". {owner} calls it.", dict[str, str]()
     if place.origin:
-        asks = {"function": place.origin.name, "text": purpose(owner, place.origin)}
-        why = ". {owner} asks for it in {function}" + (": {text}" if asks["text"] else ".")
+        caller = {"function": place.origin.name, "text": purpose(owner, place.origin)}
+        why = ". {owner} calls it in {function}" + (": {text}" if caller["text"] else ".")
     return say(
         who + what + where + why,
         place.origin,
@@ -196,7 +196,7 @@ def _exchange(subject: Subject, each: Exchanged, rank: int) -> Statement:
         when=WHEN[place.when].capitalize(),
         modules=" and ".join(each.modules[:3]) + (" and others" if len(each.modules) > 3 else ""),
         owner=sentence(owner),
-        **asks,
+        **caller,
     )
 
 
@@ -205,7 +205,7 @@ def sentence(words: str) -> str:
     return words[:1].upper() + words[1:]
 
 
-def _talk_row(subject: Subject, each: Exchanged) -> tuple[object, ...]:
+def _communication_row(subject: Subject, each: Exchanged) -> tuple[object, ...]:
     place = each.place
     return (
         WHEN[place.when],

@@ -1,4 +1,4 @@
-"""Who talks to whom in a step: a rank's planned collectives, those of one place in the code as one."""
+"""Which ranks communicate in a step: a rank's planned collectives, those of one place in the code as one."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Place:
     axis: str
     ranks: tuple[int, ...]
     origin: Origin | None
-    """Who asks, with the line of the first of them."""
+    """The caller, with the line of its first call."""
 
 
 @attrs.define(frozen=True, kw_only=True)
