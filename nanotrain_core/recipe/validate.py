@@ -358,7 +358,10 @@ def remarks(recipe: Recipe, registry: Registry, layout: Layout) -> Iterator[str]
     for dim in ("dp", *(("edp",) if experts_split else ())):
         if dim in layout.dims and layout.size(dim) > 1:
             size, others = f"{dim} = {layout.size(dim)}", " or ".join(faster)
-            yield f"{size}: gradients are summed after backward; {others} would sum them meanwhile"
+            yield (
+                f"{size}: gradients are summed after backward; {others} would overlap the reduction with "
+                "backward"
+            )
             return
 
 

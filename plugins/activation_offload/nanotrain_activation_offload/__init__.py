@@ -1,6 +1,6 @@
 """Activation offload: what a layer saves for its backward pass waits in pinned host memory.
 
-This is the plugin's face: every ``nanotrain`` command imports it, so it never imports torch.
+The plugin's entry module: every ``nanotrain`` command imports it, so it never imports torch.
 """
 
 import attrs
@@ -17,7 +17,7 @@ class OffloadConfig:
     min_mb: float = attrs.field(default=1.0, validator=Range(0.0, 1e6))
     """Smaller tensors stay on the device: a copy of few bytes costs more than it frees."""
     keep: int = attrs.field(default=1, validator=Range(0))
-    """So many layers at the end of a stage keep their activations: backward wants them at once."""
+    """Number of layers at the end of a stage that are not offloaded: backward needs them first."""
 
 
 @hookimpl

@@ -1,6 +1,6 @@
 """Alerts: commands, webhooks and files that learn when a run goes wrong.
 
-This is the plugin's face: every ``nanotrain`` command imports it, so it never imports torch.
+The plugin's entry module: every ``nanotrain`` command imports it, so it never imports torch.
 """
 
 import shutil

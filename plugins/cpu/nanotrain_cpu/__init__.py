@@ -1,6 +1,6 @@
 """Everything that only makes a CPU faster: kernels, and exchanges through memory that ranks of a host share.
 
-This is the plugin's face: every ``nanotrain`` command imports it, so it never imports torch.
+The plugin's entry module: every ``nanotrain`` command imports it, so it never imports torch.
 """
 
 from __future__ import annotations

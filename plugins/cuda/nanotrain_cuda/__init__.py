@@ -1,6 +1,6 @@
 """Kernels in Triton that make NVIDIA GPUs faster: experts chosen, and their rows permuted and combined.
 
-This is the plugin's face: every ``nanotrain`` command imports it, so it never imports torch.
+The plugin's entry module: every ``nanotrain`` command imports it, so it never imports torch.
 """
 
 from __future__ import annotations

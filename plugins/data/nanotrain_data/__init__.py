@@ -1,6 +1,6 @@
 """Corpora of any size: prepared once by many processes, then memory-mapped, blended and shuffled.
 
-This is the plugin's face: every ``nanotrain`` command imports it, so it never imports torch.
+The plugin's entry module: every ``nanotrain`` command imports it, so it never imports torch.
 """
 
 from nanotrain_core.api import Command, Component, Register, RegisterCommand, hookimpl

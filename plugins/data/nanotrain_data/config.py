@@ -29,7 +29,7 @@ class ShardsConfig:
     """Sequences are shuffled within stretches of about so many tokens of a source, and these stretches among
     themselves: few shards are read from at a time. 0: over all of a source."""
     read_ahead: int = attrs.field(default=2, validator=Range(0, 1024))
-    """Batches that a thread reads before they are asked for."""
+    """Number of batches to prefetch in a thread."""
 
     def __attrs_post_init__(self) -> None:
         """Refuse no folder, and weights that do not fit.
@@ -47,13 +47,13 @@ class StreamingConfig:
     urls: tuple[str, ...]
     """Prepared folders as URLs of fsspec: ``s3://bucket/web``, ``https://...``. Each is a source."""
     weights: tuple[float, ...] = attrs.field(default=(), validator=Range(0.0, 1e15, above=True))
-    """As of ``shards``."""
+    """See ``shards``."""
     validation_fraction: float = attrs.field(default=0.01, validator=Range(0.0, 1.0, below=True))
-    """As of ``shards``: spread over all shards, of which an evaluation fetches those that it reads of."""
+    """See ``shards``. It is spread over all shards, of which an evaluation fetches those that it reads."""
     piece_length: int = attrs.field(default=0, validator=Range(0, LARGEST_SIZE))
-    """As of ``shards``."""
+    """See ``shards``."""
     mask_documents: bool = False
-    """As of ``shards``."""
+    """See ``shards``."""
     shuffle_tokens: int = attrs.field(default=0, validator=Range(0, 2**62))
     """Sequences are shuffled within stretches of about so many tokens of a source, and these stretches among
     themselves: few shards are read from at a time. 0: over all of a source."""
@@ -61,17 +61,17 @@ class StreamingConfig:
     """Folder of this host that keeps shards, for all its ranks and runs. None: ``nanotrain/shards`` in the
     user's cache."""
     cache_gb: float = attrs.field(default=50.0, validator=Range(0.0, 1e9, above=True))
-    """What it may hold, in units of 10^9 bytes: those that were read longest ago are deleted for others."""
+    """What it may hold, in units of 10^9 bytes: least recently used shards are evicted."""
     attempts: int = attrs.field(default=5, validator=Range(1, 100))
-    """How often a file is asked for until the run gives up."""
+    """Attempts to fetch a file before the run fails."""
     retry_seconds: float = attrs.field(default=1.0, validator=Range(0.0, 3600.0))
     """Wait before the second attempt; before each later one twice as long."""
     fetch_ahead: int = attrs.field(default=16, validator=Range(0, 100_000))
-    """Batches of which the shards are fetched before they are asked for, by threads."""
+    """Number of batches whose shards are fetched in advance, in threads."""
     downloads: int = attrs.field(default=2, validator=Range(1, 64))
     """Shards that a rank fetches at a time."""
     read_ahead: int = attrs.field(default=2, validator=Range(0, 1024))
-    """Batches that a thread reads before they are asked for."""
+    """Number of batches to prefetch in a thread."""
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -110,7 +110,7 @@ class ChatConfig:
     too_long: Literal["cut", "leave_out"] = "cut"
     """What becomes of a conversation longer than a sequence: its end is cut off, or it is left out."""
     read_ahead: int = attrs.field(default=2, validator=Range(0, 1024))
-    """Batches that a thread reads before they are asked for."""
+    """Number of batches to prefetch in a thread."""
 
     def __attrs_post_init__(self) -> None:
         """Refuse no folder, and weights that do not fit.

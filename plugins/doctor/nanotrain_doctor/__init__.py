@@ -1,6 +1,6 @@
 """Examines this machine before anything trains on it: ``nanotrain doctor``.
 
-This is the plugin's face: every ``nanotrain`` command imports it, so it never imports torch.
+The plugin's entry module: every ``nanotrain`` command imports it, so it never imports torch.
 """
 
 from nanotrain_core.api import Command, RegisterCommand, hookimpl

@@ -1,4 +1,4 @@
-"""``nanotrain doctor``: is this machine, or are these machines, fit to train?"""
+"""``nanotrain doctor``: check this machine, or these machines, before training."""
 
 from __future__ import annotations
 

@@ -22,7 +22,11 @@ def judge_ranks(ranks: Sequence[Measured], peaks: Peaks) -> list[Finding]:
     """Judge the measurements of all ranks of a world."""
     lost = [each for each in ranks if "failed" in each]
     found = [
-        bad("ranks", f"rank {each['rank']}: {each['failed']}", "mend this first: `run` would fail alike")
+        bad(
+            "ranks",
+            f"rank {each['rank']}: {each['failed']}",
+            "fix this first: `nanotrain run` would fail in the same way",
+        )
         for each in lost
     ]
     if lost:

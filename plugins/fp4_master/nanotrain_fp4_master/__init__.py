@@ -1,6 +1,6 @@
 """Low-bit master weights: the model computes with low-bit weights, and little is kept beside them.
 
-This is the plugin's face: every ``nanotrain`` command imports it, so it never imports torch.
+The plugin's entry module: every ``nanotrain`` command imports it, so it never imports torch.
 """
 
 from collections.abc import Iterator, Mapping

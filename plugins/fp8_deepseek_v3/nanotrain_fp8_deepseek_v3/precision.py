@@ -93,7 +93,7 @@ class ByModule(Uniform):
 
     def describe(self) -> list[str]:
         """Return the format of every module of the whole model."""
-        return ["products of each module:", *self.lines]
+        return ["GEMM format of each module:", *self.lines]
 
 
 class FP8DeepSeekV3(ByModule):

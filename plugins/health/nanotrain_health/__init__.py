@@ -1,6 +1,6 @@
 """Health of a training run: the metrics that it should show, and what is wrong with it in plain sentences.
 
-This is the plugin's face: every ``nanotrain`` command imports it, so it never imports torch.
+The plugin's entry module: every ``nanotrain`` command imports it, so it never imports torch.
 """
 
 from typing import Literal
@@ -32,18 +32,18 @@ class HealthConfig:
     """``[[monitor]] use = "health"``."""
 
     level: Literal["minimal", "standard", "debug"] = "standard"
-    """`minimal`: loss, data and clipping, which the host knows anyway. `standard`: norms by layer, and the
-    first, middle and last layer at a closer look. `debug`: all layers, every parameter, histograms."""
+    """`minimal`: loss, data and clipping, available on the host. `standard`: norms by layer, and the first,
+    middle and last layer in detail. `debug`: all layers, every parameter, histograms."""
     every: int = attrs.field(default=TENSORS_EVERY, validator=Range(1))
-    """Steps from one in which tensors are read to the next, of logged ones; of the first 20 steps each. Loss,
-    data and clipping are reported in every logged step."""
+    """Steps between readings of tensors, which are read in logged steps alone; each logged one of the first
+    20 is read. Loss, data and clipping are reported in every logged step."""
     queries: int = attrs.field(default=4, validator=Range(0))
     """Queries of each sequence whose attention is computed; 0: none."""
     ema: float = attrs.field(default=0.98, validator=Range(0.0, 1.0, above=True, below=True))
-    """What the average of the loss keeps of itself in a step."""
+    """Decay per step of exponential moving averages, such as that of the loss."""
     patience: int = attrs.field(default=5, validator=Range(1))
-    """Logged steps for which a value must be outside of its limits before that is said, and within before it
-    is said to be over; 2 if it is bad, 1 if it is no number."""
+    """Consecutive logged steps outside the limits before a problem is reported (at most 2 if bad, 1 if NaN or
+    infinite), and inside before it is reported as over."""
 
 
 @attrs.define(frozen=True, kw_only=True)
@@ -67,7 +67,7 @@ class ProbesConfig:
     """Tokens of each, from its first on, at most batch.length. Every rank holds the logits of two such
     batches at once: 2 x 256 with a vocabulary of 129,280 are 265 MB in bfloat16."""
     top: int = attrs.field(default=10, validator=Range(1))
-    """Likeliest tokens whose probability is added up."""
+    """k of the top-k probability mass."""
 
 
 @hookimpl

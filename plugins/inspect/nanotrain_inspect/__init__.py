@@ -1,6 +1,6 @@
 """Looks into a run: profiles of chosen steps, and dumps of weights, gradients, updates and activations.
 
-This is the plugin's face: every ``nanotrain`` command imports it, so it never imports torch.
+The plugin's entry module: every ``nanotrain`` command imports it, so it never imports torch.
 """
 
 from collections.abc import Iterator

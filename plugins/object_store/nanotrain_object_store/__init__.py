@@ -1,6 +1,6 @@
 """Checkpoints of a run in an object store: uploaded beside training, fetched where the run resumes.
 
-This is the plugin's face: every ``nanotrain`` command imports it, so it never imports torch.
+The plugin's entry module: every ``nanotrain`` command imports it, so it never imports torch.
 """
 
 from collections.abc import Iterator
@@ -40,7 +40,7 @@ class ObjectStoreConfig:
     """Seconds that the end of a run waits for its last checkpoint to be in the store; where the run was asked
     to stop by a signal, at most half of `run.grace`."""
     lease: float = attrs.field(default=30.0, validator=Range(1.0, 3600.0))
-    """Seconds without a sign of life of the run that has the prefix after which it is taken for dead."""
+    """Seconds without a heartbeat after which the run that holds the prefix is considered dead."""
 
 
 METRICS = (

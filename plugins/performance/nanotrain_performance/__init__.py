@@ -1,6 +1,6 @@
 """Performance: monitors of what a step costs in time and memory, and of what a run's hours went into.
 
-This is the plugin's face: every ``nanotrain`` command imports it, so it never imports torch.
+The plugin's entry module: every ``nanotrain`` command imports it, so it never imports torch.
 """
 
 import attrs
@@ -40,7 +40,7 @@ class DeviceConfig:
     """``[[monitor]] use = "device"``."""
 
     every_seconds: float = attrs.field(default=5.0, validator=Range(0.001, 86_400.0))
-    """Between two looks at the GPU, in a thread of its own."""
+    """Seconds between NVML readings, in a separate thread."""
 
 
 @attrs.define(frozen=True, kw_only=True)

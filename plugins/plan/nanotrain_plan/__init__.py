@@ -2,7 +2,7 @@
 
 `nanotrain explain` tells the same dry run to a learner, `nanotrain inspect` what the model of a recipe is.
 
-This is the plugin's face: every ``nanotrain`` command imports it, so it never imports torch.
+The plugin's entry module: every ``nanotrain`` command imports it, so it never imports torch.
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ def test_what_components_say_of_themselves_is_said_by_them(tmp_path, capsys):
     assert [source["name"] for source in stages["sources"]] == ["Pipeline.parts"]
     statements = told["What is computed, in which precision"]["statements"]
     assert not any(each["text"].startswith("stages ") for each in statements)
-    lines = [each for each in statements if re.match(r" +layers|products of each module", each["text"])]
+    lines = [each for each in statements if re.match(r" +layers|GEMM format of each module", each["text"])]
     assert len(lines) > 5
     for each in lines:
         assert [source["name"] for source in each["sources"]] == ["ByModule.describe"]

@@ -1,6 +1,6 @@
 """Look at a run from its folder: ``nanotrain report`` writes HTML, ``nanotrain top`` shows it in a terminal.
 
-This is the plugin's face: every ``nanotrain`` command imports it, so it imports neither torch nor bokeh.
+The plugin's entry module: every ``nanotrain`` command imports it, so it imports neither torch nor bokeh.
 """
 
 from nanotrain_core.api import Command, RegisterCommand, hookimpl

@@ -1,6 +1,6 @@
 """Writes text with the weights of a run, and scores text: validation loss, perplexity, tasks.
 
-This is the plugin's face: every ``nanotrain`` command imports it, so it never imports torch.
+The plugin's entry module: every ``nanotrain`` command imports it, so it never imports torch.
 """
 
 from nanotrain_core.api import Command, RegisterCommand, hookimpl

@@ -1,6 +1,6 @@
 """TensorBoard: every metric of a run as scalars, histograms and texts.
 
-This is the plugin's face: every ``nanotrain`` command imports it, so it never imports torch.
+The plugin's entry module: every ``nanotrain`` command imports it, so it never imports torch.
 """
 
 from collections.abc import Iterator

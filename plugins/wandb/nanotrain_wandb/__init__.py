@@ -1,6 +1,6 @@
 """Weights & Biases: every metric of a run, online or offline.
 
-This is the plugin's face: every ``nanotrain`` command imports it, so it never imports torch or wandb.
+The plugin's entry module: every ``nanotrain`` command imports it, so it never imports torch or wandb.
 """
 
 from collections.abc import Iterator
