@@ -38,7 +38,7 @@ def test_every_kind_has_a_page_with_its_hook_contract_example_and_proof(kind):
         assert f"`{name}({signature})`" in page
     assert kind == "gradient_sync" or f"nanotrain_register_{kind}(" in page.partition("\n## ")[0]
     headings = re.findall(r"^## (.+)$", page, re.MULTILINE)
-    assert {"Contract", "Example", "Prove it"} <= set(headings)
+    assert {"Contract", "Example", "Test it"} <= set(headings)
     assert "<!-- file: " in page
     assert f"](kinds/{kind}.md)" in PLUGINS
 
