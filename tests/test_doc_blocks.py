@@ -270,7 +270,6 @@ def surroundings(block, folder):
         **{"part": part, "passes": Passes(), "self": SimpleNamespace(passes=Passes())},
         "config": SimpleNamespace(experts=2, ffn=8, width=4),
     }
-    free["MyGEMM"] = door.TorchGEMM
     free["Config"] = attrs.make_class("Config", {}, frozen=True, kw_only=True)
     if "use_gemm(module" in block.text and "WideWgrad" in block.text:
         free["WideWgrad"] = door.TorchGEMM
