@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from nanotrain_core.batch import Shard
-from nanotrain_core.compile.of_recipe import compile_parts
+from nanotrain_core.compile.apply import compile_parts
 from nanotrain_core.compile.request import group_timeout
 from nanotrain_core.contracts import (
     Checkpoint,
@@ -31,7 +31,7 @@ from nanotrain_core.contracts import (
 from nanotrain_core.errors import PluginError
 from nanotrain_core.hf.open_weights import load_weights
 from nanotrain_core.layout.gradients import AllReduceGradients
-from nanotrain_core.layout.initialisation import equalise
+from nanotrain_core.layout.initialization import equalise
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import (
     PlacedParameter,
@@ -56,7 +56,7 @@ from nanotrain_core.recipe.tree import EvaluationConfig, OptimizerConfig, Recipe
 from nanotrain_core.registry.registry import Registry
 from nanotrain_core.run.feed import DataFeed, Feed
 from nanotrain_core.run.memory import expect_training_to_fit
-from nanotrain_core.run.returned import (
+from nanotrain_core.run.validate_components import (
     check_costs,
     check_dtensors,
     check_meta,

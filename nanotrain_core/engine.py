@@ -34,6 +34,7 @@ from nanotrain_core.run import log
 from nanotrain_core.run.divergence import SkippedSteps, may_save
 from nanotrain_core.run.events import Events
 from nanotrain_core.run.global_metrics import agree_now, sum_over_data
+from nanotrain_core.run.monitor_context import MonitorContext
 from nanotrain_core.run.recovery import Restart, recover
 from nanotrain_core.run.rollback import roll_back
 from nanotrain_core.run.run_info import run_info
@@ -42,7 +43,6 @@ from nanotrain_core.run.step_report import evaluation, report_step
 from nanotrain_core.run.stop import StopRequest
 from nanotrain_core.run.throughput import Throughput
 from nanotrain_core.run.train_state import capture_state, go_on_from, restore_meta
-from nanotrain_core.run.watching import Watching
 from nanotrain_core.watch.progress import Progress
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ class RuntimeEngine:
         tell = self.events.checkpoint, self.events.save_failed
         self.saves = CheckpointSaver(checkpoint, *tell, self.progress)
         self.skipped = SkippedSteps(self.saves)
-        self.watching = Watching(self.run, self.events)
+        self.watching = MonitorContext(self.run, self.events)
         self._restore()
         self._first, self.run = self.step, begin_step(self.run, again=self.owes_evaluation)
         info = run_info(self)

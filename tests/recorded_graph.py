@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from nanotrain_core.compile import captured_executor, of_recipe
+from nanotrain_core.compile import apply, captured_executor
 from nanotrain_core.recipe import validate
 
 #: Operators for which the host waits: for a value, or for the size of the result.
@@ -102,7 +102,7 @@ def counted_executors():
 def recorded_graphs():
     """Let runs with ``cuda_graphs`` record operators of a CPU; yield the executors that capture."""
     with (
-        mock.patch.object(of_recipe, "not_captured", return_value=()),  # there is no GPU
+        mock.patch.object(apply, "not_captured", return_value=()),  # there is no GPU
         mock.patch.object(validate, "not_captured", return_value=()),
         mock.patch.object(captured_executor, "CUDAGraph", RecordedGraph),
         counted_executors() as made,

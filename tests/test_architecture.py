@@ -25,21 +25,21 @@ LEVELS = (
         "models.head models.norms models.ops optim "
         "pipeline pipeline.actions pipeline.passes pipeline.weight_gradients precision precision.dtypes "
         "recipe.cached_token "
-        "recipe.divisibility run run.files run.near run.owner run.log run.plain_json run.random_state "
-        "run.stop run.throughput run.upload run.working",
+        "recipe.divisibility run run.files run.suggest_run run.owner run.log run.plain_json run.random_state "
+        "run.stop run.throughput run.upload run.progress_bar",
     ),
     ("placement, mesh and matrix products", "layout.* metrics.* moe.* optim.grad_norm precision.*"),
     (
         "contracts",
         "contracts.* builtin.configs builtin.transformer_config command component hookspecs recipe.frozen "
-        "recipe.locate recipe.phase recipe.ranges recipe.tree recipe.types phases phases.timeline",
+        "recipe.locate recipe.phase recipe.range_validator recipe.tree recipe.types phases phases.timeline",
     ),
     (
         "mechanisms",
-        "checkpoint.safetensors_files checkpoint.saver layout.initialisation optim.lr_schedule "
+        "checkpoint.safetensors_files checkpoint.saver layout.initialization optim.lr_schedule "
         "pipeline.annotation pipeline.executor "
         "pipeline.p2p pipeline.simulator run.events run.feed run.folder "
-        "run.global_metrics run.together",
+        "run.global_metrics run.monitor_collectives",
     ),
     (
         "recipe and registry",
@@ -181,7 +181,7 @@ SMALL = {
     "checkpoint": 890,
     "cli": 1625,
     "compile": 680,
-    "contracts": 645,
+    "contracts": 655,
     "data": 785,
     "hf": 860,
     "launch": 1545,

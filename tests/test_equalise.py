@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from nanotrain_core.layout.initialisation import equalise
+from nanotrain_core.layout.initialization import equalise
 from nanotrain_core.layout.layout import Layout, View
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import PlacedParameter, Placement

@@ -14,7 +14,7 @@ from test_run import SMALL, metrics
 
 from nanotrain_core.errors import DataError, Exit
 from nanotrain_core.launch.cause import first_cause, in_one_line, is_echo
-from nanotrain_core.launch.forward import SignalForwarder
+from nanotrain_core.launch.signal_forwarding import SignalForwarder
 from nanotrain_core.watch.hang import Beat, HangWatch, Stuck, culprits
 from nanotrain_core.watch.progress import Progress
 from nanotrain_core.watch.watchdog import Watchdog

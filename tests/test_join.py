@@ -17,7 +17,7 @@ from torch.distributed import TCPStore
 
 from nanotrain_core.cli.run import is_rank
 from nanotrain_core.errors import Exit, LaunchError
-from nanotrain_core.launch import meeting
+from nanotrain_core.launch import rendezvous
 from nanotrain_core.launch.environment import Ranks
 from nanotrain_core.run.folder import RunFolder
 
@@ -76,22 +76,22 @@ def without_port(rank, port):
 @pytest.mark.parametrize("stranger", ["silent", "a store"])
 def test_a_port_that_another_program_has_is_passed_over(monkeypatch, stranger):
     """Rank 0 failed, and the others waited at the stranger's for ever."""
-    monkeypatch.setattr(meeting, "_SOON", timedelta(seconds=1))
+    monkeypatch.setattr(rendezvous, "_SOON", timedelta(seconds=1))
     with socket.create_server(("127.0.0.1", 0)) as free:
-        ports = meeting.candidates(free.getsockname()[1], named=False)
+        ports = rendezvous.candidates(free.getsockname()[1], named=False)
     if stranger == "silent":
         taken = socket.create_server(("127.0.0.1", ports[0]))
     else:
         taken = TCPStore("127.0.0.1", ports[0], is_master=True, wait_for_workers=False)
-    served = meeting.serve("127.0.0.1", ports, "ours")
+    served = rendezvous.serve("127.0.0.1", ports, "ours")
     assert served.port in ports[1:]
-    assert meeting.find("127.0.0.1", ports, "ours", 60).port == served.port
+    assert rendezvous.find("127.0.0.1", ports, "ours", 60).port == served.port
     with pytest.raises(LaunchError, match="rank 0 has not been found"):
-        meeting.find("127.0.0.1", ports, "another", 0.5)
+        rendezvous.find("127.0.0.1", ports, "another", 0.5)
     with pytest.raises(
         LaunchError, match=f"port {ports[0]} of 127.0.0.1, where the ranks would meet, cannot"
     ):
-        meeting.serve("127.0.0.1", ports[:1], "ours")
+        rendezvous.serve("127.0.0.1", ports[:1], "ours")
     del taken
 
 

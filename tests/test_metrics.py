@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 from nanotrain_core.contracts import Monitor
 from nanotrain_core.errors import PluginError
 from nanotrain_core.layout.mesh import Mesh
-from nanotrain_core.metrics import measure
+from nanotrain_core.metrics import tensor_statistics
 from nanotrain_core.metrics.declared import Bins, Metric, Names, Rule, check_distinct, may_name, of_ranks
 from nanotrain_core.metrics.gathered import MOST_WAITING, Gathered, Spec
 from nanotrain_core.metrics.pack import pack
@@ -464,11 +464,11 @@ def test_a_statistic_and_a_number_of_one_name_are_refused():
 
 @pytest.mark.parametrize("weighted", [False, True])
 def test_a_long_tensor_is_counted_in_runs(monkeypatch, weighted):
-    monkeypatch.setattr(measure, "COUNTED", 7)
+    monkeypatch.setattr(tensor_statistics, "COUNTED", 7)
     values = torch.arange(-3.0, 27.0).view(5, 6)
     values[2, 3] = math.nan
     weights = torch.arange(30.0).view(5, 6) if weighted else None
-    found = measure.count_into(values, (0.0, 10.0, 20.0), log=False, weights=weights).tolist()
+    found = tensor_statistics.count_into(values, (0.0, 10.0, 20.0), log=False, weights=weights).tolist()
     each = torch.ones(5, 6) if weights is None else weights
     parts = [values < 0, (values >= 0) & (values < 10), (values >= 10) & (values < 20), values >= 20]
     assert found == [each[part].sum().item() for part in (*parts, values.isnan())]

@@ -25,7 +25,7 @@ from nanotrain_core.monitors import terminal
 from nanotrain_core.monitors.lines import SinceLine, step_fields
 from nanotrain_core.monitors.panel import Panel, bar, clock_time
 from nanotrain_core.monitors.sparkline import MOST, Points, sparkline
-from nanotrain_core.monitors.terminal import Screen, Together
+from nanotrain_core.monitors.terminal import LockedConsole, Screen
 
 
 class Clock:
@@ -317,7 +317,7 @@ def test_what_threads_print_is_not_overwritten_by_a_panel_that_grows_meanwhile(m
     """A print moves up by the height of the panel: another thread changed it before the print was written."""
     monkeypatch.setenv("TERM", "xterm-256color")
     out, turn, count = io.StringIO(), [0], 150
-    console = Together()
+    console = LockedConsole()
     console.file, console.is_interactive, console._force_terminal = out, True, True
     shown = Screen(lambda *_: [Text(f"panel {turn[0]}.{row}") for row in range(1 + turn[0] % 5)], console)
 

@@ -10,7 +10,7 @@ from nanotrain_core.layout.layout import Layout, Span, View
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import PlacedParameter, Placement, place, placed_parameters
 from nanotrain_core.optim.grad_norm import clip_factor, global_norm
-from nanotrain_core.run.returned import check_dtensors
+from nanotrain_core.run.validate_components import check_dtensors
 from nanotrain_core.testing import run_ranks
 
 LAYOUT = Layout(

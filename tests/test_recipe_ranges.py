@@ -9,7 +9,7 @@ import pytest
 from nanotrain_core.component import KINDS
 from nanotrain_core.errors import RecipeError
 from nanotrain_core.recipe.load import resolve_recipe
-from nanotrain_core.recipe.ranges import Range
+from nanotrain_core.recipe.range_validator import Range
 from nanotrain_core.recipe.schema import recipe_schema
 from nanotrain_core.recipe.tree import BatchConfig, EvaluationConfig, RunConfig
 from nanotrain_core.recipe.types import field_types, is_tuple, members

@@ -8,7 +8,7 @@ from nanotrain_core.errors import PluginError, RecipeError
 from nanotrain_core.layout.layout import Layout
 from nanotrain_core.pipeline.actions import Action, Part
 from nanotrain_core.recipe import check_combination, load_recipe, resolve_recipe
-from nanotrain_core.recipe.passes import expect_one_step
+from nanotrain_core.recipe.schedule_checks import expect_one_step
 from nanotrain_core.registry.discovery import PluginArguments
 from nanotrain_core.registry.registry import load_plugins
 

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from nanotrain_core.launch.forward import SignalForwarder
+from nanotrain_core.launch.signal_forwarding import SignalForwarder
 from nanotrain_core.run import stop
 from nanotrain_core.run.stop import ECHO, StopRequest
 
@@ -38,7 +38,7 @@ def clock(monkeypatch):
             return self.now
 
     clock = Clock()
-    monkeypatch.setattr("nanotrain_core.launch.forward.time", clock)
+    monkeypatch.setattr("nanotrain_core.launch.signal_forwarding.time", clock)
     monkeypatch.setattr(stop, "time", clock)
     return clock
 

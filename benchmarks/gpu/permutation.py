@@ -16,8 +16,8 @@ from benchmarks.gpu.records import Recorder
 from benchmarks.gpu.settings import Settings
 from benchmarks.gpu.turns import Call, turns
 from nanotrain_core.api.torch import TORCH, inverted
-from nanotrain_core.moe.choice import choose_experts as plain
 from nanotrain_core.moe.routing import sort_by_expert
+from nanotrain_core.moe.top_k import choose_experts as plain
 
 #: Tokens, width, experts chosen and experts: of DeepSeek-V3, and of `experts.toml`.
 SHAPES = ((4096, 7168, 8, 256), (16384, 2048, 6, 64))

@@ -6,9 +6,9 @@ Files of the core may move; these names stay. Names that need torch are in :mod:
 from nanotrain_core import __version__, hookimpl
 from nanotrain_core.builtin.configs import AdamWConfig, SimpleCheckpointConfig
 from nanotrain_core.builtin.transformer_config import yarn_magnitude
-from nanotrain_core.checkpoint.aside import quarantine_checkpoint, set_checkpoints_aside
 from nanotrain_core.checkpoint.box_cover import uncovered
 from nanotrain_core.checkpoint.info import DTYPE_BYTES, DTYPE_NAMES, CheckpointInfo, strange_kinds
+from nanotrain_core.checkpoint.quarantine import quarantine_checkpoint, set_checkpoints_aside
 from nanotrain_core.checkpoint.run_state import (
     is_of_a_run,
     load_json,
@@ -94,7 +94,7 @@ from nanotrain_core.recipe.divisibility import (
 )
 from nanotrain_core.recipe.load import Resolution, resolve_recipe
 from nanotrain_core.recipe.phase import CHANGES
-from nanotrain_core.recipe.ranges import LARGEST_SIZE, MOST_LAYERS, Range
+from nanotrain_core.recipe.range_validator import LARGEST_SIZE, MOST_LAYERS, Range
 from nanotrain_core.recipe.settings import flat_settings, is_secret, run_settings, without_secrets
 from nanotrain_core.recipe.source import is_recipe, shipped_recipes
 from nanotrain_core.recipe.tree import TRAINING, OptimizerConfig, Recipe, Selection, path_field
@@ -103,11 +103,11 @@ from nanotrain_core.registry.discovery import PluginArguments
 from nanotrain_core.registry.registry import Registry, load_plugins
 from nanotrain_core.run.files import flush, remove_leftovers, write_atomically, write_text_atomically
 from nanotrain_core.run.host_memory import HostMemory, control_groups, host_memory
-from nanotrain_core.run.near import RUN_FILES, is_run, nearby_run
 from nanotrain_core.run.owner import running
 from nanotrain_core.run.plain_json import json_text
+from nanotrain_core.run.progress_bar import working
+from nanotrain_core.run.suggest_run import RUN_FILES, is_run, nearby_run
 from nanotrain_core.run.throughput import peak_flops
-from nanotrain_core.run.working import working
 
 __all__ = [
     "CHANGES",

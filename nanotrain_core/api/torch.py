@@ -58,7 +58,7 @@ from nanotrain_core.hf.open_weights import Weights, open_weights
 from nanotrain_core.layout.buckets import BucketExchange, Pending, Write
 from nanotrain_core.layout.exchange import Buffer, Exchange, GlooExchange
 from nanotrain_core.layout.gradients import AllReduceGradients, LocalGradients
-from nanotrain_core.layout.initialisation import hold
+from nanotrain_core.layout.initialization import hold
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.messages import WAYS, EdgeMessages, MessageKey, Messages
 from nanotrain_core.layout.placement import RANGE, Piece, PlacedParameter, Placement, Placements, share_of

@@ -10,7 +10,7 @@ import attrs
 from nanotrain_core.component import NotCaptured
 from nanotrain_core.data.survey import Survey
 from nanotrain_core.layout.layout import Layout
-from nanotrain_core.recipe.ranges import LARGEST_SIZE, Range
+from nanotrain_core.recipe.range_validator import LARGEST_SIZE, Range
 from nanotrain_core.recipe.tree import FOUR_MONTHS, OptimizerConfig, Recipe, path_field
 
 

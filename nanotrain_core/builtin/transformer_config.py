@@ -13,7 +13,7 @@ from nanotrain_core.layout.roles import Role
 from nanotrain_core.recipe.cached_token import CachedToken
 from nanotrain_core.recipe.divisibility import Divisible
 from nanotrain_core.recipe.phase import CHANGES
-from nanotrain_core.recipe.ranges import LARGEST_SIZE, MOST_LAYERS, Range
+from nanotrain_core.recipe.range_validator import LARGEST_SIZE, MOST_LAYERS, Range
 from nanotrain_core.recipe.tree import TRAINING
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from nanotrain_core.layout.layout import Layout, View
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.recipe.tree import Selection
 from nanotrain_core.registry.registry import Registry
-from nanotrain_core.run.working import working
+from nanotrain_core.run.progress_bar import working
 
 
 def convert_checkpoint(registry: Registry, kind: str, saved: CheckpointInfo, wanted: str, out: Path) -> Path:

@@ -21,7 +21,7 @@ from nanotrain_core.checkpoint.info import DTYPE_NAMES
 from nanotrain_core.checkpoint.run_state import load_json, read_json
 from nanotrain_core.errors import CheckpointError
 from nanotrain_core.run.files import write_atomically, write_text_atomically
-from nanotrain_core.run.working import Advance, working
+from nanotrain_core.run.progress_bar import Advance, working
 
 INDEX = "model.safetensors.index.json"
 #: A file name without folders: an index that names others could have any file of this machine read.

@@ -22,9 +22,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from nanotrain_core.builtin.configs import SimpleCheckpointConfig
-from nanotrain_core.checkpoint.aside import quarantine_checkpoint, set_checkpoints_aside
 from nanotrain_core.checkpoint.box_cover import uncovered
 from nanotrain_core.checkpoint.info import strange_kinds
+from nanotrain_core.checkpoint.quarantine import quarantine_checkpoint, set_checkpoints_aside
 from nanotrain_core.checkpoint.run_state import load_json, newest_evaluated, state_problems
 from nanotrain_core.checkpoint.safetensors_files import CODES, DTYPES
 from nanotrain_core.checkpoint.simple_damage import FORMAT, damage, digest, names_in, read_header
@@ -34,7 +34,7 @@ from nanotrain_core.errors import CheckpointError
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import Shape
 from nanotrain_core.run.files import remove_leftovers, write_atomically
-from nanotrain_core.run.working import working
+from nanotrain_core.run.progress_bar import working
 
 #: A block's name, its offset, and the shape of the global tensor.
 Box = tuple[str, Shape, Shape]

@@ -14,7 +14,7 @@ from typing import Any
 from nanotrain_core.cli.common import add_plugin_options, find_checkpoints, plugin_arguments
 from nanotrain_core.errors import CheckpointError, Exit
 from nanotrain_core.registry.registry import Registry, load_plugins
-from nanotrain_core.run.working import amount, working
+from nanotrain_core.run.progress_bar import amount, working
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

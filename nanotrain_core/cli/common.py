@@ -13,7 +13,7 @@ from nanotrain_core.errors import CheckpointError, shortened
 from nanotrain_core.recipe.load import Resolution, resolve_recipe
 from nanotrain_core.registry.discovery import PluginArguments
 from nanotrain_core.registry.registry import Registry
-from nanotrain_core.run.near import nearby_weights
+from nanotrain_core.run.suggest_run import nearby_weights
 
 #: Width of a table when no terminal limits it: one line for each row.
 PIPED_WIDTH = 1000

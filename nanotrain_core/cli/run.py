@@ -16,8 +16,8 @@ from nanotrain_core.launch.environment import Ranks
 from nanotrain_core.launch.inputs import check_inputs
 from nanotrain_core.launch.modules import check_modules
 from nanotrain_core.run.folder import newest
-from nanotrain_core.run.near import nearby_weights
 from nanotrain_core.run.stop import end_on_sigterm, keep_code
+from nanotrain_core.run.suggest_run import nearby_weights
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

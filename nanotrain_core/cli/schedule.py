@@ -14,7 +14,7 @@ from nanotrain_core.phases.timeline import Timeline
 from nanotrain_core.pipeline.actions import Costs, Part
 from nanotrain_core.pipeline.simulator import simulate
 from nanotrain_core.recipe.load import resolve_recipe
-from nanotrain_core.recipe.passes import expect_one_step
+from nanotrain_core.recipe.schedule_checks import expect_one_step
 from nanotrain_core.recipe.source import is_recipe, override_source
 from nanotrain_core.recipe.structure import structure
 from nanotrain_core.recipe.tree import Selection

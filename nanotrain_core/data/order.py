@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from nanotrain_core.batch import IGNORE, Batch, Shard
-from nanotrain_core.data.ahead import ReadAhead, Request
+from nanotrain_core.data.prefetch import ReadAhead, Request
 from nanotrain_core.errors import CheckpointError, DataError
 from nanotrain_core.run.random_state import stream_seed
 

@@ -12,7 +12,7 @@ from nanotrain_core.data.held_out import Split, held_out
 from nanotrain_core.data.order import Integers, SequenceData
 from nanotrain_core.data.tokenizers import Tokenizer, make_tokenizer
 from nanotrain_core.errors import DataError
-from nanotrain_core.run.working import working
+from nanotrain_core.run.progress_bar import working
 
 
 class Text(SequenceData):

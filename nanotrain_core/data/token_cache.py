@@ -25,7 +25,7 @@ import structlog
 from nanotrain_core.data.hashed_tokens import HashedTokens, Tokens, piece_hashes
 from nanotrain_core.errors import DataError
 from nanotrain_core.run.files import write_atomically, write_text_atomically
-from nanotrain_core.run.working import working
+from nanotrain_core.run.progress_bar import working
 
 
 class TokenCache:

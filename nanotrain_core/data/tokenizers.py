@@ -14,7 +14,7 @@ from nanotrain_core.data.documents import Document, missing_path
 from nanotrain_core.data.hashed_tokens import Tokens
 from nanotrain_core.data.token_cache import CachedTokens, TokenCache
 from nanotrain_core.errors import DataError
-from nanotrain_core.run.working import working
+from nanotrain_core.run.progress_bar import working
 
 #: Names of the end-of-document token in public tokenizers, in search order.
 END_OF_TEXT = (

@@ -22,7 +22,7 @@ from nanotrain_core.precision.dtypes import kept_dtypes
 from nanotrain_core.recipe.write import write_model
 from nanotrain_core.registry.registry import Registry
 from nanotrain_core.run.files import flush, write_text_atomically
-from nanotrain_core.run.working import working
+from nanotrain_core.run.progress_bar import working
 
 #: Files that are copied unchanged along with weights.
 TOKENIZER = (

@@ -32,8 +32,8 @@ from nanotrain_core.recipe.model_table import model_table, refuse_other_model, w
 from nanotrain_core.recipe.structure import structure
 from nanotrain_core.recipe.tree import Selection
 from nanotrain_core.registry.registry import Registry
-from nanotrain_core.run.near import nearby_weights
-from nanotrain_core.run.working import working
+from nanotrain_core.run.progress_bar import working
+from nanotrain_core.run.suggest_run import nearby_weights
 
 #: The ``[model]`` table of a folder in our format: a recipe can extend it.
 TABLE = "model.toml"

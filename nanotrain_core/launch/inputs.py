@@ -19,7 +19,7 @@ from nanotrain_core.recipe.divisibility import divisibility_of
 from nanotrain_core.recipe.load import Resolution, refuse
 from nanotrain_core.recipe.tree import Recipe
 from nanotrain_core.registry.registry import Registry
-from nanotrain_core.run.near import nearby_weights
+from nanotrain_core.run.suggest_run import nearby_weights
 
 
 def check_inputs(found: Resolution, *, weights: bool = True) -> None:

@@ -10,7 +10,8 @@ It handles what torch leaves to its caller:
   nothing listens on the network.
 * Cores are divided among the ranks.
 * The agent runs in a thread, where it ignores signals: it would kill ranks that wait to return
-  their result. Signals reach the ranks through :class:`~nanotrain_core.launch.forward.SignalForwarder`.
+  their result. Signals reach the ranks through a
+  :class:`~nanotrain_core.launch.signal_forwarding.SignalForwarder`.
 * The agent's own tracebacks are silenced; the first cause is printed instead, with its rank.
 * Ranks are restarted only when that can help: not after a user error, nor after a signal.
 * Ranks that hang are detected, named and killed (:mod:`nanotrain_core.watch.hang`).
@@ -36,9 +37,9 @@ from nanotrain_core.launch import temporary
 from nanotrain_core.launch.cause import Cause, first_cause
 from nanotrain_core.launch.cuda import set_allocator
 from nanotrain_core.launch.environment import Ranks, loopback
-from nanotrain_core.launch.forward import SignalForwarder
 from nanotrain_core.launch.hosts import Nodes, rendezvous
 from nanotrain_core.launch.restarts import HOST_FAILURES, Restarts
+from nanotrain_core.launch.signal_forwarding import SignalForwarder
 from nanotrain_core.launch.worker import Job, run_rank
 from nanotrain_core.monitors.terminal import restore_cursor
 from nanotrain_core.recipe import Recipe

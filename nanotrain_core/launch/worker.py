@@ -25,10 +25,10 @@ from nanotrain_core.launch.cause import exit_code_of, leave_failure
 from nanotrain_core.launch.cuda import record_collectives, set_allocator
 from nanotrain_core.launch.device import choose_device
 from nanotrain_core.launch.environment import Ranks, agent_serves_store
-from nanotrain_core.launch.meeting import meet_ranks
 from nanotrain_core.launch.peers import watching_peers
 from nanotrain_core.launch.process_groups import ending_process_groups
 from nanotrain_core.launch.recovery import FAILED_AT, restart_of
+from nanotrain_core.launch.rendezvous import meet_ranks
 from nanotrain_core.recipe import Recipe, recipe_hash, resolve_recipe, write_resolved
 from nanotrain_core.recipe.write import explain
 from nanotrain_core.registry.discovery import PluginArguments

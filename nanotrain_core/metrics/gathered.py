@@ -9,8 +9,8 @@ import attrs
 import torch
 
 from nanotrain_core.metrics.declared import OVER, Metric, Names, Statistic
-from nanotrain_core.metrics.measure import BROKEN, COUNT, SQUARES, derive, histogram
 from nanotrain_core.metrics.report import Histogram
+from nanotrain_core.metrics.tensor_statistics import BROKEN, COUNT, SQUARES, derive, histogram
 
 Number = float | torch.Tensor
 

@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 
 from nanotrain_core.metrics.gathered import Gathered, Spec
-from nanotrain_core.metrics.measure import SQUARES
+from nanotrain_core.metrics.tensor_statistics import SQUARES
 
 Place = TypeVar("Place")
 

@@ -15,7 +15,7 @@ from nanotrain_core.layout.placement import Placement
 from nanotrain_core.metrics.board import Board, is_of_core
 from nanotrain_core.metrics.declared import OVER, STATISTICS, Bins, Metric, Reduce, Statistic, check_name
 from nanotrain_core.metrics.gathered import Number, Spec
-from nanotrain_core.metrics.measure import COUNT, NONFINITE, SUM, count_into, norms_of
+from nanotrain_core.metrics.tensor_statistics import COUNT, NONFINITE, SUM, count_into, norms_of
 
 
 class Metrics:

@@ -23,7 +23,7 @@ from nanotrain_core.errors import PluginError
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.roles import Role, tagged, taken_over_by
 from nanotrain_core.models.ops import TORCH, Ops
-from nanotrain_core.moe.choice import choose_experts
+from nanotrain_core.moe.top_k import choose_experts
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -89,7 +89,7 @@ class CountingRouter(nn.Module):
     """
 
     choose: Callable[..., torch.Tensor] = staticmethod(choose_experts)
-    """:func:`~nanotrain_core.moe.choice.choose_experts`, where kernels have put nothing in its place."""
+    """:func:`~nanotrain_core.moe.top_k.choose_experts`, where kernels have put nothing in its place."""
 
     def __init__(self, experts: int) -> None:
         super().__init__()

@@ -23,8 +23,8 @@ from nanotrain_core.contracts import (
 from nanotrain_core.monitors.lines import COLUMNS, SinceLine, pairs, row, step_fields
 from nanotrain_core.monitors.panel import Panel
 from nanotrain_core.monitors.terminal import Screen
+from nanotrain_core.run.progress_bar import is_live
 from nanotrain_core.run.throughput import peak_flops
-from nanotrain_core.run.working import is_live
 
 #: Published texts that the panel shows: the run's health as reported by monitors.
 HEALTH = "health"

@@ -16,7 +16,7 @@ from rich.live import Live
 from rich.segment import ControlType
 from rich.text import Text
 
-from nanotrain_core.run.working import is_live, silent
+from nanotrain_core.run.progress_bar import is_live, silent
 
 #: Seconds between two updates.
 INTERVAL = 0.25
@@ -28,7 +28,7 @@ def restore_cursor() -> None:
         Console().show_cursor(True)
 
 
-class Together(Console):
+class LockedConsole(Console):
     """A console on which what a thread prints is written before another thread prints.
 
     A print moves up by the height of the live lines, and then writes. Between the two another thread could
@@ -36,11 +36,11 @@ class Together(Console):
     """
 
     def __init__(self) -> None:
-        self._together = threading.RLock()
+        self._lock_of_prints = threading.RLock()
         super().__init__(highlight=False, soft_wrap=True)
 
     def __enter__(self) -> Self:
-        self._together.acquire()
+        self._lock_of_prints.acquire()
         super().__enter__()
         return self
 
@@ -48,7 +48,7 @@ class Together(Console):
         try:
             super().__exit__(*problem)
         finally:
-            self._together.release()
+            self._lock_of_prints.release()
 
 
 class Screen:
@@ -60,7 +60,7 @@ class Screen:
 
     def __init__(self, lines: Callable[[int, int, bool], list[Text]], console: Console | None = None) -> None:
         """``lines(width, height, ascii_only)`` returns what to show, no line wider than the terminal."""
-        self.console = console or Together()
+        self.console = console or LockedConsole()
         self.lines = lines
         self.live = Live(
             console=self.console,

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import attrs
 
 from nanotrain_core.recipe.frozen import FrozenMapping
-from nanotrain_core.recipe.ranges import Range
+from nanotrain_core.recipe.range_validator import Range
 from nanotrain_core.recipe.types import field_types
 
 #: Marks a number or table of a config that a phase may change: ``attrs.field(metadata={CHANGES: True})``.

@@ -17,7 +17,7 @@ from nanotrain_core.recipe.frozen import FrozenMapping
 from nanotrain_core.recipe.locate import join
 from nanotrain_core.recipe.merge import Merged
 from nanotrain_core.recipe.phase import SECTIONS, Phase
-from nanotrain_core.recipe.ranges import LARGEST_COUNT
+from nanotrain_core.recipe.range_validator import LARGEST_COUNT
 from nanotrain_core.recipe.structure import absolute_paths, structure
 from nanotrain_core.recipe.suggestions import with_section
 from nanotrain_core.recipe.tree import BatchConfig, EvaluationConfig, Recipe, RunConfig, Selection

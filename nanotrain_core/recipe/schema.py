@@ -13,7 +13,7 @@ import attrs
 
 from nanotrain_core.component import KINDS, LISTED_KINDS, Component
 from nanotrain_core.recipe.phase import SECTIONS, Phase, Ramp, changeable, takes_ramp
-from nanotrain_core.recipe.ranges import Range
+from nanotrain_core.recipe.range_validator import Range
 from nanotrain_core.recipe.tree import BatchConfig, EvaluationConfig, RunConfig
 from nanotrain_core.recipe.types import field_types, type_schema
 from nanotrain_core.registry.registry import Registry

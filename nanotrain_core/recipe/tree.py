@@ -12,7 +12,7 @@ import attrs
 from nanotrain_core.errors import did_you_mean
 from nanotrain_core.recipe.frozen import FrozenMapping
 from nanotrain_core.recipe.phase import CHANGES, CONSTANT, Phase
-from nanotrain_core.recipe.ranges import Range
+from nanotrain_core.recipe.range_validator import Range
 
 
 def path_field(*, words: tuple[str, ...] = (), **options: Any) -> Any:

@@ -19,7 +19,7 @@ from nanotrain_core.phases.timeline import Timeline
 from nanotrain_core.recipe.component_functions import call_declared
 from nanotrain_core.recipe.divisibility import either, multiples_near
 from nanotrain_core.recipe.metric_names import unknown_metrics
-from nanotrain_core.recipe.passes import expect_each_pass, expect_one_step
+from nanotrain_core.recipe.schedule_checks import expect_each_pass, expect_one_step
 from nanotrain_core.recipe.suggestions import for_idle_ranks
 from nanotrain_core.recipe.tree import Recipe, Selection
 from nanotrain_core.registry.registry import Registry

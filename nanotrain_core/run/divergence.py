@@ -11,7 +11,7 @@ from nanotrain_core.checkpoint.saver import CheckpointSaver
 from nanotrain_core.compose import Run
 from nanotrain_core.contracts import Block, LossScale, TrainState
 from nanotrain_core.errors import Diverged, PluginError
-from nanotrain_core.layout.initialisation import changed_buffers
+from nanotrain_core.layout.initialization import changed_buffers
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.run.step_readback import StepFlags
 

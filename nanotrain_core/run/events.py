@@ -33,9 +33,9 @@ from nanotrain_core.metrics.core import CORE
 from nanotrain_core.metrics.declared import Names
 from nanotrain_core.metrics.publish import Metrics
 from nanotrain_core.run.log import record
+from nanotrain_core.run.monitor_collectives import FailedElsewhere, MonitorCollectives
 from nanotrain_core.run.plain_json import as_json
 from nanotrain_core.run.stop import Rollback, StopRequest
-from nanotrain_core.run.together import FailedElsewhere, Together
 from nanotrain_core.watch.progress import Progress
 
 
@@ -54,7 +54,7 @@ class Events:
         self.monitors, self.stop, self.strict = monitors, stop, strict
         self.weights_ready = weights_ready
         self.board: Board | None = None
-        self.together: Together | None = None
+        self.together: MonitorCollectives | None = None
         self.progress = Progress()
         self._rollbacks = 0
         self.left_out: frozenset[int] = frozenset()
@@ -73,7 +73,7 @@ class Events:
     def monitors(self, monitors: Sequence[Monitor]) -> None:
         self._monitors, self._by_event = monitors, dict[str, list[tuple[int, Monitor]]]()
 
-    def start(self, run: RunInfo, board: Board, together: Together) -> None:
+    def start(self, run: RunInfo, board: Board, together: MonitorCollectives) -> None:
         """The run is about to take its first step.
 
         What monitors publish goes to ``board``, and ``together`` coordinates their collectives across ranks.

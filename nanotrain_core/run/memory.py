@@ -17,7 +17,7 @@ from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import PlacedParameter, Placements
 from nanotrain_core.recipe.tree import Recipe
 from nanotrain_core.run.host_memory import host_memory
-from nanotrain_core.run.working import amount
+from nanotrain_core.run.progress_bar import amount
 from nanotrain_core.watch.progress import Progress
 
 #: In the texts of torch's errors for more memory than there is, other than those of ``OutOfMemoryError``.

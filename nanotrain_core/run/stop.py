@@ -19,7 +19,7 @@ from attrs.validators import ge, instance_of
 
 from nanotrain_core.errors import Exit, Preempted
 from nanotrain_core.run import log
-from nanotrain_core.run.working import is_live
+from nanotrain_core.run.progress_bar import is_live
 
 StopReason = Literal["stopped", "preempted", "interrupted", "lost"]
 

@@ -4,7 +4,7 @@ arguments of functions that these call, such as attention.
 A tap is a forward hook. ``torch.compile`` is applied to a module's ``forward``, inside its hooks, so a
 tap on a compiled layer runs between graphs and leaves them unchanged; modules inside a graph cannot be
 tapped, since their hooks would be traced. Function calls are observed inside a graph, too: see
-:mod:`~nanotrain_core.run.calls`. A recomputation, for activation checkpointing, is not observed
+:mod:`~nanotrain_core.run.call_taps`. A recomputation, for activation checkpointing, is not observed
 again. In steps that are not logged a tap costs one Python call that returns immediately.
 """
 
@@ -27,8 +27,8 @@ from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.roles import Role, main_layers, natural, tagged, taken_over_by
 from nanotrain_core.models.ops import Ops
 from nanotrain_core.pipeline.passes import Passes
-from nanotrain_core.run.calls import Calls
-from nanotrain_core.run.together import Together
+from nanotrain_core.run.call_taps import CallTaps
+from nanotrain_core.run.monitor_collectives import MonitorCollectives
 
 #: Receives a module's name and its output.
 Look = Callable[[str, Any], None]
@@ -43,7 +43,7 @@ class Taps:
         self,
         parts: Collection[nn.Module],
         passes: Passes,
-        together: Together | None = None,
+        together: MonitorCollectives | None = None,
         fail: Callable[[int, Exception], None] = lambda monitor, problem: None,
     ) -> None:
         """Register no taps yet.
@@ -71,7 +71,7 @@ class Taps:
         self.left_out: Collection[int] = ()
         """Monitors, by their index in the run, whose taps are no longer called."""
         self._handles: list[RemovableHandle] = []
-        self._calls: list[Calls] = []
+        self._calls: list[CallTaps] = []
 
     def add(
         self,
@@ -159,7 +159,7 @@ class Taps:
         for name, module in self._own(found):
             self._handles.append(module.register_forward_pre_hook(partial(enter, name)))
             self._handles.append(module.register_forward_hook(leave, always_call=True))
-        calls = Calls(tell, mesh.device)
+        calls = CallTaps(tell, mesh.device)
         calls.observe(function, [module for _, module in self.modules])
         self._calls.append(calls)
         return found

@@ -9,12 +9,12 @@ from torch import nn
 from nanotrain_core.contracts import Parallel
 from nanotrain_core.errors import PluginError
 from nanotrain_core.layout.dtensors import read_dtensors
-from nanotrain_core.layout.initialisation import materialise
+from nanotrain_core.layout.initialization import materialise
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import Placements, note_roles
 from nanotrain_core.recipe.tree import Recipe, Selection
 from nanotrain_core.run.memory import expect_weights_to_fit
-from nanotrain_core.run.returned import check_experts, check_per_head, check_routers, check_wrapped
+from nanotrain_core.run.validate_components import check_experts, check_per_head, check_routers, check_wrapped
 
 Wrappers = Iterable[tuple[Selection, Parallel]]
 

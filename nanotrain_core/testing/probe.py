@@ -23,7 +23,7 @@ from nanotrain_core.contracts import (
     UpdateReport,
 )
 from nanotrain_core.engine import RuntimeEngine
-from nanotrain_core.layout.initialisation import initial_block
+from nanotrain_core.layout.initialization import initial_block
 from nanotrain_core.layout.placement import Placement
 from nanotrain_core.precision.quantized_storage import dequantize
 from nanotrain_core.run import log, random_state

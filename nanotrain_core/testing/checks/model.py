@@ -13,7 +13,7 @@ from torch import nn
 from nanotrain_core.batch import IGNORE, Batch
 from nanotrain_core.contracts import ChangesInRun, Initializer, Model, PartOutput
 from nanotrain_core.errors import RecipeError
-from nanotrain_core.layout.initialisation import materialise
+from nanotrain_core.layout.initialization import materialise
 from nanotrain_core.layout.layout import Layout, View
 from nanotrain_core.layout.parameters_in_flight import install_ready_hooks
 from nanotrain_core.layout.placement import place

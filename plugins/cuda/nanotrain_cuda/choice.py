@@ -23,7 +23,7 @@ Tensor = torch.Tensor
 def choose_experts(
     scores_E: Tensor, bias_E: Tensor | None, top_k: int, groups: int = 1, chosen_groups: int = 1
 ) -> Tensor:
-    """Return what :func:`nanotrain_core.moe.choice.choose_experts` does."""
+    """Return what :func:`nanotrain_core.moe.top_k.choose_experts` does."""
     scores_TE = scores_E.detach().flatten(0, -2)
     experts_TK: Tensor = choose(scores_TE, bias_E, top_k, groups, chosen_groups)
     return experts_TK.view(*scores_E.shape[:-1], top_k)

@@ -12,8 +12,8 @@ from nanotrain_cuda.choice import choose, choose_experts
 from nanotrain_cuda.kernels import CUDAKernels
 
 from nanotrain_core.layout.roles import Role, tag
-from nanotrain_core.moe.choice import choose_experts as plain
 from nanotrain_core.moe.routing import CountingRouter
+from nanotrain_core.moe.top_k import choose_experts as plain
 from nanotrain_core.pipeline.passes import Passes
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

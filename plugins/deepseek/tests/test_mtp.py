@@ -9,7 +9,7 @@ from nanotrain_deepseek.samples import V3
 from nanotrain_deepseek.yarn import rotation
 
 from nanotrain_core.batch import IGNORE, Batch
-from nanotrain_core.layout.initialisation import materialise
+from nanotrain_core.layout.initialization import materialise
 from nanotrain_core.layout.layout import Layout, View
 from nanotrain_core.layout.placement import place
 from nanotrain_core.pipeline.actions import Part, parts_between

@@ -148,7 +148,7 @@ def test_an_attempt_began_again_because_of_an_error_and_no_warning(tmp_path):
 
 
 def test_what_reads_checkpoints_says_so_meanwhile(monkeypatch):
-    monkeypatch.setattr("nanotrain_core.run.working.OFTEN", 0.01)
+    monkeypatch.setattr("nanotrain_core.run.progress_bar.OFTEN", 0.01)
 
     def verify():
         time.sleep(0.2)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from nanotrain_core.run.near import nearby_run, nearby_weights
+from nanotrain_core.run.suggest_run import nearby_run, nearby_weights
 
 
 @pytest.fixture

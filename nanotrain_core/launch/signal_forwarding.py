@@ -13,8 +13,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from nanotrain_core.run.progress_bar import is_live
 from nanotrain_core.run.stop import EXITS, SIGNALS, announce, heeded, is_again
-from nanotrain_core.run.working import is_live
 from nanotrain_core.watch.hang import kill, pids_of
 
 POLL = 0.1

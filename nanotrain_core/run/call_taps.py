@@ -22,10 +22,10 @@ from nanotrain_core.models.ops import Around, Ops
 Function = Callable[..., torch.Tensor]
 
 _numbers = count()
-_known: WeakValueDictionary[int, Calls] = WeakValueDictionary()
+_known: WeakValueDictionary[int, CallTaps] = WeakValueDictionary()
 
 
-class Calls:
+class CallTaps:
     """The observers of calls of one function of a run."""
 
     def __init__(self, tell: Callable[..., None], device: torch.device) -> None:

@@ -5,8 +5,8 @@ import torch
 
 from nanotrain_core.contracts import Initializer
 from nanotrain_core.errors import PluginError
-from nanotrain_core.layout import initialisation as initialise
-from nanotrain_core.layout.initialisation import initial_block
+from nanotrain_core.layout import initialization
+from nanotrain_core.layout.initialization import initial_block
 from nanotrain_core.layout.layout import Layout, View
 from nanotrain_core.layout.placement import Placement
 
@@ -24,7 +24,7 @@ def draw(shape, axis=None, index=0, count=1, *, name="layers.0.ffn.up.weight", s
 @pytest.mark.parametrize("shape", [(24, 6), (8, 4, 6), (12,)])
 @pytest.mark.parametrize("chunk", [7, 48, 2**20])
 def test_blocks_of_any_split_put_together_are_the_whole(monkeypatch, shape, chunk):
-    monkeypatch.setattr(initialise, "CHUNK", chunk)
+    monkeypatch.setattr(initialization, "CHUNK", chunk)
     whole = draw(shape)
     for axis in range(len(shape)):
         for count in (2, 4):
@@ -40,7 +40,7 @@ def test_seed_and_name_decide():
 
 
 def test_rows_of_different_chunks_are_independent(monkeypatch):
-    monkeypatch.setattr(initialise, "CHUNK", 1000)
+    monkeypatch.setattr(initialization, "CHUNK", 1000)
     rows = draw((400, 100))
     similarity = torch.corrcoef(rows).fill_diagonal_(0).abs().max()
     assert similarity < 0.5
@@ -59,4 +59,4 @@ def test_a_part_with_a_buffer_is_refused():
             self.register_buffer("cache", torch.zeros(1))
 
     with pytest.raises(PluginError, match="cache"):
-        initialise.materialise([Bad()], {}, 0, torch.device("cpu"))
+        initialization.materialise([Bad()], {}, 0, torch.device("cpu"))

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from nanotrain_core.compose import Run
 from nanotrain_core.run.events import Events
+from nanotrain_core.run.monitor_collectives import MonitorCollectives, MonitorMesh
 from nanotrain_core.run.taps import Taps
-from nanotrain_core.run.together import MonitorMesh, Together
 
 
-class Watching:
+class MonitorContext:
     """Created anew for each call, with the monitors present at that time."""
 
     def __init__(self, run: Run, events: Events) -> None:
         """Collective: all ranks have the same monitors."""
         self.board = events.board_on(run.mesh)
-        self.together = Together(run.mesh, len(events.monitors))
+        self.together = MonitorCollectives(run.mesh, len(events.monitors))
         self.mesh = MonitorMesh(run.mesh, self.together)
         self.taps = Taps(run.stages.values(), run.passes, self.together, events.fail_later)

@@ -7,8 +7,8 @@ import pytest
 import structlog
 from structlog.testing import capture_logs
 
-from nanotrain_core.run import working as module
-from nanotrain_core.run.working import silent, working
+from nanotrain_core.run import progress_bar as module
+from nanotrain_core.run.progress_bar import silent, working
 
 
 class Terminal(io.StringIO):

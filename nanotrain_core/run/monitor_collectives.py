@@ -36,7 +36,7 @@ class FailedElsewhere(Exception):
     """A monitor failed on another rank, so this rank leaves the event too."""
 
 
-class Together:
+class MonitorCollectives:
     """One rank's view of the agreement between all ranks of a run."""
 
     def __init__(self, mesh: Mesh, monitors: int) -> None:
@@ -153,7 +153,7 @@ class _Event(AbstractContextManager[None]):
 
     __slots__ = ("at", "together")
 
-    def __init__(self, together: Together, at: tuple[int, object]) -> None:
+    def __init__(self, together: MonitorCollectives, at: tuple[int, object]) -> None:
         self.together, self.at = together, at
 
     def __enter__(self) -> None:
@@ -170,7 +170,7 @@ class _Event(AbstractContextManager[None]):
 class MonitorMesh(Mesh):
     """A mesh whose collectives every rank enters, or none."""
 
-    def __init__(self, mesh: Mesh, together: Together) -> None:
+    def __init__(self, mesh: Mesh, together: MonitorCollectives) -> None:
         vars(self).update(vars(mesh))
         data = len(mesh.layout.members(mesh.rank, self._data))
         members = {"all_reduce": self._members, "gather": self._members, "all_reduce_data": lambda *_: data}

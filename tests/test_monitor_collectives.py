@@ -9,7 +9,7 @@ from structlog.testing import capture_logs
 
 from nanotrain_core.contracts import Monitor
 from nanotrain_core.metrics.declared import Metric
-from nanotrain_core.run.together import Together
+from nanotrain_core.run.monitor_collectives import MonitorCollectives
 from nanotrain_core.testing import Case, run_ranks
 from nanotrain_core.testing.pool import RankFailure
 from nanotrain_core.testing.probe import Reports, make_engine, weights
@@ -230,7 +230,7 @@ def opened_and_closed(times):
     """Return how many files this process has open after each of several agreements."""
     mesh, used = make_engine(DDP, {}).run.mesh, []
     for _ in range(times):
-        together = Together(mesh, 1)
+        together = MonitorCollectives(mesh, 1)
         with together.event(0, "first"):
             together.enter()
         together.close()
