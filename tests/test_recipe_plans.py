@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from nanotrain_plan.hardware import find_hardware
 from nanotrain_plan.model import count_flops, count_parameters
+from nanotrain_plan.number_format import count, duration, size
 from nanotrain_plan.plan import make_plan
-from nanotrain_plan.words import count, duration, size
 
 from nanotrain_core.recipe.load import resolve_recipe
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 
 import attrs
 import torch
-from nanotrain_cuda.choice import choose_experts
 from nanotrain_cuda.permutation import permute, unpermute
+from nanotrain_cuda.top_k import choose_experts
 
 from benchmarks.gpu.records import Recorder
 from benchmarks.gpu.settings import Settings

@@ -11,8 +11,8 @@ from torch import nn
 from nanotrain_core.api import NanotrainError
 from nanotrain_core.api.torch import Kernels, Ops, Passes, counting_routers, plain_ops
 from nanotrain_cuda import CUDAKernelsConfig
-from nanotrain_cuda.choice import choose_experts
 from nanotrain_cuda.permutation import permute, unpermute
+from nanotrain_cuda.top_k import choose_experts
 
 
 class CUDAKernels(Kernels):

@@ -71,7 +71,7 @@ def test_every_kernel_compiles_for_hopper(width, chosen, tmp_path):
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize("sizes", [(256, 8, 8, 4), (160, 6, 8, 3), (30, 5, 1, 1)], ids=str)
 def test_a_choice_compiles_for_hopper_within_a_warps_registers(sizes, biased, tmp_path):
-    from nanotrain_cuda.triton_choice import choose
+    from nanotrain_cuda.triton_top_k import choose
 
     E, *rest = sizes
     bias = torch.empty(E, device="meta") if biased else None

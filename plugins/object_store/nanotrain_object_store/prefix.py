@@ -13,8 +13,8 @@ from pathlib import Path
 import attrs
 
 from nanotrain_core.api import NanotrainError
+from nanotrain_object_store.abandoned_branch import LeftBranch
 from nanotrain_object_store.catalogue import expendable, look, missing, remove, supersede
-from nanotrain_object_store.left_branch import LeftBranch
 from nanotrain_object_store.owner import OWNER, Owner, expect_ours, holds_checkpoints, take
 from nanotrain_object_store.store import Store, in_words
 from nanotrain_object_store.stored import MARKER, Stored, step_of

@@ -189,7 +189,7 @@ def test_a_rollback_takes_later_checkpoints_out_of_the_listing(server, tmp_path)
 
 def test_a_branch_that_was_left_while_the_store_was_down_is_not_fetched_again(server, tmp_path):
     """The run went back to step 2, its store did not answer, and it was killed."""
-    from nanotrain_object_store.left_branch import LEFT_AFTER, LeftBranch
+    from nanotrain_object_store.abandoned_branch import LEFT_AFTER, LeftBranch
 
     ran = fit(tmp_path / "one", server.url("p"), steps=4)
     (later,) = (ran.folder / "checkpoints").glob("step-00000004*")

@@ -116,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         NanotrainError: the recipe cannot run, or there is no such hardware.
     """
-    from nanotrain_plan.telling.file import check_page, tell_page, write_page
+    from nanotrain_plan.rendering.file import check_page, tell_page, write_page
 
     check_page(args)
     _check_simulation(args)
@@ -152,8 +152,8 @@ def run(args: argparse.Namespace) -> int:
         json.dump(table, sys.stdout, indent=1)
         print()
     else:
+        from nanotrain_plan.rendering.terminal import plain_console
         from nanotrain_plan.show import show, show_sweep
-        from nanotrain_plan.telling.terminal import plain_console
 
         console = plain_console(140)
         show(plan, advice, console)

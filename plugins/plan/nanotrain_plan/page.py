@@ -11,9 +11,9 @@ from rich.console import Console
 from nanotrain_plan import page_tables
 from nanotrain_plan.advice import Advice
 from nanotrain_plan.memory import RankMemory
+from nanotrain_plan.number_format import duration, size
 from nanotrain_plan.plan import Plan
 from nanotrain_plan.show import HOLDERS, show
-from nanotrain_plan.words import duration, size
 
 #: Pixels of a picture.
 WIDTH, ROW = 1100, 22

@@ -22,10 +22,10 @@ from nanotrain_plan.memory import (
     most_on_host,
 )
 from nanotrain_plan.model import Parameters, TokenFLOPs, count_flops, count_parameters
+from nanotrain_plan.number_format import size
 from nanotrain_plan.run_phases import RunPhase, run_phases
 from nanotrain_plan.stages import Stages, dry_stages
 from nanotrain_plan.timing import StepTime, step_time, uses_float8
-from nanotrain_plan.words import size
 
 #: Of what ``--json`` prints: grows by a minor number with a key, by a major one when a key changes meaning.
 VERSION = "3.0"

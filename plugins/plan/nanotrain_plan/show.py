@@ -13,9 +13,9 @@ from rich.text import Text
 from nanotrain_plan.advice import Advice
 from nanotrain_plan.data_use import DataPosition
 from nanotrain_plan.memory import Activation, RankMemory, StageActivations, activations
+from nanotrain_plan.number_format import count, duration, size, spans
 from nanotrain_plan.plan import Plan, largest
 from nanotrain_plan.sweep import Swept
-from nanotrain_plan.words import count, duration, size, spans
 
 #: Pipeline ranks that are told one by one; of longer pipelines, those that differ in kind.
 MOST_RANKS = 8

@@ -8,9 +8,9 @@ from rich.table import Table
 from rich.text import Text
 
 from nanotrain_plan.goodput import Goodput
+from nanotrain_plan.number_format import duration
 from nanotrain_plan.plan import Plan
 from nanotrain_plan.simulation import Simulated
-from nanotrain_plan.words import duration
 
 
 def show_simulation(found: Simulated, plan: Plan, console: Console) -> None:

@@ -11,8 +11,8 @@ import pytest
 from nanotrain_plan.dry.origin import Origin
 from nanotrain_plan.explain import trace
 from nanotrain_plan.explain.purposes import PURPOSES, purpose, quoted
-from nanotrain_plan.telling.parts import Section, Table, say
-from nanotrain_plan.telling.terminal import plain_console, show
+from nanotrain_plan.rendering.parts import Section, Table, say
+from nanotrain_plan.rendering.terminal import plain_console, show
 
 from nanotrain_core.api import HostMemory
 from nanotrain_core.cli import main
@@ -236,7 +236,7 @@ def test_what_is_too_large_to_trace_is_told_a_smaller_recipe(recipe, capsys, mon
     assert main(["explain", recipe, "--trace", "--nproc", "64", "--set", "batch.sequences=64"]) == 2
     err = capsys.readouterr().err
     assert "64 ranks are too many for one machine; at most 16" in err
-    monkeypatch.setattr("nanotrain_plan.explain.small.host_memory", lambda: HostMemory(1_000_000))
+    monkeypatch.setattr("nanotrain_plan.explain.shrink.host_memory", lambda: HostMemory(1_000_000))
     assert main(["explain", recipe, "--trace"]) == 2
     problem, advice = (line for line in capsys.readouterr().err.splitlines() if "--trace" in line)
     assert "training takes some" in problem
@@ -254,7 +254,7 @@ def test_a_trace_without_the_recipes_data_is_told_one_on_synthetic_data(
     data = '[data]\nuse = "text"\npaths = ["corpus"]\n'
     path.write_text(TINY.partition("[data]")[0].replace("vocab = 64", "vocab = 256") + data)
     if bytes_of_memory:
-        monkeypatch.setattr("nanotrain_plan.explain.small.host_memory", lambda: HostMemory(bytes_of_memory))
+        monkeypatch.setattr("nanotrain_plan.explain.shrink.host_memory", lambda: HostMemory(bytes_of_memory))
     assert main(["explain", str(path), "--trace"]) == 2
     problem, advice = (line for line in capsys.readouterr().err.splitlines() if "--trace" in line)
     told = "training takes some" if bytes_of_memory else f"data path {tmp_path / 'corpus'} does not exist"

@@ -9,7 +9,7 @@ from typing import Any
 from nanotrain_core.api import CheckpointError, load_plugins, without_secrets, working
 from nanotrain_report.blocks import Block, Facts, Group, Missing, Pre, Section, Sentence, Sentences, Table
 from nanotrain_report.folder import RunFolder, Shown
-from nanotrain_report.words import duration, moment, number, plural, quantity, size
+from nanotrain_report.number_format import duration, moment, number, plural, quantity, size
 
 MOST_SAMPLES = 12
 #: Characters of an exception's text: torch appends advice and C++ stacks.

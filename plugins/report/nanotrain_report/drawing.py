@@ -11,9 +11,9 @@ from nanotrain_report.blocks import Chart, Key
 from nanotrain_report.charts import COLOURS, MOST_LINES, SEAM, Mark, curves, heat
 from nanotrain_report.families import Family, Line, as_arrays
 from nanotrain_report.folder import Shown
+from nanotrain_report.number_format import capital, plural, quantity
 from nanotrain_report.pointer import Series
 from nanotrain_report.sampling import smooth
-from nanotrain_report.words import capital, plural, quantity
 
 #: From a ratio between largest and smallest value on, an axis is logarithmic.
 LOG_FROM = 50.0

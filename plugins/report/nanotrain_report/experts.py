@@ -14,7 +14,7 @@ from nanotrain_report.charts import frame, heat
 from nanotrain_report.drawing import MAP, gradient
 from nanotrain_report.families import Line, Values
 from nanotrain_report.folder import Shown
-from nanotrain_report.words import plural
+from nanotrain_report.number_format import plural
 
 if TYPE_CHECKING:
     from nanotrain_core.api.torch import Histogram

@@ -10,7 +10,7 @@ from nanotrain_report.blocks import Block, Group, Missing, Section, Sentence, Se
 from nanotrain_report.families import families
 from nanotrain_report.folder import RunFolder, Shown
 from nanotrain_report.health import Stretch, stretches, told
-from nanotrain_report.words import duration, plural
+from nanotrain_report.number_format import duration, plural
 
 #: Sentences of a run that are shown, the worst first, and of those that monitors said.
 MOST_SENTENCES, MOST_TOLD = 30, 200

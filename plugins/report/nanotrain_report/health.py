@@ -10,7 +10,7 @@ import numpy as np
 
 from nanotrain_core.api import Rule, Usual, Verdict, is_relative
 from nanotrain_report.families import Family, Line, Values
-from nanotrain_report.words import capital
+from nanotrain_report.number_format import capital
 
 #: Logged steps that a stretch may be good in between and still be one.
 FORGIVEN = 2

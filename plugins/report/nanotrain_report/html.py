@@ -17,9 +17,9 @@ from nanotrain_report.blocks import Chart, Section
 from nanotrain_report.charts import COLOURS
 from nanotrain_report.findings import health, open_findings
 from nanotrain_report.folder import RunFolder, Shown
+from nanotrain_report.number_format import moment, plural
 from nanotrain_report.sections import Sections
 from nanotrain_report.verdict import answers
-from nanotrain_report.words import moment, plural
 
 SIGNS = {"good": "✓", "warn": "▲", "bad": "✕", "unknown": "?", "none": "·"}
 SAYS = {"good": "good", "warn": "look at this", "bad": "bad", "unknown": "not known", "none": "note"}

@@ -21,7 +21,7 @@ from nanotrain_core.api import (
 from nanotrain_report.blocks import Block, Chart, Key, Missing
 from nanotrain_report.charts import COLOURS, frame
 from nanotrain_report.folder import Shown
-from nanotrain_report.words import share
+from nanotrain_report.number_format import share
 
 KINDS = {"F": ("forward", COLOURS[0]), "B": ("backward", COLOURS[1]), "W": ("weight gradients", COLOURS[2])}
 #: Actions up to which each is labelled with its microbatch.

@@ -17,9 +17,9 @@ from nanotrain_report.about import lead, said_in, stamp
 from nanotrain_report.families import Line
 from nanotrain_report.findings import open_findings
 from nanotrain_report.folder import RunFolder, Shown
+from nanotrain_report.number_format import duration, number, quantity, share
 from nanotrain_report.parts import memory_of_ranks
 from nanotrain_report.verdict import answers
-from nanotrain_report.words import duration, number, quantity, share
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 STYLES = {"good": "green", "warn": "yellow", "bad": "red", "unknown": "dim", "none": "dim"}

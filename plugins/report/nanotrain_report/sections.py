@@ -13,12 +13,12 @@ from nanotrain_report.drawing import family_charts, in_words, line_of, marks_of
 from nanotrain_report.experts import load_charts
 from nanotrain_report.families import Family, Line
 from nanotrain_report.folder import Shown
+from nanotrain_report.number_format import quantity, share
 from nanotrain_report.parts import RankMemory, memory_of_ranks, rank_histograms, shares_of_time, step_parts
 from nanotrain_report.pipeline import timeline_of
 from nanotrain_report.pointer import Series
 from nanotrain_report.sources import bring
 from nanotrain_report.verdict import NO_METRICS
-from nanotrain_report.words import quantity, share
 
 #: Section -> its title and the groups of metrics that it shows, in order.
 GROUPS = {

@@ -12,10 +12,10 @@ from nanotrain_report.blocks import Status
 from nanotrain_report.families import Family, Line
 from nanotrain_report.folder import RunFolder
 from nanotrain_report.health import Stretch, stretches
+from nanotrain_report.number_format import capital, duration, number, quantity, share
 from nanotrain_report.parts import memory_of_ranks, step_parts
 from nanotrain_report.sampling import smooth
 from nanotrain_report.sources import bring
-from nanotrain_report.words import capital, duration, number, quantity, share
 
 #: Steps without a gradient after which nothing is learned any more: a loss scale skips one now and then.
 RECENT = 2

@@ -24,7 +24,7 @@ from nanotrain_sample.options import above_zero, add_layout_options, add_weights
 if TYPE_CHECKING:
     from nanotrain_core.api.text import TextCodec
     from nanotrain_sample.generate import How
-    from nanotrain_sample.tell import Asked
+    from nanotrain_sample.output import Asked
 
 #: What is continued where no prompt is given.
 NO_PROMPT = "\n"
@@ -91,9 +91,9 @@ def run(args: argparse.Namespace) -> int:
     registry = load_plugins(block=plugins.blocked, local=plugins.local)
 
     from nanotrain_core.api.ranks import Ranks
+    from nanotrain_sample.output import Asked
     from nanotrain_sample.ranks import degrees_of, run_on_ranks
     from nanotrain_sample.source import find, fitting_codec
-    from nanotrain_sample.tell import Asked
     from nanotrain_sample.write import SampleJob
 
     degrees = degrees_of(args.degree)

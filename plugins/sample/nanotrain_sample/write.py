@@ -7,10 +7,10 @@ import attrs
 from nanotrain_core.api import Resolution
 from nanotrain_core.api.torch import Model, Run, caches_context
 from nanotrain_sample.generate import Prompt, Writer
+from nanotrain_sample.output import Asked, Teller
 from nanotrain_sample.ranks import ForwardJob
 from nanotrain_sample.replica import rounds
 from nanotrain_sample.source import codec_of
-from nanotrain_sample.tell import Asked, Teller
 
 
 @attrs.define(frozen=True, kw_only=True)

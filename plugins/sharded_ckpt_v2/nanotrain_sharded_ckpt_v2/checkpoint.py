@@ -36,9 +36,9 @@ from nanotrain_sharded_ckpt_v2 import ShardedConfig, __version__, blocks, folder
 from nanotrain_sharded_ckpt_v2.flags import LateFlag
 from nanotrain_sharded_ckpt_v2.flight import Flight
 from nanotrain_sharded_ckpt_v2.manifest import File, Manifest, streams_name
+from nanotrain_sharded_ckpt_v2.object_collectives import agree, from_first, share_from_first, to_first
 from nanotrain_sharded_ckpt_v2.resharding import Reading, left_over, misfits
 from nanotrain_sharded_ckpt_v2.save_plan import Holding, Tensor, make_plan
-from nanotrain_sharded_ckpt_v2.talk import agree, from_first, share_from_first, to_first
 
 
 @attrs.define(frozen=True)

@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         NanotrainError: the recipe cannot run; or it is too large to be traced here.
     """
-    from nanotrain_plan.telling.file import check_page, tell_page, write_page
+    from nanotrain_plan.rendering.file import check_page, tell_page, write_page
 
     check_page(args)
     found = resolve(args)
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     if args.trace:
         if on == "gpu":
             raise NanotrainError("--trace trains on CPUs, with gloo: leave out --on gpu")
-        from nanotrain_plan.explain.small import check_small
+        from nanotrain_plan.explain.shrink import check_small
 
         check_small(args.recipe, args.set, plugin_arguments(args), found)
     sections = explain(found.recipe, found.registry, found.layout, host=on == "cpu")
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     count, devices = found.layout.world_size, {"cpu": "CPU with gloo", "gpu": "GPU with NCCL"}[on]
     title = f"One step of {found.recipe.run.name}: {count:,} x {devices}"
     if args.html:
-        from nanotrain_plan.telling.page import page
+        from nanotrain_plan.rendering.page import page
 
         write_page(args, page(title, sections))
     if args.json:
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
         json.dump(table, sys.stdout, indent=1)
         print()
     else:
-        from nanotrain_plan.telling.terminal import plain_console, show
+        from nanotrain_plan.rendering.terminal import plain_console, show
 
         show(title, sections, plain_console(140))
     tell_page(args)

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from nanotrain_core.api import Layout, NanotrainError, Recipe, Registry
-from nanotrain_plan.explain.standing import matrices, ranks, stages, state
+from nanotrain_plan.explain.state import matrices, ranks, stages, state
 from nanotrain_plan.explain.step import batch, communication, computed, saved, schedule
 from nanotrain_plan.explain.subject import Subject
-from nanotrain_plan.telling.parts import Section, to_json
+from nanotrain_plan.rendering.parts import Section, to_json
 
 #: Of what ``--json`` prints: see :data:`nanotrain_plan.plan.VERSION`.
 VERSION = "1.0"

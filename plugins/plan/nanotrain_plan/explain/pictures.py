@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 
 from nanotrain_core.api import Layout, Timeline
+from nanotrain_plan.explain.communication import Exchanged
 from nanotrain_plan.explain.subject import Alike
-from nanotrain_plan.explain.talk import Exchanged
-from nanotrain_plan.telling.parts import Picture
+from nanotrain_plan.rendering.parts import Picture
 
 #: Pixels.
 WIDTH, CELL, ROW = 900, 44, 26
@@ -189,7 +189,7 @@ def _groups(exchanges: Sequence[Exchanged]) -> Iterator[tuple[str, tuple[int, ..
         key = each.place.axis, each.place.ranks
         total[key] = total.get(key, 0) + each.bytes
     for (axis, ranks), size in total.items():
-        from nanotrain_plan.words import size as told
+        from nanotrain_plan.number_format import size as told
 
         yield axis, ranks, told(size)
 

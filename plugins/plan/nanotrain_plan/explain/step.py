@@ -9,11 +9,11 @@ from nanotrain_core.api.torch import Exchange, Executor, GlooExchange
 from nanotrain_plan.budget import checkpoint_bytes
 from nanotrain_plan.dry.origin import Origin, place_of
 from nanotrain_plan.explain import pictures
+from nanotrain_plan.explain.communication import WHEN, Exchanged, flops_by_dtype, recomputed
 from nanotrain_plan.explain.purposes import EXCHANGES, purpose, quoted
 from nanotrain_plan.explain.subject import Subject
-from nanotrain_plan.explain.talk import WHEN, Exchanged, flops_by_dtype, recomputed
-from nanotrain_plan.telling.parts import Bytes, FLOPs, Picture, Ranks, Section, Share, Statement, Table, say
-from nanotrain_plan.words import starred
+from nanotrain_plan.number_format import starred
+from nanotrain_plan.rendering.parts import Bytes, FLOPs, Picture, Ranks, Section, Share, Statement, Table, say
 
 #: Most actions of a rank that are drawn for a terminal.
 DRAWN = 64

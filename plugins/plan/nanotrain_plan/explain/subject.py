@@ -9,12 +9,12 @@ import attrs
 
 from nanotrain_core.api import Layout, PhaseTimeline, Recipe, Registry, Timeline, simulate
 from nanotrain_plan.budget import offloads_state
-from nanotrain_plan.explain.look import HeldParameter, Looked, Neighbours, look
+from nanotrain_plan.explain.communication import Exchanged, exchanges
+from nanotrain_plan.explain.composed_rank import HeldParameter, Looked, Neighbours, look
 from nanotrain_plan.explain.owners import Owners
-from nanotrain_plan.explain.talk import Exchanged, exchanges
 from nanotrain_plan.memory import RankMemory, kept_by_forward, rank_memory
+from nanotrain_plan.number_format import starred
 from nanotrain_plan.stages import Stages, dry_stages
-from nanotrain_plan.words import starred
 
 
 @attrs.define(frozen=True, kw_only=True, eq=False)

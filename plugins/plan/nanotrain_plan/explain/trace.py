@@ -28,7 +28,7 @@ from nanotrain_plan.comms import axis_of
 from nanotrain_plan.dry.collectives import Collective
 from nanotrain_plan.dry.origin import place_of
 from nanotrain_plan.dry.real import StepRecord, predict, real_recipe, record_step
-from nanotrain_plan.telling.parts import Bytes, Ranks, Section, Statement, Table, say
+from nanotrain_plan.rendering.parts import Bytes, Ranks, Section, Statement, Table, say
 
 #: Seconds that a step of a recipe small enough may take on a machine that is busy.
 TIMEOUT = 1800.0

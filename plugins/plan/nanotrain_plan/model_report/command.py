@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         )
     if args.batch < 1:
         raise NanotrainError(f"--batch: expected a number above 0, got {args.batch}")
-    from nanotrain_plan.telling.file import check_page, tell_page, write_page
+    from nanotrain_plan.rendering.file import check_page, tell_page, write_page
 
     check_page(args)
     hardware = find_hardware(args.hardware)
@@ -60,14 +60,14 @@ def run(args: argparse.Namespace) -> int:
     made = report(found.recipe, found.registry, found.layout, hardware, batch=args.batch)
     title = f"Model '{found.recipe.model.use}' of {found.recipe.run.name}"
     if args.html:
-        from nanotrain_plan.telling.page import page
+        from nanotrain_plan.rendering.page import page
 
         write_page(args, page(title, sections(made)))
     if args.json:
         json.dump(as_json(made), sys.stdout, indent=1)
         print()
     else:
-        from nanotrain_plan.telling.terminal import plain_console, show
+        from nanotrain_plan.rendering.terminal import plain_console, show
 
         show(title, sections(made), plain_console(160))
     tell_page(args)

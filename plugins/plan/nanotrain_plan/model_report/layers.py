@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import attrs
 
 from nanotrain_plan.dry.recorder import Phase
-from nanotrain_plan.model_report.pieces import Piece, Pieces
-from nanotrain_plan.words import starred
+from nanotrain_plan.model_report.components import Piece, Pieces
+from nanotrain_plan.number_format import starred
 
 
 @attrs.define(frozen=True, kw_only=True)

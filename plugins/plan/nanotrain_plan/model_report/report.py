@@ -12,11 +12,11 @@ from nanotrain_core.api import CachedToken, Layout, NanotrainError, Recipe, Regi
 from nanotrain_plan.dry.origin import place_of
 from nanotrain_plan.hardware import Hardware
 from nanotrain_plan.model import Parameters, TokenFLOPs, count_flops, count_parameters
+from nanotrain_plan.model_report.components import Pieces
 from nanotrain_plan.model_report.layers import Layer, layers
-from nanotrain_plan.model_report.pieces import Pieces
 from nanotrain_plan.model_report.roofline import Regime, roofline
 from nanotrain_plan.model_report.sensitivity import STATE, Moved, Size, sensitivity, size_of
-from nanotrain_plan.telling.parts import Bytes, FLOPs, Section, Shape, Share, Statement, Table, say
+from nanotrain_plan.rendering.parts import Bytes, FLOPs, Section, Shape, Share, Statement, Table, say
 
 #: Of what ``--json`` prints: see :data:`nanotrain_plan.plan.VERSION`.
 VERSION = "1.0"

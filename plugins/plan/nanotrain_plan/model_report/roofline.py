@@ -17,8 +17,8 @@ import attrs
 
 from nanotrain_core.api import CachedToken
 from nanotrain_plan.hardware import Hardware
-from nanotrain_plan.model_report.pieces import Pieces
-from nanotrain_plan.words import starred
+from nanotrain_plan.model_report.components import Pieces
+from nanotrain_plan.number_format import starred
 
 
 @attrs.define(frozen=True, kw_only=True)

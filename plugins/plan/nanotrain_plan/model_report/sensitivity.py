@@ -10,7 +10,7 @@ import attrs
 import torch
 
 from nanotrain_core.api import TRAINING, Layout, NanotrainError, Recipe, Registry, Selection
-from nanotrain_plan.model_report.pieces import Pieces
+from nanotrain_plan.model_report.components import Pieces
 
 #: A key is raised by this, or to the next value above that the model takes.
 RAISE = 0.1

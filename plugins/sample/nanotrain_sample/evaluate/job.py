@@ -12,7 +12,7 @@ from nanotrain_core.api import Resolution
 from nanotrain_core.api.torch import Run
 from nanotrain_sample.evaluate.answers import Answers
 from nanotrain_sample.evaluate.measure import Measured, read_text, validation
-from nanotrain_sample.evaluate.tell import tell
+from nanotrain_sample.evaluate.output import tell
 from nanotrain_sample.ranks import ForwardJob
 from nanotrain_sample.source import codec_of
 

@@ -40,7 +40,7 @@ def choose(scores: Tensor, bias: Tensor | None, top_k: int, groups: int, chosen_
     """Return the experts of each token [T, K], int64, for scores [T, E]. It has no gradient."""
     if not _in_triton(scores):
         return CountingRouter.choose(scores, bias, top_k, groups, chosen_groups)
-    from nanotrain_cuda.triton_choice import choose as by_triton
+    from nanotrain_cuda.triton_top_k import choose as by_triton
 
     return by_triton(scores, bias, top_k, groups, chosen_groups)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from nanotrain_plan.telling.parts import Picture, Section, Source, Statement, Table
+from nanotrain_plan.rendering.parts import Picture, Section, Source, Statement, Table
 
 STYLE = """
 :root { --ink: #1d2129; --paper: #fff; --dim: #667; --line: #d5d8de; --on: #fff; --bar: #4c78a8;

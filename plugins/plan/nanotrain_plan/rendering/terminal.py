@@ -12,7 +12,7 @@ from rich.style import Style
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from nanotrain_plan.telling.parts import Picture, Section, Statement, Table
+from nanotrain_plan.rendering.parts import Picture, Section, Statement, Table
 
 #: Rows of a table on a terminal; a pipe, ``--json`` and ``--html`` have all.
 MOST_ROWS = 30

@@ -14,7 +14,7 @@ from typing import Any
 import attrs
 
 from nanotrain_plan.dry.origin import Origin
-from nanotrain_plan.words import count, duration, size
+from nanotrain_plan.number_format import count, duration, size
 
 #: Most ranks that a sentence lists one by one.
 LISTED = 8

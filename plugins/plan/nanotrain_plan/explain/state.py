@@ -10,7 +10,7 @@ from nanotrain_plan.dry.origin import Origin, place_of
 from nanotrain_plan.explain import pictures
 from nanotrain_plan.explain.purposes import quoted
 from nanotrain_plan.explain.subject import Alike, Subject
-from nanotrain_plan.telling.parts import Bytes, Picture, Ranks, Section, Shape, Share, Statement, Table, say
+from nanotrain_plan.rendering.parts import Bytes, Picture, Ranks, Section, Shape, Share, Statement, Table, say
 
 #: Mesh dimensions of which a sentence says what ranks along them share. Others are told by name alone.
 MEANING = {

@@ -1,4 +1,4 @@
-"""The kernel of :mod:`~nanotrain_cuda.choice`. Imported only where Triton is.
+"""The kernel of :mod:`~nanotrain_cuda.top_k`. Imported only where Triton is.
 
 One warp holds a token's scores. They are compared as integers in the order of the numbers, so that NaN has a
 place, each expert is chosen once, and none that does not exist: an index that is out of range would be read

@@ -11,8 +11,8 @@ from nanotrain_plan.comms import axis_of
 from nanotrain_plan.dry.origin import Origin
 from nanotrain_plan.dry.recorder import Phase
 from nanotrain_plan.explain.owners import Owners
+from nanotrain_plan.number_format import starred
 from nanotrain_plan.stages import Stages
-from nanotrain_plan.words import starred
 
 #: When something happens in a step, in order, and how it is told.
 WHEN = {

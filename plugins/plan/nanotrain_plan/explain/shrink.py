@@ -21,7 +21,7 @@ from nanotrain_core.api import (
     resolve_recipe,
 )
 from nanotrain_plan.model import Parameters, count_parameters
-from nanotrain_plan.words import count, size
+from nanotrain_plan.number_format import count, size
 
 #: Processes of one machine.
 MOST_RANKS = 16

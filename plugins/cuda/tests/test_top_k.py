@@ -8,8 +8,8 @@ import os
 import pytest
 import torch
 from nanotrain_cuda import CUDAKernelsConfig
-from nanotrain_cuda.choice import choose, choose_experts
 from nanotrain_cuda.kernels import CUDAKernels
+from nanotrain_cuda.top_k import choose, choose_experts
 
 from nanotrain_core.layout.roles import Role, tag
 from nanotrain_core.moe.routing import CountingRouter
