@@ -33,12 +33,12 @@ WRONG_GRADIENTS = {
 
 #: What finds a function with other values or gradients, where the tiny models call it and where not.
 WRONG_FUNCTION = {
-    "functions_are_plain_pytorchs[float64]",
-    "functions_are_plain_pytorchs[bfloat16]",
+    "functions_equal_pytorch[float64]",
+    "functions_equal_pytorch[bfloat16]",
     "gradients_may_not_be_wanted",
 }
 DENSE, ROUTED = (
-    {f"runs_are_plain_pytorchs[{run}]" for run in runs}
+    {f"runs_equal_pytorch[{run}]" for run in runs}
     for runs in (
         ("transformer", "odd", "recomputed", "weight_passes"),
         ("routed", "recomputed_experts", "weight_passes_of_experts"),
@@ -49,7 +49,7 @@ DENSE, ROUTED = (
 STRICT_RUNS = {
     "changes_nothing",
     "works_without_a_folder",
-    "what_it_remembers_comes_back",
+    "state_is_restored",
     "publishes_what_it_declares",
     "publishing_waits_for_nothing",
 }
@@ -91,13 +91,13 @@ FAULTS = [
     ),
     (
         Case("model", use="mixes_heads", config=MODEL, plugins=TWINS),
-        {"roles_are_true", "a_rank_may_have_some_of_the_tokens"},
+        {"roles_are_true", "sequence_parallel_is_exact"},
     ),
     (Case("model", use="counts_all", config=MODEL, plugins=TWINS), {"terms_are_weighed_and_counted"}),
     (Case("model", use="forgets_its_place", config=MODEL, plugins=TWINS), {"goes_on_from_its_cache"}),
     (Case("model", use="numbers_experts", plugins=TWINS), {"experts_may_be_anywhere"}),
     (Case("model", use="hides_experts", plugins=TWINS), {"every_layer_has_a_role", "divisibility_is_true"}),
-    (Case("model", use="counts_twice", plugins=TWINS), {"layers_may_be_run_again"}),
+    (Case("model", use="counts_twice", plugins=TWINS), {"activation_checkpointing_is_exact"}),
     (Case("parallel", use="summed", topology={"dp": 2}), set()),
     (Case("parallel", use="drops_one_sum", topology={"dp": 2}, plugins=TWINS), WRONG_GRADIENTS),
     (
@@ -110,10 +110,10 @@ FAULTS = [
     (Case("schedule", use="drops_backward_of_models", plugins=TWINS), {"gradients_equal"}),
     (
         Case("schedule", use="turns_around", plugins=TWINS),
-        {"every_rank_gets_the_same", "a_plan_knows_nothing_of_earlier_ones"},
+        {"every_rank_gets_the_same", "schedule_is_stateless"},
     ),
     (Case("optimizer", use="never_clips", plugins=TWINS), {"clips_to_the_global_norm"}),
-    (Case("optimizer", use="climbs", plugins=TWINS), {"a_step_goes_downhill"}),
+    (Case("optimizer", use="climbs", plugins=TWINS), {"first_step_descends"}),
     (Case("optimizer", use="decays_everything", plugins=TWINS), {"weight_decay_is_for_matrices"}),
     (Case("optimizer", use="decays_nothing", plugins=TWINS), {"weight_decay_is_for_matrices"}),
     (Case("optimizer", use="drops_errors", plugins=TWINS), {"lost_weights_are_carried_or_refused"}),
@@ -150,7 +150,7 @@ FAULTS = [
     ),
     (
         Case("kernels", use="computes_in_float32", plugins=KERNELS),
-        (WRONG_FUNCTION | DENSE | ROUTED) - {"functions_are_plain_pytorchs[bfloat16]"},
+        (WRONG_FUNCTION | DENSE | ROUTED) - {"functions_equal_pytorch[bfloat16]"},
     ),
     (Case("kernels", use="makes_its_table_anew", plugins=KERNELS), {"table_is_the_same_each_time"}),
     (
@@ -160,17 +160,17 @@ FAULTS = [
     (
         Case("kernels", use="transposes_square_weights", plugins=KERNELS),
         {
-            "products_are_plain_pytorchs[float64]",
-            "products_are_plain_pytorchs[bfloat16]",
-            "runs_are_plain_pytorchs[weight_passes]",
-            "runs_are_plain_pytorchs[weight_passes_of_experts]",
+            "gemms_equal_pytorch[float64]",
+            "gemms_equal_pytorch[bfloat16]",
+            "runs_equal_pytorch[weight_passes]",
+            "runs_equal_pytorch[weight_passes_of_experts]",
         },
     ),
     (
         Case("kernels", use="sums_all_but_the_last", plugins=KERNELS),
         {f"exchanges_are_those_of_process_groups[{ranks}]" for ranks in (2, 4)},
     ),
-    (Case("kernels", use="counts_runs", plugins=KERNELS), {"runs_know_nothing_of_one_another"}),
+    (Case("kernels", use="counts_runs", plugins=KERNELS), {"runs_are_independent"}),
     (Case("kernels", use="rounds_at_random", plugins=KERNELS), {"two_calls_have_the_same_bits"}),
     (
         Case("precision", use="forgets_to_write_through", plugins=PRECISIONS),
@@ -229,7 +229,7 @@ FAULTS = [
     ),
     (
         Case("checkpoint", use="reads_too_late", plugins=CHECKPOINTS),
-        {"updates_do_not_reach_a_save_on_its_way"},
+        {"async_save_is_isolated"},
     ),
     (
         Case("checkpoint", use="asks_too_late", plugins=CHECKPOINTS),
@@ -248,7 +248,7 @@ FAULTS = [
         {"publishes_what_one_process_does"},
     ),
     (Case("monitor", use="draws_before_saving", plugins=TWINS), {"changes_nothing"}),
-    (Case("monitor", use="forgets_by_itself", plugins=TWINS), {"what_it_remembers_comes_back"}),
+    (Case("monitor", use="forgets_by_itself", plugins=TWINS), {"state_is_restored"}),
     (
         Case("monitor", use="changes_gradients", plugins=TWINS),
         {"changes_nothing", "its_failure_does_not_stop_training"},
@@ -267,7 +267,7 @@ FAULTS = [
             "validation_shards_make_up_the_batch[2]",
             "validation_shards_make_up_the_batch[3]",
             "validation_shards_make_up_the_batch[4]",
-            "looking_does_not_advance",
+            "validation_does_not_advance",
             "validation_has_one_order",
             "validation_is_never_trained_on",
             "last_validation_batch_is_padded",
@@ -343,7 +343,9 @@ def test_gradients_that_other_weights_have_are_not_blamed_on_what_monitors_see()
 
 def test_a_router_that_counts_by_itself_is_told_what_to_do():
     case = Case("model", use="counts_twice", plugins=TWINS)
-    ((_, error),) = failures(t for t in trials(case) if t.label == "layers_may_be_run_again").items()
+    ((_, error),) = failures(
+        t for t in trials(case) if t.label == "activation_checkpointing_is_exact"
+    ).items()
     assert "return the load in Routing and add it in the part" in str(error)
 
 

@@ -64,7 +64,7 @@ FAULTS = (
         "a function has other values or gradients",
         "ignores_the_scale sees_later_blocks adds_eps_to_the_root wrong_gradient_of_gates "
         "counts_ignored_targets drops_the_last_row forgets_their_weights computes_in_float32",
-        "functions_are_plain_pytorchs",
+        "functions_equal_pytorch",
     ),
     _fault(
         "broken_kernels",
@@ -73,7 +73,7 @@ FAULTS = (
         "turns_in_place makes_its_table_anew replaces_parameters transposes_square_weights counts_runs "
         "rounds_at_random",
         "inputs_stay_as_they_are table_is_the_same_each_time parameters_stay_themselves "
-        "products_are_plain_pytorchs runs_know_nothing_of_one_another two_calls_have_the_same_bits",
+        "gemms_equal_pytorch runs_are_independent two_calls_have_the_same_bits",
     ),
     _fault(
         "broken_models",
@@ -94,7 +94,7 @@ FAULTS = (
         "model",
         "layers rely on whole sequences between them",
         "numbers_hidden_states shifts_tokens averages_tokens",
-        "a_rank_may_have_some_of_the_tokens",
+        "sequence_parallel_is_exact",
     ),
     _fault(
         "broken_models",
@@ -109,7 +109,7 @@ FAULTS = (
         "positions are those of the first call",
         "stretches_to_its_first_length stops_at_its_first_length begins_anew_after_its_first_length "
         "keeps_its_first_documents",
-        "a_pass_knows_nothing_of_earlier_ones",
+        "forward_is_stateless",
     ),
     _fault(
         "broken_models",
@@ -194,7 +194,7 @@ FAULTS = (
         "schedule",
         "a plan depends on what was asked before",
         "keeps_its_first_plan never_plans_for_fewer goes_on_from_its_last_plan",
-        "a_plan_knows_nothing_of_earlier_ones",
+        "schedule_is_stateless",
     ),
     _fault(
         "broken_plans",
@@ -295,6 +295,6 @@ FAULTS = (
         "monitor",
         "it misbehaves after the fourth step",
         "draws_late changes_gradients_late publishes_late forgets_late begins_anew_at_start",
-        "changes_nothing publishes_what_it_declares what_it_remembers_comes_back",
+        "changes_nothing publishes_what_it_declares state_is_restored",
     ),
 )

@@ -136,7 +136,7 @@ SLOW: Mapping[str, tuple[str, ...]] = {
     "monitor": (
         "its_failure_does_not_stop_training",
         "publishing_waits_for_nothing",
-        "what_it_remembers_comes_back",
+        "state_is_restored",
     ),
     "parallel": (
         "a_parameter_may_be_used_later",

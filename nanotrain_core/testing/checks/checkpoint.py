@@ -49,7 +49,7 @@ def every_bit_comes_back(case: Case) -> None:
 
 
 @check("checkpoint", since="0.2")
-def updates_do_not_reach_a_save_on_its_way(case: Case) -> None:
+def async_save_is_isolated(case: Case) -> None:
     """What is saved is the state at ``save``, whatever the timing of ``settle`` and ``advance``."""
     with temporary_folder() as folder:
         saved = run_ranks(save_then_train, case.world_size, case, folder)

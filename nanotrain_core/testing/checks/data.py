@@ -150,7 +150,7 @@ def position_is_of_this_data(case: Case) -> None:
 
 
 @check("data", since="0.1")
-def looking_does_not_advance(case: Case) -> None:
+def validation_does_not_advance(case: Case) -> None:
     """Validation and ``meta`` do not move the training stream."""
     data = opened(case)
     first = batches(data, 1)

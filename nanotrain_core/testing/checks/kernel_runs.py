@@ -37,7 +37,7 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[..., Any]]] = {
 
 
 @check("kernels", since="0.2", variants=tuple(RUNS))
-def runs_are_plain_pytorchs(case: Case, variant: str) -> None:
+def runs_equal_pytorch(case: Case, variant: str) -> None:
     """Losses, gradients, norms and weights are those of plain PyTorch, to 1e-10 in float64.
 
     Also under activation checkpointing, and with weight gradients that are left to W passes. What
@@ -75,7 +75,7 @@ def parameters_stay_themselves(case: Case, variant: str) -> None:
 
 
 @check("kernels", since="0.2")
-def runs_know_nothing_of_one_another(case: Case) -> None:
+def runs_are_independent(case: Case) -> None:
     """A run has the same bits if another one, of another model, is built and trained in between."""
     own: dict[str, Any] = {"model": GROUPED}
     others: list[dict[str, Any]] = [

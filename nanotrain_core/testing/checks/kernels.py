@@ -112,7 +112,7 @@ def assert_near(actual: Found, plain: Found, truth: Found, what: str) -> None:
 
 
 @check("kernels", since="0.2", variants=("float64", "bfloat16"))
-def functions_are_plain_pytorchs(case: Case, dtype: str) -> None:
+def functions_equal_pytorch(case: Case, dtype: str) -> None:
     """Each function has PyTorch's values and gradients: to 1e-11 in float64, in bfloat16 to twice its error.
 
     Of odd sizes, of one token, of none, of experts without rows, of views that are not contiguous.
@@ -200,7 +200,7 @@ PRODUCTS: list[tuple[int | list[int], int, int]] = [
 
 
 @check("kernels", since="0.2", variants=("float64", "bfloat16"))
-def products_are_plain_pytorchs(case: Case, dtype: str) -> None:
+def gemms_equal_pytorch(case: Case, dtype: str) -> None:
     """``gemm()`` computes PyTorch's forward, dgrad and wgrad: of some rows, none, and stacked weights."""
     used = getattr(torch, dtype)
     for rows, inputs, outputs in PRODUCTS:

@@ -127,7 +127,7 @@ def parts_compose_to_the_whole(case: Case) -> None:
 
 
 @check("model", since="0.1")
-def layers_may_be_run_again(case: Case) -> None:
+def activation_checkpointing_is_exact(case: Case) -> None:
     """With activation checkpointing of every BLOCK, losses, gradients and routers' counts are the same."""
     once, twice = parts_of(case), parts_of(case)
     for part in twice:

@@ -41,7 +41,7 @@ def roles_are_true(case: Case) -> None:
 
 
 @check("model", since="0.3", promise="sequence_parallel")
-def a_rank_may_have_some_of_the_tokens(case: Case) -> None:
+def sequence_parallel_is_exact(case: Case) -> None:
     """Under sequence parallelism, a share of each sequence between sharded layers, gradients are the same."""
     for degree in _degrees(case)[:1]:
         try:

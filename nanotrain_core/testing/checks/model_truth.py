@@ -78,7 +78,7 @@ def _terms(parts: list[nn.Module], batch: Batch) -> dict[str, float]:
 
 
 @check("model", since="0.2")
-def a_pass_knows_nothing_of_earlier_ones(case: Case) -> None:
+def forward_is_stateless(case: Case) -> None:
     """Results are a new model's whatever the lengths, numbers of sequences and documents of passes before."""
     batch, length = batch_of(case), case.recipe().batch.length
     lengths = [max(2, length // 2), length, max(1, length // 3), length]

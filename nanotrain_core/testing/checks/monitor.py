@@ -99,7 +99,7 @@ def works_without_a_folder(case: Case) -> None:
 
 
 @check("monitor", since="0.2")
-def what_it_remembers_comes_back(case: Case) -> None:
+def state_is_restored(case: Case) -> None:
     """``meta`` is JSON, the same on every rank; a new monitor that loads it returns the same, and keeps it.
 
     A resumed run calls ``load_meta`` before ``on_start``, which must not reset what was loaded.

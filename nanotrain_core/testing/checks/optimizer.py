@@ -112,7 +112,7 @@ def no_gradient_no_change(case: Case) -> None:
 
 
 @check("optimizer", since="0.1")
-def a_step_goes_downhill(case: Case) -> None:
+def first_step_descends(case: Case) -> None:
     """Without weight decay the first step moves every tensor along its negative gradient, not against it."""
     case = undecayed(case)
     plain = attrs.evolve(case.alone(), use="sgd", config={})  # minus the gradient, times the learning rate

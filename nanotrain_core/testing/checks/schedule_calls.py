@@ -19,7 +19,7 @@ DEAR = 1000.0
 
 
 @check("schedule", since="0.2")
-def a_plan_knows_nothing_of_earlier_ones(case: Case) -> None:
+def schedule_is_stateless(case: Case) -> None:
     """Of whatever number of microbatches it was asked before, it gives a new object's lists: batches grow."""
     pp, counts = pipeline_of(case), many_microbatches(case)
     asked = schedule_of(case)

@@ -23,7 +23,7 @@ test_conformance = conformance(case(2, SMALL, {"dp": 2}, "stage2"))
 
 #: Checks of a share whose gradients are summed already: the transport is the same to them.
 AFTER_THE_SUM = (
-    "a_step_goes_downhill",
+    "first_step_descends",
     "learning_rate_of_each_step",
     "learning_rate_is_honoured",
     "lost_weights_are_carried_or_refused",
