@@ -51,7 +51,7 @@ from nanotrain_core.phases.timeline import Timeline
 from nanotrain_core.pipeline.actions import Action, Part, describe_stages
 from nanotrain_core.pipeline.passes import Passes
 from nanotrain_core.precision.gemm import GEMMBackend, gemm_parameters, gemms_of, use_gemm
-from nanotrain_core.precision.quantized_storage import settle
+from nanotrain_core.precision.quantized_storage import release_unquantized
 from nanotrain_core.recipe.tree import EvaluationConfig, OptimizerConfig, Recipe, Selection
 from nanotrain_core.registry.registry import Registry
 from nanotrain_core.run.feed import DataFeed, Feed
@@ -206,7 +206,7 @@ def compose(
     placements = share_between_stages(place(stages.values(), layout), mesh)
     stages = wrap(stages, placements, mesh, wrappers)
     stages = {stage: precision.convert(part) for stage, part in stages.items()}
-    precision.settle(tuple(stages.values()), mesh)
+    precision.check_parts(tuple(stages.values()), mesh)
     actions = built.schedule.actions(pp, recipe.batch.microbatches(mesh.size("dp")))
     phases = RunPhases(recipe, model, built.schedule, pp, mesh.size("dp"))
     passes.splits_backward = phases.split_backward(actions)
@@ -232,7 +232,7 @@ def compose(
         optimizer.setup(placed, precision, gradients, mesh)
         expect_training_to_fit(placed, gradients, optimizer, precision, recipe, mesh)
     for parameter in placed:
-        settle(parameter.parameter)
+        release_unquantized(parameter.parameter)
 
     return Run(
         name=recipe.run.name,

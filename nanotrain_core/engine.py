@@ -135,7 +135,7 @@ class RuntimeEngine:
         self.events = Events(
             run.monitors, self.stop, strict=run.strict_monitors, weights_ready=self.weights_ready
         )
-        self.pace, self.progress = Throughput(), Progress(run.mesh.waits)
+        self.throughput, self.progress = Throughput(), Progress(run.mesh.waits)
 
     # --- training -----------------------------------------------------------------------------
 
@@ -171,28 +171,28 @@ class RuntimeEngine:
         tell = self.events.checkpoint, self.events.save_failed
         self.saves = CheckpointSaver(checkpoint, *tell, self.progress)
         self.skipped = SkippedSteps(self.saves)
-        self.watching = MonitorContext(self.run, self.events)
+        self.monitor_context = MonitorContext(self.run, self.events)
         self._restore()
         self._first, self.run = self.step, begin_step(self.run, again=self.owes_evaluation)
         info = run_info(self)
-        self.pace.restart(self.step, self.run.feed.tokens)
+        self.throughput.restart(self.step, self.run.feed.tokens)
         log.begin(name=self.run.name, steps=self.steps, ranks=info.world_size)
-        self.events.start(info, self.watching.board, self.watching.together)
-        self.watching.taps.left_out = self.events.left_out
+        self.events.start(info, self.monitor_context.board, self.monitor_context.together)
+        self.monitor_context.taps.left_out = self.events.left_out
         try:
             with self.stop.on_signals():
                 self._loop()
         except BaseException as problem:
             log.record("error", "run failed", error=repr(problem))
-            self.watching.together.forbidden = "after the run failed, on one rank perhaps"
+            self.monitor_context.together.forbidden = "after the run failed, on one rank perhaps"
             self.events.end(self._end("failed"))
             raise
         finally:
-            self.watching.taps.remove()
+            self.monitor_context.taps.remove()
         self.weights_ready()
         report = self._end(self.stop.reason or "done")
         self.events.end(report)
-        self.watching.together.close()
+        self.monitor_context.together.close()
         log.record("info", "run ends", reason=report.reason)
         return report
 
@@ -217,7 +217,7 @@ class RuntimeEngine:
                 self._evaluate()
             due = self.saves.due(self.step) or self._owes_save
             if last:
-                self.events.metrics(*self.watching.board.rest())
+                self.events.metrics(*self.monitor_context.board.rest())
             if last or due:  # a state that a rollback will discard is not worth saving
                 self._handle_flags(self.readback.rest())
                 agree_now(self.stop, self.run.mesh)
@@ -230,7 +230,7 @@ class RuntimeEngine:
                 self._save()
             self.saves.advance(wait=False)
             self.events.step_end(StepEnd(self.step, len(run.feed.skipped), partial(capture_state, self)))
-        self.events.metrics(*self.watching.board.last(self.step))
+        self.events.metrics(*self.monitor_context.board.last(self.step))
         if self._saved != self.step and self.stop.reason != "lost":  # there is no folder to save in
             self._save(last=True)
         self.note("checkpoint")
@@ -262,15 +262,23 @@ class RuntimeEngine:
         scale = run.loss_scale.value
         factors = {name: run.loss_weights[name] * scale / count for name, count in counts.items()}
         logged = (self.step + 1) % run.log_every == 0 or self.step + 1 == self.steps
-        with self.watching.taps.looking(logged):
+        with self.monitor_context.taps.observing(logged):
             losses = self.executor.run(run.actions, microbatches, factors)
         self.note("gradient sync")
         run.gradients.finish()
         self.note("monitors before the update")
         now, tokens = (self.step + 1, scale, logged), run.feed.tokens_per_step
-        again = self.watching.together.before(partial(replay, self.executor, run.mesh, microbatches, factors))
+        again = self.monitor_context.together.before(
+            partial(replay, self.executor, run.mesh, microbatches, factors)
+        )
         update = UpdateReport(
-            *now, run.gradients, self.watching.mesh, counts, tokens=tokens, names=self._trained, replay=again
+            *now,
+            run.gradients,
+            self.monitor_context.mesh,
+            counts,
+            tokens=tokens,
+            names=self._trained,
+            replay=again,
         )
         self.events.before_update(update)
         self.saves.settle()
@@ -331,7 +339,7 @@ class RuntimeEngine:
         if report := evaluation(self, mine, counted, seen):
             self.evaluated = self.step if isfinite(report.loss) else self.evaluated
             self.events.evaluation(report)
-        self.pace.restart(self.step, self.run.feed.tokens)
+        self.throughput.restart(self.step, self.run.feed.tokens)
 
     def _save(self, *, last: bool = False) -> None:
         """Begin a checkpoint, if there is a run folder. The last one is complete when this returns."""
@@ -345,7 +353,7 @@ class RuntimeEngine:
             return
         self._saved = self.step
         self.saves.begin(self.step, state, last=last)
-        self.pace.restart(self.step, self.run.feed.tokens)
+        self.throughput.restart(self.step, self.run.feed.tokens)
 
     def _restore(self) -> None:
         """Open the run folder's checkpoints and restore the requested one."""

@@ -57,7 +57,7 @@ def build(config):
         def setup(self, seed, passes, gemm):
             self.passes = passes
 
-        def settle(self, parts, mesh):
+        def check_parts(self, parts, mesh):
             self.names = []
             for part in parts:
                 for name, module, _ in tagged(part):

@@ -300,7 +300,7 @@ def test_few_bytes_are_tokenised_at_a_time_so_that_progress_is_seen(words, monke
     done = []
 
     @contextmanager
-    def working(what, total, unit):
+    def show_progress(what, total, unit):
         assert total == sum(len(each.content) for each in documents)
         yield done.append
 

@@ -54,7 +54,7 @@ class Fails(Monitor):
         elif self.how == "norms" and update is not None:
             update.norms()
         elif self.how == "group":
-            self.run.together()
+            self.run.monitor_barrier()
             dist.all_reduce(torch.ones(1))
         elif self.how == "logits":
             self.run.logits(torch.zeros(1, 16, dtype=torch.int64))
@@ -190,7 +190,7 @@ class Skips(Monitor):
 
     def on_before_update(self, update):
         if not (self.run.rank and update.step == 2):
-            self.run.together()
+            self.run.monitor_barrier()
 
 
 def skip():

@@ -15,7 +15,7 @@ from nanotrain_core.phases.timeline import Timeline
 from nanotrain_core.recipe import load_recipe, resolve_recipe, write_resolved
 from nanotrain_core.recipe.model_table import model_table, refuse_other_model
 from nanotrain_core.recipe.phase import CHANGES, Ramp
-from nanotrain_core.recipe.tree import OptimizerConfig, ScheduleConfig
+from nanotrain_core.recipe.tree import LRScheduleConfig, OptimizerConfig
 
 #: Of 16 tokens each: SMALL takes 8 in a step.
 PHASES = """
@@ -124,7 +124,7 @@ def test_groups_of_parameters_keep_the_ratio_of_their_rates():
     fast, slow = torch.nn.Parameter(torch.zeros(1)), torch.nn.Parameter(torch.zeros(1))
     groups = [{"params": [fast], "lr": 1e-3}, {"params": [slow], "lr": 5e-4}]
     optimizer = torch.optim.SGD(groups, lr=1e-3)
-    scheduler = lr_scheduler(optimizer, ScheduleConfig(use="constant", warmup_steps=0), 10)
+    scheduler = lr_scheduler(optimizer, LRScheduleConfig(use="constant", warmup_steps=0), 10)
     for rate in (2e-3, 4e-4, 1e-3):
         scheduler.set_peak(rate, of=1e-3)
         assert [group["lr"] for group in optimizer.param_groups] == [rate, pytest.approx(rate / 2)]

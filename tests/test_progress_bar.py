@@ -8,7 +8,7 @@ import structlog
 from structlog.testing import capture_logs
 
 from nanotrain_core.run import progress_bar as module
-from nanotrain_core.run.progress_bar import silent, working
+from nanotrain_core.run.progress_bar import show_progress, silent
 
 
 class Terminal(io.StringIO):
@@ -33,7 +33,7 @@ def often(monkeypatch):
 
 
 def test_a_line_tells_how_far_it_is(often):
-    with capture_logs() as logs, working("tokenising", 4e9, "B") as advance:
+    with capture_logs() as logs, show_progress("tokenising", 4e9, "B") as advance:
         advance(1e9)
         soon(lambda: logs)
     first = {key: value for key, value in logs[0].items() if key != "seconds"}
@@ -45,15 +45,15 @@ def test_a_line_tells_how_far_it_is(often):
 
 def test_what_is_quick_or_within_something_else_or_on_another_rank_says_nothing(monkeypatch):
     with capture_logs() as logs:
-        with working("quick"):
+        with show_progress("quick"):
             pass
         monkeypatch.setattr(module, "OFTEN", 0.01)
-        with silent(), working("inner", 1) as advance:
+        with silent(), show_progress("inner", 1) as advance:
             advance(1)
             time.sleep(0.05)
-        with structlog.contextvars.bound_contextvars(rank=1), working("elsewhere"):
+        with structlog.contextvars.bound_contextvars(rank=1), show_progress("elsewhere"):
             time.sleep(0.05)
-        with working("outer"), working("inner"):
+        with show_progress("outer"), show_progress("inner"):
             soon(lambda: logs)
     assert {entry["event"] for entry in logs} == {"outer"}
 
@@ -61,7 +61,7 @@ def test_what_is_quick_or_within_something_else_or_on_another_rank_says_nothing(
 def test_a_bar_on_a_terminal_goes_away_in_the_end(often, monkeypatch):
     stream = Terminal()
     monkeypatch.setattr("sys.stderr", stream)
-    with working("loading weights", 10, "numbers") as advance:
+    with show_progress("loading weights", 10, "numbers") as advance:
         advance(5)
         soon(lambda: "5 of 10 numbers" in stream.getvalue())
     assert stream.getvalue().endswith("\x1b[2K")  # the bar's line is empty again
@@ -69,15 +69,15 @@ def test_a_bar_on_a_terminal_goes_away_in_the_end(often, monkeypatch):
 
 
 def test_errors_pass_through_and_the_next_one_is_shown(often):
-    with pytest.raises(ZeroDivisionError), working("fails"):
+    with pytest.raises(ZeroDivisionError), show_progress("fails"):
         raise ZeroDivisionError
-    with capture_logs() as logs, working("next"):
+    with capture_logs() as logs, show_progress("next"):
         soon(lambda: logs)
     assert {entry["event"] for entry in logs} == {"next"}
 
 
 def test_it_decorates_functions():
-    @working("twice")
+    @show_progress("twice")
     def twice(number):
         return 2 * number
 

@@ -14,7 +14,7 @@ from nanotrain_core.builtin.configs import ConsoleConfig
 from nanotrain_core.contracts import Monitor
 from nanotrain_core.errors import NanotrainError
 from nanotrain_core.monitors.console import Console
-from nanotrain_core.recipe.tree import ScheduleConfig
+from nanotrain_core.recipe.tree import LRScheduleConfig
 from nanotrain_core.script import ScriptConfig
 from nanotrain_core.testing import Case, run_ranks
 
@@ -177,7 +177,7 @@ def test_validation_is_the_mean_over_all_targets():
 
 def test_the_schedule_drives_the_scripts_optimizer():
     model, recorder = make_model(), Recorder()
-    config = ScriptConfig(lr_schedule=ScheduleConfig(use="linear", warmup_steps=2))
+    config = ScriptConfig(lr_schedule=LRScheduleConfig(use="linear", warmup_steps=2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.4)
     RuntimeEngine(model, optimizer, config, callbacks=[recorder]).fit(make_loader(), steps=6)
     assert [report.lr for report in recorder.steps] == pytest.approx([0.2, 0.4, 0.4, 0.3, 0.2, 0.1])

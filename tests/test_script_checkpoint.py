@@ -15,11 +15,11 @@ from nanotrain_core.builtin.configs import GuardConfig
 from nanotrain_core.contracts import Monitor
 from nanotrain_core.errors import CheckpointError, Diverged, NanotrainError
 from nanotrain_core.monitors.guard import Guard
-from nanotrain_core.recipe.tree import ScheduleConfig
+from nanotrain_core.recipe.tree import LRScheduleConfig
 from nanotrain_core.script import ScriptConfig
 from nanotrain_core.testing import run_ranks
 
-COSINE = ScheduleConfig(use="cosine", warmup_steps=2)
+COSINE = LRScheduleConfig(use="cosine", warmup_steps=2)
 
 
 class Records(Monitor):

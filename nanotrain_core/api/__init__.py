@@ -7,7 +7,7 @@ from nanotrain_core import __version__, hookimpl
 from nanotrain_core.builtin.configs import AdamWConfig, SimpleCheckpointConfig
 from nanotrain_core.builtin.transformer_config import yarn_magnitude
 from nanotrain_core.checkpoint.box_cover import uncovered
-from nanotrain_core.checkpoint.info import DTYPE_BYTES, DTYPE_NAMES, CheckpointInfo, strange_kinds
+from nanotrain_core.checkpoint.info import DTYPE_BYTES, DTYPE_NAMES, CheckpointInfo, unexpected_kinds
 from nanotrain_core.checkpoint.quarantine import quarantine_checkpoint, set_checkpoints_aside
 from nanotrain_core.checkpoint.run_state import (
     is_of_a_run,
@@ -65,7 +65,7 @@ from nanotrain_core.layout.roles import (
     Role,
     Tag,
     main_layers,
-    natural,
+    natural_sort_key,
     replace,
     share_tokens,
     tag,
@@ -81,7 +81,7 @@ from nanotrain_core.optim.moment_groups import check_moments
 from nanotrain_core.phases.timeline import Stretch as PhaseStretch
 from nanotrain_core.phases.timeline import Timeline as PhaseTimeline
 from nanotrain_core.pipeline.actions import Action, Costs, Part, parts_between
-from nanotrain_core.pipeline.simulator import Durations, Slot, Timeline, needs, simulate
+from nanotrain_core.pipeline.simulator import Durations, TimedAction, Timeline, needs, simulate
 from nanotrain_core.recipe.cached_token import CachedToken, cached_token_of
 from nanotrain_core.recipe.divisibility import (
     Divisible,
@@ -105,7 +105,7 @@ from nanotrain_core.run.files import flush, remove_leftovers, write_atomically, 
 from nanotrain_core.run.host_memory import HostMemory, control_groups, host_memory
 from nanotrain_core.run.owner import running
 from nanotrain_core.run.plain_json import json_text
-from nanotrain_core.run.progress_bar import working
+from nanotrain_core.run.progress_bar import show_progress
 from nanotrain_core.run.suggest_run import RUN_FILES, is_run, nearby_run
 from nanotrain_core.run.throughput import peak_flops
 
@@ -168,12 +168,12 @@ __all__ = [
     "Selection",
     "Shape",
     "SimpleCheckpointConfig",
-    "Slot",
     "Span",
     "StaysEager",
     "Support",
     "Survey",
     "Tag",
+    "TimedAction",
     "Timeline",
     "Usual",
     "Verdict",
@@ -218,7 +218,7 @@ __all__ = [
     "main_layers",
     "microbatches_of",
     "multiples_near",
-    "natural",
+    "natural_sort_key",
     "nearby",
     "nearby_run",
     "needs",
@@ -242,9 +242,9 @@ __all__ = [
     "set_checkpoints_aside",
     "share_tokens",
     "shipped_recipes",
+    "show_progress",
     "simulate",
     "state_problems",
-    "strange_kinds",
     "streams_problem",
     "survey_of",
     "surveys",
@@ -254,8 +254,8 @@ __all__ = [
     "too_few",
     "uncovered",
     "undivided",
+    "unexpected_kinds",
     "without_secrets",
-    "working",
     "write_atomically",
     "write_rope",
     "write_text_atomically",

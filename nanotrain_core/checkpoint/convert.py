@@ -13,7 +13,7 @@ from nanotrain_core.layout.layout import Layout, View
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.recipe.tree import Selection
 from nanotrain_core.registry.registry import Registry
-from nanotrain_core.run.progress_bar import working
+from nanotrain_core.run.progress_bar import show_progress
 
 
 def convert_checkpoint(registry: Registry, kind: str, saved: CheckpointInfo, wanted: str, out: Path) -> Path:
@@ -26,7 +26,7 @@ def convert_checkpoint(registry: Registry, kind: str, saved: CheckpointInfo, wan
     """
     if out.exists():
         raise CheckpointError(f"{out} is there already: name a new folder")
-    with working("verifying the checkpoint"):
+    with show_progress("verifying the checkpoint"):
         problems = saved.verify()
     if problems:
         raise CheckpointError("; ".join(problems))

@@ -44,7 +44,7 @@ DTYPE_NAMES = {
 }
 
 
-def strange_kinds(names: Iterable[str], wanted: Iterable[str]) -> list[str]:
+def unexpected_kinds(names: Iterable[str], wanted: Iterable[str]) -> list[str]:
     """Return the kinds of saved tensors that ``wanted`` lacks: ``exp_avg``, "" for weights.
 
     A run that lacks a kind has another optimizer or precision.

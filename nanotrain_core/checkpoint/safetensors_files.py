@@ -21,7 +21,7 @@ from nanotrain_core.checkpoint.info import DTYPE_NAMES
 from nanotrain_core.checkpoint.run_state import load_json, read_json
 from nanotrain_core.errors import CheckpointError
 from nanotrain_core.run.files import write_atomically, write_text_atomically
-from nanotrain_core.run.progress_bar import Advance, working
+from nanotrain_core.run.progress_bar import Advance, show_progress
 
 INDEX = "model.safetensors.index.json"
 #: A file name without folders: an index that names others could have any file of this machine read.
@@ -136,7 +136,7 @@ def write_shards(folder: Path, entries: Iterable[Entry], limit: int) -> int:
     count = len(shards)
     numbered = (f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1))
     names = ["model.safetensors"] if count == 1 else list(numbered)
-    with working("writing", sum(entry.nbytes for shard in shards for entry in shard), "B") as advance:
+    with show_progress("writing", sum(entry.nbytes for shard in shards for entry in shard), "B") as advance:
         for name, shard in zip(names, shards, strict=True):
             write_atomically(folder / name, lambda path, shard=shard: _write(path, shard, advance))  # type: ignore[misc]
     if count > 1:

@@ -21,11 +21,11 @@ class CheckpointSaver:
     def __init__(
         self,
         checkpoint: Checkpoint | None,
-        tell: Callable[[CheckpointReport], None],
-        tell_failed: Callable[[FailedSaveReport], None],
+        on_saved: Callable[[CheckpointReport], None],
+        on_failed: Callable[[FailedSaveReport], None],
         progress: Progress | None = None,
     ) -> None:
-        self.checkpoint, self._tell, self._tell_failed = checkpoint, tell, tell_failed
+        self.checkpoint, self._on_saved, self._on_failed = checkpoint, on_saved, on_failed
         self._progress = progress or Progress()
         self._failed = self._step = 0
         self._log = structlog.get_logger("nanotrain.checkpoint")
@@ -46,7 +46,7 @@ class CheckpointSaver:
             return
         self.advance(wait=True)
         self._step = step
-        self._bear(lambda: checkpoint.save(step, state), last=last)
+        self._tolerate(lambda: checkpoint.save(step, state), last=last)
         self.advance(wait=last, last=last)
 
     def settle(self) -> None:
@@ -59,21 +59,21 @@ class CheckpointSaver:
         """Report checkpoints that are complete by now; ``wait`` for one in progress."""
         checkpoint = self.checkpoint
         if checkpoint is not None:
-            self._bear(lambda: self._tell_of(checkpoint.advance(wait=wait)), last=last)
+            self._tolerate(lambda: self._report(checkpoint.advance(wait=wait)), last=last)
 
-    def _tell_of(self, reports: Sequence[CheckpointReport]) -> None:
+    def _report(self, reports: Sequence[CheckpointReport]) -> None:
         for report in reports:
             self._failed = 0
-            self._tell(report)
+            self._on_saved(report)
 
-    def _bear(self, act: Callable[[], object], *, last: bool) -> None:
+    def _tolerate(self, act: Callable[[], object], *, last: bool) -> None:
         """Let ``act`` fail, unless it was the last attempt. It fails on all ranks or on none."""
         try:
             with self._progress.within("checkpoint"):
                 act()
         except CheckpointError as problem:
             self._failed += 1
-            self._tell_failed(FailedSaveReport(self._step, str(problem), self._failed))
+            self._on_failed(FailedSaveReport(self._step, str(problem), self._failed))
             if last or self._failed == MOST_FAILED:
                 raise SaveFailed(f"{problem}; saves that failed in a row: {self._failed}") from None
             self._log.warning("a checkpoint could not be saved and the run goes on", problem=str(problem))

@@ -23,18 +23,18 @@ from safetensors.torch import save_file
 
 from nanotrain_core.builtin.configs import SimpleCheckpointConfig
 from nanotrain_core.checkpoint.box_cover import uncovered
-from nanotrain_core.checkpoint.info import strange_kinds
+from nanotrain_core.checkpoint.info import unexpected_kinds
 from nanotrain_core.checkpoint.quarantine import quarantine_checkpoint, set_checkpoints_aside
 from nanotrain_core.checkpoint.run_state import load_json, newest_evaluated, state_problems
 from nanotrain_core.checkpoint.safetensors_files import CODES, DTYPES
 from nanotrain_core.checkpoint.simple_damage import FORMAT, damage, digest, names_in, read_header
-from nanotrain_core.checkpoint.simple_names import saved_steps, strange_entries
+from nanotrain_core.checkpoint.simple_names import saved_steps, unexpected_entries
 from nanotrain_core.contracts import Block, CheckpointReport, SavedWeights, TrainState
 from nanotrain_core.errors import CheckpointError
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import Shape
 from nanotrain_core.run.files import remove_leftovers, write_atomically
-from nanotrain_core.run.progress_bar import working
+from nanotrain_core.run.progress_bar import show_progress
 
 #: A block's name, its offset, and the shape of the global tensor.
 Box = tuple[str, Shape, Shape]
@@ -55,7 +55,7 @@ class SimpleCheckpoint:
         self.group = mesh.new_group(range(mesh.world_size), "checkpoint") if mesh.world_size > 1 else None
         if mesh.rank == 0 and folder.is_dir():
             remove_leftovers(folder)
-            for entry in strange_entries(folder):
+            for entry in unexpected_entries(folder):
                 log = structlog.get_logger("nanotrain.checkpoint")
                 log.warning("this is no checkpoint, and left out", entry=str(entry))
 
@@ -120,7 +120,7 @@ class SimpleCheckpoint:
 
     # --- load ---------------------------------------------------------------------------------
 
-    @working("loading a checkpoint")
+    @show_progress("loading a checkpoint")
     def load(self, which: str, state: TrainState) -> TrainState | None:
         """Verify the whole file, check that every block fits, then fill the blocks."""
         path, damaged = self._newest_whole() if which == "latest" else (self._find(which), {})
@@ -134,7 +134,7 @@ class SimpleCheckpoint:
             names = frozenset(names_in(file))
             wanted = set().union(*self.mesh.gather({block.name for block in state.blocks}))
             kept = [name for name in names if not name.startswith("rng/")]
-            problems = strange_kinds(kept, wanted)
+            problems = unexpected_kinds(kept, wanted)
             problems += [text for block in state.blocks for text in misfit(file, names, block)]
             few = "; ".join(problems[:2])
             text = f"{path} does not fit this run: {few} ({len(problems)} in all)" if problems else None
@@ -318,7 +318,7 @@ def gather_whole(
     whole: dict[str, torch.Tensor] = {}
     for box, owner in owners.items():
         if owner and mesh.rank == owner:
-            dist.send(mine[box].to(mesh.carrier).contiguous(), dst=0, group=group)
+            dist.send(mine[box].to(mesh.p2p_device).contiguous(), dst=0, group=group)
         elif mesh.rank == 0:
             put(whole, box, receive(forms[owner][box], owner, mesh, group) if owner else mine[box])
     return whole
@@ -342,7 +342,7 @@ def check_coverage(owners: Mapping[Box, int], forms: Sequence[Mapping[Box, Form]
 def receive(form: Form, source: int, mesh: Mesh, group: dist.ProcessGroup | None) -> torch.Tensor:
     """Receive one block."""
     shape, dtype = form
-    buffer = torch.empty(shape, dtype=dtype, device=mesh.carrier)
+    buffer = torch.empty(shape, dtype=dtype, device=mesh.p2p_device)
     dist.recv(buffer, src=source, group=group)
     return buffer
 

@@ -28,7 +28,7 @@ def saved_steps(folder: Path) -> list[int]:
     return sorted(map(step_of, own(folder.glob("step-*"))))
 
 
-def strange_entries(folder: Path) -> list[Path]:
+def unexpected_entries(folder: Path) -> list[Path]:
     """Return entries of ``folder`` that only resemble a checkpoint: a copy, a folder, a dangling link."""
     there = sorted(folder.glob("step-*"))
     mine = set(own(there))

@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 
 from nanotrain_core.cli.common import add_recipe_options, resolve
-from nanotrain_core.cli.memory import tell_memory
+from nanotrain_core.cli.memory import memory_line
 from nanotrain_core.compile.cuda_graphs import explain_passes
 from nanotrain_core.errors import Exit
 from nanotrain_core.launch.inputs import input_problems
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
         for line in explain_passes(found.recipe, found.registry, found.layout):
             print(f"# {line}")
         return Exit.DONE
-    memory = tell_memory(args, found.registry) if args.hardware else ""  # a wrong name fails before "ok"
+    memory = memory_line(args, found.registry) if args.hardware else ""  # a wrong name fails before "ok"
     print(f"{args.recipe}: {'its data or weights are not right on this machine' if missing else 'ok'}")
     for name, view in found.layout.views.items():
         print(f"  {f'{name} view':11} {_degrees(view)}")

@@ -14,7 +14,7 @@ from typing import Any
 from nanotrain_core.cli.common import add_plugin_options, find_checkpoints, plugin_arguments
 from nanotrain_core.errors import CheckpointError, Exit
 from nanotrain_core.registry.registry import Registry, load_plugins
-from nanotrain_core.run.progress_bar import amount, working
+from nanotrain_core.run.progress_bar import amount, show_progress
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -104,7 +104,7 @@ def verify(args: argparse.Namespace, registry: Registry) -> int:
     code = Exit.DONE
     found = find_checkpoints(args.path, registry, args.step)
     for number, (_, saved) in enumerate(found, 1):
-        with working(f"verifying checkpoint {number} of {len(found)}, {amount(saved.nbytes, 'B')}"):
+        with show_progress(f"verifying checkpoint {number} of {len(found)}, {amount(saved.nbytes, 'B')}"):
             problems = saved.verify() or model_problems(saved, registry)
         print(f"step {saved.step}: {'; '.join(problems) or 'whole'}")
         code = Exit.USER if problems else code

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from string import ascii_lowercase
 
 from nanotrain_core.pipeline.actions import Action
-from nanotrain_core.pipeline.simulator import Slot, Timeline
+from nanotrain_core.pipeline.simulator import TimedAction, Timeline
 
 HEADER = "rank   idle  held  "
 
@@ -55,7 +55,7 @@ def _label(action: Action, letters: dict[int, str]) -> str:
     return f"{action.kind}{action.microbatch}{letters[action.stage]}"
 
 
-def _bar(row: Sequence[Slot], labels: Sequence[str], cell: int, units: int) -> str:
+def _bar(row: Sequence[TimedAction], labels: Sequence[str], cell: int, units: int) -> str:
     """Return a rank's cells: an action of several units is extended with dashes, an idle unit is a dot."""
     free = ".".ljust(cell)
     bar = ""

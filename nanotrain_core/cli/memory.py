@@ -14,7 +14,7 @@ from nanotrain_core.registry.registry import Registry
 LIMIT = 120.0
 
 
-def tell_memory(args: argparse.Namespace, registry: Registry, limit: float = LIMIT) -> str:
+def memory_line(args: argparse.Namespace, registry: Registry, limit: float = LIMIT) -> str:
     """Return one line: the device memory that the recipe needs, or why it is unknown.
 
     Args:

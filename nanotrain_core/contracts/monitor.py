@@ -79,7 +79,7 @@ class RunInfo:
     """``tap_calls("attention", look, ["layers.*"])`` makes the core call ``look(name, *args)`` with the
     arguments of the layers' calls to a function of their table: see
     :meth:`nanotrain_core.run.taps.Taps.add_calls`. In ``on_start``, on all ranks."""
-    together: Callable[[], None]
+    monitor_barrier: Callable[[], None]
     """Collective: return when this monitor has arrived here on all ranks. If it fails on one rank meanwhile,
     its event ends on all of them. The methods of ``mesh``, ``logits`` and ``UpdateReport.norms`` begin with
     it; call it before a collective in a process group."""

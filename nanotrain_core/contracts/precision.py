@@ -109,7 +109,7 @@ class Precision:
         """
         raise NotImplementedError(f"{type(self).__name__} has no convert(part)")
 
-    def settle(self, parts: Sequence[nn.Module], mesh: Mesh) -> None:
+    def check_parts(self, parts: Sequence[nn.Module], mesh: Mesh) -> None:
         """Inspect all parts, once on every rank after they are converted.
 
         It may communicate, to find out whether a pattern of the recipe matches any module of the model.

@@ -12,7 +12,7 @@ from nanotrain_core.data.held_out import Split, held_out
 from nanotrain_core.data.order import Integers, SequenceData
 from nanotrain_core.data.tokenizers import Tokenizer, make_tokenizer
 from nanotrain_core.errors import DataError
-from nanotrain_core.run.progress_bar import working
+from nanotrain_core.run.progress_bar import show_progress
 
 
 class Text(SequenceData):
@@ -41,7 +41,7 @@ class Text(SequenceData):
         Raises:
             DataError: files, tokenizer or its package are missing, or there is less than one sequence.
         """
-        with working("reading text"):
+        with show_progress("reading text"):
             documents = read_documents(self.config.paths, self.config.suffixes)
             digest = fingerprint(documents)
         self.tokenizer = self.tokenizer_alone()

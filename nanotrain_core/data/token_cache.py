@@ -25,7 +25,7 @@ import structlog
 from nanotrain_core.data.hashed_tokens import HashedTokens, Tokens, piece_hashes
 from nanotrain_core.errors import DataError
 from nanotrain_core.run.files import write_atomically, write_text_atomically
-from nanotrain_core.run.progress_bar import working
+from nanotrain_core.run.progress_bar import show_progress
 
 
 class TokenCache:
@@ -100,7 +100,7 @@ class CachedTokens(HashedTokens):
         with _alone(self.path.with_suffix(".hashes")):
             if _was_checked(self.path):
                 return True
-            with working("verifying cached tokens"):
+            with show_progress("verifying cached tokens"):
                 whole = self.first_damaged() is None
             if whole:
                 with suppress(OSError):  # the next start verifies again

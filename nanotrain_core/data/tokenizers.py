@@ -14,7 +14,7 @@ from nanotrain_core.data.documents import Document, missing_path
 from nanotrain_core.data.hashed_tokens import Tokens
 from nanotrain_core.data.token_cache import CachedTokens, TokenCache
 from nanotrain_core.errors import DataError
-from nanotrain_core.run.progress_bar import working
+from nanotrain_core.run.progress_bar import show_progress
 
 #: Names of the end-of-document token in public tokenizers, in search order.
 END_OF_TEXT = (
@@ -118,7 +118,7 @@ class TokenizerFile:
     def _pieces(self, documents: Sequence[Document]) -> list[Tokens]:
         end = [] if self.separator is None else [self.separator]
         pieces = []
-        with working("tokenising", sum(len(d.content) for d in documents), "B") as advance:
+        with show_progress("tokenising", sum(len(d.content) for d in documents), "B") as advance:
             for some in self._batches(documents):
                 texts = [d.content.decode(errors="replace") for d in some]
                 pieces += [np.array(tokens + end, self._dtype) for tokens in self.encode_batch(texts)]

@@ -22,7 +22,7 @@ from nanotrain_core.precision.dtypes import kept_dtypes
 from nanotrain_core.recipe.write import write_model
 from nanotrain_core.registry.registry import Registry
 from nanotrain_core.run.files import flush, write_text_atomically
-from nanotrain_core.run.progress_bar import working
+from nanotrain_core.run.progress_bar import show_progress
 
 #: Files that are copied unchanged along with weights.
 TOKENIZER = (
@@ -79,7 +79,7 @@ def convert(
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise FolderError(f"{target} is there already: name a new folder")
     weights = open_weights(source, registry)
-    with working("verifying weights"):
+    with show_progress("verifying weights"):
         damage = weights.reader.damage()
     if damage:
         raise CheckpointError("; ".join(damage))

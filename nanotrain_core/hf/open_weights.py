@@ -32,7 +32,7 @@ from nanotrain_core.recipe.model_table import model_table, refuse_other_model, w
 from nanotrain_core.recipe.structure import structure
 from nanotrain_core.recipe.tree import Selection
 from nanotrain_core.registry.registry import Registry
-from nanotrain_core.run.progress_bar import working
+from nanotrain_core.run.progress_bar import show_progress
 from nanotrain_core.run.suggest_run import nearby_weights
 
 #: The ``[model]`` table of a folder in our format: a recipe can extend it.
@@ -277,7 +277,7 @@ def load_weights(
     """
     weights = open_weights(path, registry)
     refuse_other_model(model_table(weights.selection), selection, what=f"{path} has weights")
-    with working("verifying weights"):
+    with show_progress("verifying weights"):
         damage = mesh.gather(tuple(weights.reader.damage()) if mesh.rank == 0 else ())[0]
     if damage:
         raise CheckpointError("; ".join(damage))
@@ -286,7 +286,7 @@ def load_weights(
     if other is not None:
         raise CheckpointError(f"rank {other} finds other weights in {path} than rank 0")
     odd: list[str] = []
-    with working("loading weights", sum(each.parameter.nbytes for each in placed), "B") as advance:
+    with show_progress("loading weights", sum(each.parameter.nbytes for each in placed), "B") as advance:
         for parameter in placed:
             block = weights.reader.read(parameter.placement.name, parameter.placement.slices)
             parameter.parameter.copy_(block)

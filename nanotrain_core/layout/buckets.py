@@ -70,7 +70,7 @@ class GroupBuckets(BucketExchange):
         """Sum what arrives, in rank order, a few buckets later."""
         sent = self._lend(numel, into)
         write(sent)
-        received = self._lend(self.exchange.summands * len(into), into)
+        received = self._lend(self.exchange.rows_to_sum * len(into), into)
 
         def finish() -> None:
             first, *rest = received.view(-1, len(into))
@@ -80,7 +80,7 @@ class GroupBuckets(BucketExchange):
             self._free += (sent, received)
 
         shares = sent.view(self.exchange.size, -1)
-        pending = self.exchange.send_shares(received.view(-1, len(into)), shares, async_op=True)
+        pending = self.exchange.reduce_scatter_into(received.view(-1, len(into)), shares, async_op=True)
         self._flying.append((pending, finish))
         while len(self._flying) > DEPTH:
             self._finish_one()
@@ -100,7 +100,7 @@ class GroupBuckets(BucketExchange):
     def all_gather(self, whole: torch.Tensor) -> Pending:
         """All-gather in place."""
         rows = whole.view(self.exchange.size, -1)
-        return self.exchange.gather_into(rows, rows[self.exchange.rank], async_op=True)
+        return self.exchange.all_gather_into(rows, rows[self.exchange.rank], async_op=True)
 
     def drain(self) -> None:
         """Wait for all reduce-scatters."""

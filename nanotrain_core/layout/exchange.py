@@ -44,8 +44,8 @@ class Exchange:
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group, self.device = group, device
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
-        self.summands = 1
-        """The number of rows that each rank sums of what :meth:`send_shares` receives: 1 for a native
+        self.rows_to_sum = 1
+        """The number of rows that each rank sums of what :meth:`reduce_scatter_into` receives: 1 for a native
         reduce-scatter, :attr:`size` for one implemented as an all-to-all."""
 
     @property
@@ -60,7 +60,7 @@ class Exchange:
 
     def all_gather(self, x: torch.Tensor, *, async_op: bool = False) -> Pending:
         """Begin to all-gather ``x`` into a new tensor [R, *x.shape]."""
-        return self.gather_into(x.new_empty(self.size, *x.shape), x, async_op=async_op)
+        return self.all_gather_into(x.new_empty(self.size, *x.shape), x, async_op=async_op)
 
     def reduce_scatter(self, shares: torch.Tensor, *, async_op: bool = False) -> Pending:
         """Begin to reduce-scatter ``shares``: sum every rank's ``shares[r]`` into a new tensor on rank r.
@@ -69,9 +69,9 @@ class Exchange:
             shares: [R, ...], contiguous.
             async_op: see the class.
         """
-        received = torch.empty_like(shares[: self.summands])
-        pending = self.send_shares(received, shares, async_op=async_op)
-        return (lambda: pending().sum(0)) if self.summands > 1 else (lambda: pending()[0])
+        received = torch.empty_like(shares[: self.rows_to_sum])
+        pending = self.reduce_scatter_into(received, shares, async_op=async_op)
+        return (lambda: pending().sum(0)) if self.rows_to_sum > 1 else (lambda: pending()[0])
 
     def buffer(self, numel: int, dtype: torch.dtype) -> Buffer:
         """Return memory that is cheapest to all-reduce."""
@@ -88,17 +88,19 @@ class Exchange:
 
     # --- the primitives of the above, for existing tensors ----------------------------------------
 
-    def gather_into(self, out: torch.Tensor, own: torch.Tensor, *, async_op: bool = False) -> Pending:
+    def all_gather_into(self, out: torch.Tensor, own: torch.Tensor, *, async_op: bool = False) -> Pending:
         """Begin to all-gather ``own`` [...] into ``out`` [R, ...]; ``own`` may be its row of ``out``."""
         own = own.contiguous()
         work = _all_gather(out.flatten(0, 1), own, group=self.group, async_op=async_op)
         return _result(work, out, own)
 
-    def send_shares(self, received: torch.Tensor, shares: torch.Tensor, *, async_op: bool = False) -> Pending:
+    def reduce_scatter_into(
+        self, received: torch.Tensor, shares: torch.Tensor, *, async_op: bool = False
+    ) -> Pending:
         """Begin to send ``shares[r]`` to rank r of the group, which is to hold the sum over all ranks.
 
         Args:
-            received: [:attr:`summands`, ...]: its rows add up to that sum.
+            received: [:attr:`rows_to_sum`, ...]: its rows add up to that sum.
             shares: [R, ...], contiguous.
             async_op: see the class.
         """
@@ -137,9 +139,9 @@ class GlooExchange(Exchange):
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(group, device)
-        self.summands = self.size
+        self.rows_to_sum = self.size
 
-    def gather_into(self, out: torch.Tensor, own: torch.Tensor, *, async_op: bool = False) -> Pending:
+    def all_gather_into(self, out: torch.Tensor, own: torch.Tensor, *, async_op: bool = False) -> Pending:
         """Broadcast each rank's row: gloo's fastest method at most sizes above 1 MB."""
         if out[self.rank].data_ptr() != own.data_ptr():
             out[self.rank].copy_(own)
@@ -149,7 +151,9 @@ class GlooExchange(Exchange):
         ]
         return partial(_wait, works, out)
 
-    def send_shares(self, received: torch.Tensor, shares: torch.Tensor, *, async_op: bool = False) -> Pending:
+    def reduce_scatter_into(
+        self, received: torch.Tensor, shares: torch.Tensor, *, async_op: bool = False
+    ) -> Pending:
         """All-to-all: each rank receives one part from every rank and sums them."""
         work = dist.all_to_all_single(received, shares, group=self.group, async_op=async_op)
         return _result(work, received, shares)

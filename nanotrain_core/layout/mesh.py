@@ -53,7 +53,7 @@ class Mesh:
         return self.layout.world_size
 
     @property
-    def carrier(self) -> torch.device:
+    def p2p_device(self) -> torch.device:
         """The device of a tensor that one rank sends another: gloo cannot send device tensors."""
         return self.device if dist.get_backend() == "nccl" else torch.device("cpu")
 

@@ -184,7 +184,7 @@ def tagged(root: nn.Module) -> Iterator[tuple[str, nn.Module, Tag]]:
             yield name, module, found
 
 
-def natural(name: str) -> list[tuple[bool, int, str]]:
+def natural_sort_key(name: str) -> list[tuple[bool, int, str]]:
     """Return a key that sorts layers.2 before layers.10."""
     return [(word.isdecimal(), int(word) if word.isdecimal() else 0, word) for word in name.split(".")]
 
@@ -197,7 +197,7 @@ def main_layers(names: Iterable[str]) -> list[str]:
     multi-token prediction, is neither the model's first nor its last layer.
     """
     families: dict[tuple[str, ...], list[str]] = {}
-    for name in sorted(set(names), key=natural):
+    for name in sorted(set(names), key=natural_sort_key):
         family = tuple("" if word.isdecimal() else word for word in name.split("."))
         families.setdefault(family, []).append(name)
     return max(families.values(), key=len, default=[])

@@ -61,7 +61,7 @@ class StagedExchange(Exchange):
     def __init__(self, group: dist.ProcessGroup, device: torch.device, down: Copy) -> None:
         super().__init__(group, device)
         self.down, self.host = down, GlooExchange(group, torch.device("cpu"))
-        self.summands = self.host.summands
+        self.rows_to_sum = self.host.rows_to_sum
 
     def all_reduce(self, x: torch.Tensor, *, async_op: bool = False) -> Pending:
         """Begin to all-reduce copies."""
@@ -72,16 +72,18 @@ class StagedExchange(Exchange):
         """Return device memory."""
         return StagedBuffer(self, torch.empty(numel, dtype=dtype, device=self.device))
 
-    def gather_into(self, out: torch.Tensor, own: torch.Tensor, *, async_op: bool = False) -> Pending:
+    def all_gather_into(self, out: torch.Tensor, own: torch.Tensor, *, async_op: bool = False) -> Pending:
         """Begin to all-gather copies."""
         gathered = torch.empty(out.shape, dtype=out.dtype)
-        pending = self.host.gather_into(gathered, self.down(own), async_op=async_op)
+        pending = self.host.all_gather_into(gathered, self.down(own), async_op=async_op)
         return lambda: out.copy_(pending())
 
-    def send_shares(self, received: torch.Tensor, shares: torch.Tensor, *, async_op: bool = False) -> Pending:
+    def reduce_scatter_into(
+        self, received: torch.Tensor, shares: torch.Tensor, *, async_op: bool = False
+    ) -> Pending:
         """Begin to send copies."""
         coming = torch.empty(received.shape, dtype=received.dtype)
-        pending = self.host.send_shares(coming, self.down(shares), async_op=async_op)
+        pending = self.host.reduce_scatter_into(coming, self.down(shares), async_op=async_op)
         return lambda: received.copy_(pending())
 
     def all_to_all(

@@ -9,7 +9,14 @@ from nanotrain_core.layout.exchange import Buffer, Exchange
 from nanotrain_core.watch.waits import Waits
 
 #: The methods that communicate. Each returns an object that waits for the collective to complete.
-TALKING = ("all_reduce", "all_gather", "reduce_scatter", "gather_into", "send_shares", "all_to_all")
+COLLECTIVES = (
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_gather_into",
+    "reduce_scatter_into",
+    "all_to_all",
+)
 
 
 class TimedExchange(Exchange):
@@ -18,8 +25,8 @@ class TimedExchange(Exchange):
     def __init__(self, behind: Exchange, waits: Waits) -> None:
         self.behind, self.waits = behind, waits
         self.group, self.device = behind.group, behind.device
-        self.size, self.rank, self.summands = behind.size, behind.rank, behind.summands
-        for name in TALKING:
+        self.size, self.rank, self.rows_to_sum = behind.size, behind.rank, behind.rows_to_sum
+        for name in COLLECTIVES:
             setattr(self, name, waits.around(getattr(behind, name)))
 
     @property

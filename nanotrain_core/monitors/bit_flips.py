@@ -63,7 +63,7 @@ class BitFlips(Monitor):
         if self.end is None:
             return
         end, self.end = self.end, None
-        self.run.together()
+        self.run.monitor_barrier()
         differs = self._hashes(end) != self.hashes
         flag = differs.any().long().view(1)
         self.run.mesh.all_reduce(flag, op=dist.ReduceOp.MAX)

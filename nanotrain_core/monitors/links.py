@@ -20,7 +20,7 @@ def seconds_from_neighbour(mesh: Mesh) -> float:
 
     All ranks send to the next at once, rank 0 receives from the last. Waits for the device.
     """
-    own = torch.zeros(SIZE, dtype=torch.uint8, device=mesh.carrier)
+    own = torch.zeros(SIZE, dtype=torch.uint8, device=mesh.p2p_device)
     coming = torch.empty_like(own)
     after, before = (mesh.rank + 1) % mesh.world_size, (mesh.rank - 1) % mesh.world_size
     return min(_once(own, coming, after, before, mesh) for _ in range(TIMES))

@@ -100,7 +100,7 @@ class Replicas(Monitor):
             Corrupted: on every rank, naming parameter and ranks.
         """
         self.compared += 1
-        self.run.together()
+        self.run.monitor_barrier()
         differs = torch.zeros(1, dtype=torch.int64, device=self.run.device)
         for span in sorted(self.groups):
             hashes = torch.stack([hash_bits(storage_of(placed.parameter)) for placed in self.groups[span]])

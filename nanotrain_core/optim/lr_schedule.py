@@ -9,10 +9,10 @@ from math import cos, pi
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from nanotrain_core.recipe.tree import ScheduleConfig
+from nanotrain_core.recipe.tree import LRScheduleConfig
 
 
-def factor(config: ScheduleConfig, steps: int) -> Callable[[int], float]:
+def factor(config: LRScheduleConfig, steps: int) -> Callable[[int], float]:
     """Return the multiplier of the peak rate as a function of the steps already done, from 0.
 
     Warm-up rises linearly: the first step has 1 / warmup_steps, the last of warm-up the full rate.
@@ -62,7 +62,7 @@ class Scheduler(LambdaLR):
 
 
 def lr_scheduler(
-    optimizer: torch.optim.Optimizer, config: ScheduleConfig, steps: int, *, done: int = 0
+    optimizer: torch.optim.Optimizer, config: LRScheduleConfig, steps: int, *, done: int = 0
 ) -> Scheduler:
     """Return the scheduler of a run of ``steps`` optimizer steps, ``done`` of them before a resume.
 

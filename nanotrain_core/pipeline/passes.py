@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from nanotrain_core.pipeline.weight_gradients import DeferredGradients, Product
+from nanotrain_core.pipeline.weight_gradients import DeferredGradients, WgradFn
 
 
 class Passes:
@@ -88,7 +88,7 @@ class Passes:
         return self.deferred is not None and isinstance(weight, nn.Parameter)
 
     def weight_gradient(
-        self, weight: torch.Tensor, wgrad: Product, defer: Callable[[], Product] | None = None
+        self, weight: torch.Tensor, wgrad: WgradFn, defer: Callable[[], WgradFn] | None = None
     ) -> torch.Tensor | None:
         """Return ``wgrad()``, the gradient of ``weight``, or None if it was left to a W pass.
 

@@ -45,7 +45,7 @@ def _at(time: Time, stage: int) -> float:
 
 
 @attrs.define(frozen=True)
-class Slot:
+class TimedAction:
     """One action and when it runs."""
 
     action: Action
@@ -57,7 +57,7 @@ class Slot:
 class Timeline:
     """The simulated schedule of every rank, from time 0 to the end of the last action."""
 
-    rows: tuple[tuple[Slot, ...], ...]
+    rows: tuple[tuple[TimedAction, ...], ...]
     """The slots by pipeline rank, in the order of its list."""
 
     @property
@@ -126,7 +126,7 @@ def simulate(lists: Sequence[Sequence[Action]], durations: Durations | None = No
     split = [_split(actions) for actions in lists]
     clock = [0.0] * len(lists)
     done: dict[tuple[str, int, int], tuple[float, int]] = {}  # when, and on which rank
-    rows: list[list[Slot]] = [[] for _ in lists]
+    rows: list[list[TimedAction]] = [[] for _ in lists]
     while any(waiting):
         progress = False
         for rank, queue in enumerate(waiting):
@@ -143,7 +143,7 @@ def simulate(lists: Sequence[Sequence[Action]], durations: Durations | None = No
                 queue.pop()
                 clock[rank] = start + times.of(action, split=key in split[rank])
                 done[action.kind, stage, m] = clock[rank], rank
-                rows[rank].append(Slot(action, start, clock[rank]))
+                rows[rank].append(TimedAction(action, start, clock[rank]))
                 progress = True
         if not progress:
             stuck = ", ".join(f"rank {rank}: {queue[-1]}" for rank, queue in enumerate(waiting) if queue)

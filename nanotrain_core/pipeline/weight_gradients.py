@@ -16,17 +16,17 @@ import torch
 from torch import nn
 
 #: Computes the gradient of a weight.
-Product = Callable[[], torch.Tensor]
+WgradFn = Callable[[], torch.Tensor]
 
 
 class DeferredGradients:
     """The deferred weight-gradient GEMMs of one backward pass."""
 
     def __init__(self) -> None:
-        self.waiting: dict[nn.Parameter, deque[Product]] = {}
+        self.waiting: dict[nn.Parameter, deque[WgradFn]] = {}
         """By weight, in the order in which the backward pass reached them; :meth:`compute` empties it."""
 
-    def add(self, weight: nn.Parameter, wgrad: Product) -> None:
+    def add(self, weight: nn.Parameter, wgrad: WgradFn) -> None:
         """Defer the gradient of ``weight``."""
         self.waiting.setdefault(weight, deque()).append(wgrad)
 
@@ -37,11 +37,11 @@ class DeferredGradients:
         the pass used several times, only the last product runs them.
         """
         for weight in [*self.waiting]:
-            products = self.waiting.pop(weight)
-            while products:
+            wgrads = self.waiting.pop(weight)
+            while wgrads:
                 with torch.no_grad():  # as in a backward pass
-                    gradient = products.popleft()()
-                if products:
+                    gradient = wgrads.popleft()()
+                if wgrads:
                     accumulate(weight, gradient)
                 else:
                     weight.backward(gradient)  # type: ignore[no-untyped-call]

@@ -21,7 +21,7 @@ from nanotrain_core.moe.grouped_mm import (
     transposed_in_one_kernel,
     transposed_times,
 )
-from nanotrain_core.pipeline.weight_gradients import Product
+from nanotrain_core.pipeline.weight_gradients import WgradFn
 
 #: What a backend saves of an input for wgrad.
 Kept = tuple[torch.Tensor, ...]
@@ -93,7 +93,7 @@ class QuantizedActivations:
         """Return :meth:`swiglu_again`, and the gradients of gate and up; None: see :meth:`swiglu`."""
         return None
 
-    def defer_wgrad(self, d_y_MN: torch.Tensor, kept: Kept) -> Product:
+    def defer_wgrad(self, d_y_MN: torch.Tensor, kept: Kept) -> WgradFn:
         """Return what makes wgrad in a W pass, the same bits: of dy it holds what wgrad would make of it."""
         return partial(cast(GEMMBackend, self).wgrad, d_y_MN, kept)
 
@@ -122,7 +122,7 @@ def as_quantized(x_MK: torch.Tensor, forms: Kept) -> torch.Tensor:
     return cast(torch.Tensor, QuantizedInput(forms, x_MK.shape, x_MK.dtype, x_MK))
 
 
-def deferred_wgrad(backend: GEMMBackend, d_y_MN: torch.Tensor, keep: Callable[[], Kept]) -> Product:
+def deferred_wgrad(backend: GEMMBackend, d_y_MN: torch.Tensor, keep: Callable[[], Kept]) -> WgradFn:
     """Return the wgrad of a W pass, which holds as little until then as ``backend`` can.
 
     ``keep`` returns what wgrad needs of x. One that quantizes is asked for it at once; where x stays as it is

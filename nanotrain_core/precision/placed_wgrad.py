@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from nanotrain_core.pipeline.weight_gradients import Product
+from nanotrain_core.pipeline.weight_gradients import WgradFn
 
 #: A tensor to save for backward, and a function that begins to compute the input from it and returns a wait.
-Again = tuple[torch.Tensor, Callable[[torch.Tensor], Product]]
+Again = tuple[torch.Tensor, Callable[[torch.Tensor], WgradFn]]
 
 
 class Place:
@@ -25,7 +25,7 @@ class Place:
     def __init__(self, weight: torch.Tensor, again: Again | None = None) -> None:
         """``again``: how the layer recomputes its input in backward instead of saving it."""
         self.again = again
-        self.left: list[Product] = []
+        self.left: list[WgradFn] = []
         self.handle: torch.Tensor = _Make.apply(weight, self.left)  # type: ignore[no-untyped-call]
         """An input of the layer's autograd function, which returns no gradient for it."""
 
@@ -34,7 +34,7 @@ class _Make(torch.autograd.Function):
     """Forward: a handle. Backward: the deferred wgrad, if there is one."""
 
     @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor, left: list[Product]) -> torch.Tensor:
+    def forward(ctx: Any, weight: torch.Tensor, left: list[WgradFn]) -> torch.Tensor:
         ctx.left = left
         ctx.set_materialize_grads(False)
         return weight.new_empty(())

@@ -83,7 +83,7 @@ class PackedWeight(torch.Tensor):
 
     @classmethod
     def of(cls, numbers: torch.Tensor, packing: Packing) -> PackedWeight:
-        """Round and pack ``numbers``, keeping them until :func:`settle`: masters may be more precise."""
+        """Round and pack ``numbers``, keeping them until :func:`release_unquantized`: masters may be more precise."""
         flat = numbers.detach().reshape(-1)
         rows = packing.pack(packing.rounded(flat))
         return cls(rows, packing, tuple(numbers.shape), numbers.dtype, Exact(flat))
@@ -163,7 +163,7 @@ def unquantized(weight: torch.Tensor) -> torch.Tensor:
     return dequantize(weight)
 
 
-def settle(weight: torch.Tensor) -> None:
+def release_unquantized(weight: torch.Tensor) -> None:
     """Release the original values of a packed weight: its masters have been created."""
     if isinstance(weight, PackedWeight):
         weight.exact.flat = None

@@ -170,7 +170,7 @@ class EvaluationConfig:
 
 
 @attrs.define(frozen=True, kw_only=True)
-class ScheduleConfig:
+class LRScheduleConfig:
     """``lr_schedule`` of an optimizer: the learning rate over the steps of the run."""
 
     use: Literal["constant", "linear", "cosine", "wsd"] = "constant"
@@ -192,7 +192,7 @@ class OptimizerConfig:
     """Peak learning rate."""
     clip_norm: float = attrs.field(default=1.0, validator=Range(0.0, 1e12))
     """Maximum global gradient norm; larger gradients are scaled down to it. 0 never clips."""
-    lr_schedule: ScheduleConfig = attrs.field(factory=ScheduleConfig)
+    lr_schedule: LRScheduleConfig = attrs.field(factory=LRScheduleConfig)
     """Learning rate over the steps of the run."""
 
 

@@ -154,7 +154,7 @@ class Events:
                 names = self.board.names[number] if self.board is not None else Names(monitor.declared)
                 report = with_derived(report, monitor, monitor.derive(report), names)
             except Exception as problem:
-                self._bear(monitor, "derive", problem)
+                self._tolerate(monitor, "derive", problem)
         self._tell("on_metrics", report)
 
     def evaluation(self, report: EvaluationReport) -> None:
@@ -218,7 +218,7 @@ class Events:
             try:
                 found[name] = as_json(monitor.meta())
             except Exception as problem:
-                self._bear(monitor, "meta", problem)
+                self._tolerate(monitor, "meta", problem)
         return {name: meta for name, meta in found.items() if meta}
 
     def load_meta(self, meta: Mapping[str, Any]) -> None:
@@ -229,7 +229,7 @@ class Events:
                 if name in meta and number not in self.left_out:
                     monitor.load_meta(meta[name])
             except Exception as problem:
-                self._bear(monitor, "load_meta", problem)
+                self._tolerate(monitor, "load_meta", problem)
 
     def _named(self) -> Iterator[tuple[str, Monitor]]:
         """Yield every monitor with the name of its class, the second of a class with an index."""
@@ -266,7 +266,7 @@ class Events:
                     self._call(number, called, arguments)
                 except Exception as problem:
                     failed.add(number)
-                    self._bear(monitor, event, problem)
+                    self._tolerate(monitor, event, problem)
         return failed
 
     def _hearing(self, event: str) -> list[tuple[int, Monitor]]:
@@ -310,7 +310,7 @@ class Events:
         elif request is not None:
             raise TypeError(f'{event} returned {request!r}; expected None, "stop", an earlier Rollback')
 
-    def _bear(self, monitor: Monitor, event: str, problem: Exception) -> None:
+    def _tolerate(self, monitor: Monitor, event: str, problem: Exception) -> None:
         """Log an exception of a monitor; re-raise it if it was raised on purpose, because the run should not
         continue."""
         what = f"{type(monitor).__name__}.{event}"

@@ -23,10 +23,10 @@ _shown = threading.Lock()
 
 
 @contextlib.contextmanager
-def working(what: str, total: float | None = None, unit: str = "") -> Iterator[Advance]:
+def show_progress(what: str, total: float | None = None, unit: str = "") -> Iterator[Advance]:
     """Show ``what`` until the block ends. Yields a function to call with how much more is done::
 
-        with working("tokenising", total=size, unit="B") as advance:
+        with show_progress("tokenising", total=size, unit="B") as advance:
             for document in documents:
                 ...
                 advance(len(document))
@@ -58,7 +58,7 @@ def working(what: str, total: float | None = None, unit: str = "") -> Iterator[A
 
 @contextlib.contextmanager
 def silent() -> Iterator[None]:
-    """Keep :func:`working` silent within the block: a panel on the terminal shows the progress."""
+    """Keep :func:`show_progress` silent within the block: a panel on the terminal shows the progress."""
     held = _shown.acquire(blocking=False)
     try:
         yield

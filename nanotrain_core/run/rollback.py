@@ -41,8 +41,8 @@ def roll_back(engine: RuntimeEngine) -> None:
     engine._owes_save = False
     engine.stop.request_rollback(None)
     engine.readback.forget()
-    engine.watching.board.forget()
-    engine.pace.restart(engine.step, engine.run.feed.tokens)
+    engine.monitor_context.board.forget()
+    engine.throughput.restart(engine.step, engine.run.feed.tokens)
     engine.events.rollback(
         RollbackReport(step, request.onset, restored, skipped[-1], len(skipped), request.reason)
     )

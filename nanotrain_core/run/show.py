@@ -8,7 +8,7 @@ import attrs
 
 from nanotrain_core.compose import Run
 from nanotrain_core.layout.placement import Placement
-from nanotrain_core.layout.roles import natural
+from nanotrain_core.layout.roles import natural_sort_key
 
 COLUMNS = ("parameter", "whole", "block", "view", "on ranks", "gradient summed over")
 
@@ -46,7 +46,7 @@ def _rows(held: Iterable[Held]) -> list[tuple[str, ...]]:
     ranks: dict[Held, list[int]] = {}
     for each in held:
         ranks.setdefault(attrs.evolve(each, rank=-1), []).append(each.rank)
-    ordered = sorted(ranks, key=lambda each: (natural(each.name), each.block))
+    ordered = sorted(ranks, key=lambda each: (natural_sort_key(each.name), each.block))
     return [
         (
             each.name,

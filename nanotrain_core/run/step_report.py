@@ -22,7 +22,7 @@ def report_step(
     """Send monitors the step just done and, if it is ``logged``, the metrics published until then."""
     report = step_report(engine, losses, counts, stats, lr=lr, logged=logged)
     engine.events.step(report, logged=logged)
-    for found in engine.watching.board.logged(report.step, step_values(report)) if logged else ():
+    for found in engine.monitor_context.board.logged(report.step, step_values(report)) if logged else ():
         engine.events.metrics(found)
 
 
@@ -34,7 +34,7 @@ def step_report(
     nothing = torch.zeros((), device=run.mesh.device)
     sums = sum_over_data(torch.stack([losses.get(name, nothing) for name in names]), run.mesh)
     means = {n: (s / counts[n]).item() for n, s in zip(names, sums.unbind(), strict=True)}
-    seconds, tokens_per_second = engine.pace.since(engine.step, run.feed.tokens, restart=logged)
+    seconds, tokens_per_second = engine.throughput.since(engine.step, run.feed.tokens, restart=logged)
     return StepReport(
         step=engine.step,
         loss=sum(run.loss_weights[name] * value for name, value in means.items()),

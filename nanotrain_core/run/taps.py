@@ -24,14 +24,14 @@ from torch.utils.hooks import RemovableHandle
 from nanotrain_core.compile.function import CompiledFunction
 from nanotrain_core.errors import PluginError, did_you_mean
 from nanotrain_core.layout.mesh import Mesh
-from nanotrain_core.layout.roles import Role, main_layers, natural, tagged, taken_over_by
+from nanotrain_core.layout.roles import Role, main_layers, natural_sort_key, tagged, taken_over_by
 from nanotrain_core.models.ops import Ops
 from nanotrain_core.pipeline.passes import Passes
 from nanotrain_core.run.call_taps import CallTaps
 from nanotrain_core.run.monitor_collectives import MonitorCollectives
 
 #: Receives a module's name and its output.
-Look = Callable[[str, Any], None]
+Observer = Callable[[str, Any], None]
 #: Returns whether a monitor reads its taps in the current step.
 When = Callable[[], bool]
 
@@ -77,7 +77,7 @@ class Taps:
         self,
         owner: int,
         mesh: Mesh,
-        look: Look,
+        look: Observer,
         modules: Sequence[str] = (),
         *,
         compiled: bool = True,
@@ -169,11 +169,14 @@ class Taps:
         own = [name for name, _ in self.modules if _any(name, modules)]
         everyone = mesh.gather((self.blocks, own, [name for name in own if name in self.inside_graphs]))
         blocks, found, inside = (
-            sorted({name for rank in everyone for name in rank[which]}, key=natural) for which in range(3)
+            sorted({name for rank in everyone for name in rank[which]}, key=natural_sort_key)
+            for which in range(3)
         )
         if not modules:
             layers = main_layers(blocks)
-            found = sorted({layers[n] for n in (0, len(layers) // 2, -1)}, key=natural) if layers else []
+            found = (
+                sorted({layers[n] for n in (0, len(layers) // 2, -1)}, key=natural_sort_key) if layers else []
+            )
         for pattern in modules:
             if not any(fnmatchcase(name, pattern) for name in found):
                 near = did_you_mean(pattern, [name for name, _ in self.modules])
@@ -192,7 +195,7 @@ class Taps:
         yield from (named for named in self.modules if named[0] in wanted)
 
     @contextmanager
-    def looking(self, on: bool) -> Iterator[None]:
+    def observing(self, on: bool) -> Iterator[None]:
         """Observe the modules that run within the block, if ``on``."""
         self.on, self.passes.observed = on, on and bool(self._handles)
         try:
@@ -208,14 +211,14 @@ class Taps:
         while self._calls:
             self._calls.pop().restore()
 
-    def _hook(self, owner: int, name: str, look: Look, when: When) -> Callable[..., None]:
+    def _hook(self, owner: int, name: str, look: Observer, when: When) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             if self.on and when() and not self.passes.in_backward:
                 self._look(owner, name, look, output)
 
         return hook
 
-    def _look(self, owner: int, name: str, look: Look, output: Any) -> None:
+    def _look(self, owner: int, name: str, look: Observer, output: Any) -> None:
         first = output[0] if isinstance(output, tuple | list) and output else output
         self._call(owner, look, name, first.detach() if isinstance(first, torch.Tensor) else first)
 

@@ -7,7 +7,7 @@ from nanotrain_core.builtin.configs import ConsoleConfig, GuardConfig, JsonlConf
 from nanotrain_core.monitors.console import Console
 from nanotrain_core.monitors.guard import Guard
 from nanotrain_core.monitors.jsonl import Jsonl
-from nanotrain_core.recipe.tree import ScheduleConfig
+from nanotrain_core.recipe.tree import LRScheduleConfig
 from nanotrain_core.script.adapt import LossSum, ScriptConfig, adapt
 from nanotrain_core.script.feed import Loader
 
@@ -18,9 +18,9 @@ __all__ = [
     "GuardConfig",
     "Jsonl",
     "JsonlConfig",
+    "LRScheduleConfig",
     "Loader",
     "LossSum",
-    "ScheduleConfig",
     "ScriptConfig",
     "adapt",
 ]

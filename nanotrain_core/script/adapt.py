@@ -28,7 +28,7 @@ from nanotrain_core.models.kernels import installed_kernels
 from nanotrain_core.pipeline.accumulate import Accumulate
 from nanotrain_core.pipeline.passes import Passes
 from nanotrain_core.precision.loss_scale import DynamicLossScale, NoLossScale
-from nanotrain_core.recipe.tree import EvaluationConfig, OptimizerConfig, ScheduleConfig
+from nanotrain_core.recipe.tree import EvaluationConfig, LRScheduleConfig, OptimizerConfig
 from nanotrain_core.script.checkpoint import ScriptCheckpoint, claim
 from nanotrain_core.script.feed import LoaderFeed
 from nanotrain_core.script.optimizer import ScriptOptimizer
@@ -46,7 +46,7 @@ class ScriptConfig:
     """Loader batches per optimizer step."""
     clip_norm: float = attrs.field(default=0.0, validator=ge(0.0))
     """Maximum global gradient norm; 0 never clips."""
-    lr_schedule: ScheduleConfig = attrs.field(factory=ScheduleConfig)
+    lr_schedule: LRScheduleConfig = attrs.field(factory=LRScheduleConfig)
     evaluate_every: int = attrs.field(default=0, validator=ge(0))
     """Steps between evaluations; 0 evaluates only at the end."""
     log_every: int = attrs.field(default=1, validator=ge(1))

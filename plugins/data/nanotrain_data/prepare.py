@@ -18,7 +18,7 @@ from typing import Any
 
 import attrs
 
-from nanotrain_core.api import DataError, remove_leftovers, working, write_atomically
+from nanotrain_core.api import DataError, remove_leftovers, write_atomically
 from nanotrain_data.codecs import Codec, describe_codec, open_codec
 from nanotrain_data.conversations import open_conversation_codec
 from nanotrain_data.manifest import (
@@ -178,7 +178,10 @@ def _unchanged(there: Mapping[Task, ShardInfo], workers: int) -> dict[Task, Shar
     """
     found = {}
     total = sum(task.unit.size for task in there)
-    with working("comparing sources", total, "B") as advance, ThreadPoolExecutor(max(workers, 1)) as pool:
+    with (
+        show_progress("comparing sources", total, "B") as advance,
+        ThreadPoolExecutor(max(workers, 1)) as pool,
+    ):
         for (task, info), now in zip(there.items(), pool.map(_hash_of, there), strict=True):
             advance(task.unit.size)
             if info.source_sha256 == now:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from nanotrain_core.api import DataError, working, write_atomically
+from nanotrain_core.api import DataError, write_atomically
 from nanotrain_data.readers import documents
 from nanotrain_data.sources import Unit, units_of
 
@@ -52,7 +52,7 @@ def train_tokenizer(
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    with working("reading text", sum(unit.size for unit in units), "B") as advance:
+    with show_progress("reading text", sum(unit.size for unit in units), "B") as advance:
         tokenizer.train_from_iterator(_texts(units, field, advance), trainer)
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(out, lambda path: tokenizer.save(str(path)))

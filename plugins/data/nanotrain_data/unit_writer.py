@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import attrs
 
-from nanotrain_core.api import DataError, working, write_text_atomically
+from nanotrain_core.api import DataError, write_text_atomically
 from nanotrain_data.chat_template import Message
 from nanotrain_data.codecs import open_codec
 from nanotrain_data.conversations import open_conversation_codec
@@ -155,7 +155,7 @@ def write_all(request: Request, tasks: Sequence[Task], workers: int) -> dict[int
     done = context.Value("d", 0.0)
     total = sum(task.unit.size for task in tasks)
     workers = min(workers, len(tasks))
-    with working("tokenising", total, "B") as advance:
+    with show_progress("tokenising", total, "B") as advance:
         if workers <= 1:
             writer = _Writer(request, _Told(advance))
             return {task.number: writer.write(task) for task in tasks}

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from nanotrain_core.api import working
 from nanotrain_core.api.text import HASH, PIECE, HashedTokens
 from nanotrain_data.manifest import Manifest, ShardInfo
 from nanotrain_data.writer import ANSWERS, file_sha256, map_tokens
@@ -39,7 +38,7 @@ def damage(folder: Path, manifest: Manifest) -> list[str]:
     if problems:
         return problems
     total = sum((folder / f"{shard.name}.tokens").stat().st_size for shard in manifest.shards)
-    with working("verifying", total, "B") as advance:
+    with show_progress("verifying", total, "B") as advance:
         for shard in manifest.shards:
             problems += _damaged_files(folder, manifest, shard)
             advance((folder / f"{shard.name}.tokens").stat().st_size)

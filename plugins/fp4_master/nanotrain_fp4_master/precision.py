@@ -90,7 +90,7 @@ class FP4Master(Precision):
             self._unpack_for_products(part)
         return part
 
-    def settle(self, parts: Sequence[nn.Module], mesh: Mesh) -> None:
+    def check_parts(self, parts: Sequence[nn.Module], mesh: Mesh) -> None:
         """Refuse patterns that keep nothing, and make the table of all stages. Gathers over pp.
 
         Raises:

@@ -57,7 +57,7 @@ class ByModule(Uniform):
         written = {key: getattr(self.config, key) for key in ("fp8", "bf16", "fp32")}
         return {key: found for key, found in written.items() if found != ("*",)}
 
-    def settle(self, parts: Sequence[nn.Module], mesh: Mesh) -> None:
+    def check_parts(self, parts: Sequence[nn.Module], mesh: Mesh) -> None:
         """Give every linear layer its backend. Gathers the table of all stages over pp.
 
         Raises:

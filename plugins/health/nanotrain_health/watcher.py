@@ -7,7 +7,7 @@ from typing import Any
 
 import attrs
 
-from nanotrain_core.api import Role, main_layers, natural, tagged
+from nanotrain_core.api import Role, main_layers, natural_sort_key, tagged
 from nanotrain_core.api.torch import (
     EvaluationReport,
     Metrics,
@@ -85,7 +85,7 @@ def scene_of(run: RunInfo, config: HealthConfig) -> Scene:
     """Find the layers of the whole model, and the norms of this rank. Collective."""
     mine = [(name, tag.role) for part in run.parts for name, _, tag in tagged(part)]
     own = [name for name, role in mine if role is Role.BLOCK]
-    layers = sorted({name for rank in run.mesh.gather(own) for name in rank}, key=natural)
+    layers = sorted({name for rank in run.mesh.gather(own) for name in rank}, key=natural_sort_key)
     depth = main_layers(layers)
     sentinels = layers if config.level == "debug" else [depth[n] for n in _three(len(depth))]
     outside = [name for name, role in mine if role is Role.NORM and not _inside(name, layers)]

@@ -21,12 +21,12 @@ from nanotrain_core.api import (
     is_recipe,
     json_text,
     load_plugins,
-    natural,
+    natural_sort_key,
     nearby,
     nearby_run,
     plugin_arguments,
     shipped_recipes,
-    working,
+    show_progress,
 )
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def chosen(names: Iterable[str], patterns: Sequence[str]) -> list[str]:
     Raises:
         NanotrainError: a pattern matches none.
     """
-    known = sorted(names, key=natural)
+    known = sorted(names, key=natural_sort_key)
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in known):
             near = did_you_mean(pattern, known)
@@ -118,7 +118,7 @@ def _show(weights: Weights, args: argparse.Namespace) -> int:
 
     names = chosen(weights.reader.shapes, args.only)
     found = []
-    with working("reading weights", total=len(names), unit="parameters") as advance:
+    with show_progress("reading weights", total=len(names), unit="parameters") as advance:
         for name in names:
             found.append(statistics_of(weights.reader, name))
             advance(1)
@@ -205,7 +205,7 @@ def _compare(first: Weights, second: Weights, args: argparse.Namespace) -> int:
         name for name in names if name in ours and name in theirs and tuple(ours[name]) == tuple(theirs[name])
     ]
     found = []
-    with working("comparing weights", total=len(both), unit="parameters") as advance:
+    with show_progress("comparing weights", total=len(both), unit="parameters") as advance:
         for name in both:
             found.append(difference_of(first.reader, second.reader, name))
             advance(1)

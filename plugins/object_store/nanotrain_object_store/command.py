@@ -7,7 +7,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from nanotrain_core.api import CheckpointError, Exit, NanotrainError, RecipeError, working
+from nanotrain_core.api import CheckpointError, Exit, NanotrainError, RecipeError
 from nanotrain_object_store import problems_of
 from nanotrain_object_store.catalogue import look, missing, read_markers
 from nanotrain_object_store.fetch import fetch, put_in_place
@@ -87,7 +87,7 @@ def _fetch(store: Store, found: list[Stored], bad: list[str], to: Path) -> int:
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
     try:
-        with working(f"fetching step {stored.step}", total=stored.nbytes, unit="B") as advance:
+        with show_progress(f"fetching step {stored.step}", total=stored.nbytes, unit="B") as advance:
             problem = fetch(store, stored, stored.files, scratch, advance)
         if problem:
             raise CheckpointError(problem)

@@ -19,7 +19,7 @@ from nanotrain_core.api import (
     CheckpointError,
     NanotrainError,
     quarantine_checkpoint,
-    working,
+    show_progress,
     write_text_atomically,
 )
 from nanotrain_core.api.torch import Restore
@@ -149,7 +149,7 @@ def _compare(stored: Stored, restore: Restore) -> str:
     return compare(path, stored, share_of(stored, restore.mesh.rank, restore.mesh.world_size))
 
 
-@working("fetching a checkpoint from the object store")
+@show_progress("fetching a checkpoint from the object store")
 def _fetch(store: Store, stored: Stored, restore: Restore, *, instead: str) -> str:
     """Fetch a checkpoint, in place of a damaged one on the disk; return on all ranks what went wrong."""
     mesh, log = restore.mesh, structlog.get_logger("nanotrain.object_store")

@@ -13,7 +13,7 @@ from nanotrain_plan.hardware import shipped
 
 from nanotrain_core.api import newest_evaluated
 from nanotrain_core.cli import main
-from nanotrain_core.cli.memory import tell_memory
+from nanotrain_core.cli.memory import memory_line
 from nanotrain_core.registry.registry import load_plugins
 
 TINY = """
@@ -240,8 +240,8 @@ def test_check_asks_for_memory_and_passes_what_does_not_fit(recipe, tmp_path, ca
     args = argparse.Namespace(
         recipe=recipe, hardware="cpu", set=[], plugin=[], no_plugin=[], nproc=None, nnodes=None
     )
-    assert "not planned within 0 s" in tell_memory(args, load_plugins(), limit=0)
-    assert "pip install -e plugins/plan)" in tell_memory(args, load_plugins(block=["nanotrain-plan"]))
+    assert "not planned within 0 s" in memory_line(args, load_plugins(), limit=0)
+    assert "pip install -e plugins/plan)" in memory_line(args, load_plugins(block=["nanotrain-plan"]))
 
 
 @pytest.mark.full

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from nanotrain_core.api import CheckpointError, load_plugins, without_secrets, working
+from nanotrain_core.api import CheckpointError, load_plugins, without_secrets
 from nanotrain_report.blocks import Block, Facts, Group, Missing, Pre, Section, Sentence, Sentences, Table
 from nanotrain_report.folder import RunFolder, Shown
 from nanotrain_report.number_format import duration, moment, number, plural, quantity, size
@@ -253,7 +253,7 @@ def _checkpoint_rows(run: RunFolder, *, verify: bool) -> Iterator[tuple[str, ...
 def whole(info: Any) -> str:
     """Return whether a checkpoint is whole, having read all of it."""
     try:
-        with working(f"verifying the checkpoint of step {info.step}, {size(info.nbytes)}"):
+        with show_progress(f"verifying the checkpoint of step {info.step}, {size(info.nbytes)}"):
             problems = info.verify()
     except CheckpointError as error:
         problems = [str(error)]

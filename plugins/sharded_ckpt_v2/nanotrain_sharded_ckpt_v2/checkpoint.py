@@ -29,7 +29,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from nanotrain_core.api import CheckpointError, above_one, newest_evaluated, strange_kinds, working
+from nanotrain_core.api import CheckpointError, above_one, newest_evaluated, unexpected_kinds
 from nanotrain_core.api import __version__ as core_version
 from nanotrain_core.api.torch import Block, CheckpointReport, Mesh, TrainState
 from nanotrain_sharded_ckpt_v2 import ShardedConfig, __version__, blocks, folders, manifest, shard
@@ -86,7 +86,7 @@ class ShardedCheckpoint:
         self._changed = LateFlag(mesh, late=False)  # a save waits for its answer
         self._on_first(lambda: folders.clear_leftovers(folder))
         if mesh.rank == 0:
-            for entry in folders.strange_entries(folder):
+            for entry in folders.unexpected_entries(folder):
                 self.log.warning("this is no checkpoint, and left out", entry=str(entry))
 
     def due(self, step: int) -> bool:
@@ -243,7 +243,7 @@ class ShardedCheckpoint:
 
     # --- load ---------------------------------------------------------------------------------
 
-    @working("loading a checkpoint")
+    @show_progress("loading a checkpoint")
     def load(self, which: str, state: TrainState) -> TrainState | None:
         """Verify, plan, check, then fill the blocks."""
         found, damaged = self._newest_whole(state) if which == "latest" else (self._named(which, state), {})
@@ -336,7 +336,7 @@ class ShardedCheckpoint:
             return None, problems
         everyone = to_first({block.name for block in state.blocks}, self.mesh)
         wanted: Collection[str] = set().union(*everyone) if everyone else saved.tensors
-        unfit = [*misfits(saved, state.blocks), *strange_kinds(saved.tensors, wanted)]
+        unfit = [*misfits(saved, state.blocks), *unexpected_kinds(saved.tensors, wanted)]
         more = f" ({len(unfit)} in all)" if len(unfit) > 1 else ""
         agree(f"{path} does not fit this run: {unfit[0]}{more}" if unfit else "", self.mesh)
         found, problem = None, ""

@@ -54,7 +54,7 @@ def once_saved(folder: Path) -> list[int]:
     return sorted(step for path, step in found if step is not None and _is_folder(path))
 
 
-def strange_entries(folder: Path) -> list[Path]:
+def unexpected_entries(folder: Path) -> list[Path]:
     """Return entries that only resemble a checkpoint: a copy, a plain file, a link."""
     return sorted(path for path in folder.glob("step-*") if step_of(path) is None or not _is_folder(path))
 
