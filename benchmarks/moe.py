@@ -84,8 +84,8 @@ def overhead(
         ffn=inner, experts=experts, top_k=top_k, shared_experts=1, expert_ffn=inner,
     )  # fmt: skip
     torch.manual_seed(0)
-    sparse = initialised(MixtureOfExperts(config, FASTER), dtype)
-    dense = initialised(SwiGLU(width, (top_k + 1) * inner, FASTER), dtype)
+    sparse = initialized(MixtureOfExperts(config, FASTER), dtype)
+    dense = initialized(SwiGLU(width, (top_k + 1) * inner, FASTER), dtype)
     x = torch.randn(8, 128, width).to(dtype)
     sides: list[tuple[nn.Module, Callable[[torch.Tensor], torch.Tensor]]] = [
         (sparse, lambda x: sparse(x)[0]),
@@ -101,7 +101,7 @@ def overhead(
     return Overhead(name, 1e3 * median(ours), 1e3 * median(peers), ratios, limit)
 
 
-def initialised(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+def initialized(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Draw the weights that a recipe would have drawn."""
     for parameter in module.parameters():
         if parameter.dim() > 1:

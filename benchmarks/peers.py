@@ -36,10 +36,10 @@ class Llama(nn.Module):
         angles = torch.outer(torch.arange(length), config.rope_theta**-half).repeat(1, 2)
         self.register_buffer("cos", angles.cos(), persistent=False)
         self.register_buffer("sin", angles.sin(), persistent=False)
-        self.apply(lambda module: self._initialise(module, config.init_std))
+        self.apply(lambda module: self._initialize(module, config.init_std))
 
     @staticmethod
-    def _initialise(module: nn.Module, std: float) -> None:
+    def _initialize(module: nn.Module, std: float) -> None:
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, std=std)
 

@@ -31,7 +31,7 @@ from nanotrain_core.contracts import (
 from nanotrain_core.errors import PluginError
 from nanotrain_core.hf.open_weights import load_weights
 from nanotrain_core.layout.gradients import AllReduceGradients
-from nanotrain_core.layout.initialization import equalise
+from nanotrain_core.layout.initialization import equalize
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import (
     PlacedParameter,
@@ -222,7 +222,7 @@ def compose(
 
     spans = (Placement.sync_span, Placement.replica_span)
     mesh.agree_on_groups(span(p.placement, layout) for p in placed for span in spans)
-    equalise(placed, mesh)
+    equalize(placed, mesh)
     precision.pack(tuple(stages.values()))
     placed = placed_by(f"precision '{recipe.precision.use}'", stages.values(), placements)
     gradients, optimizer = _gradient_sync(recipe, registry, wrappers, optimizer, placed)

@@ -73,7 +73,7 @@ class Deprecation:
             raise PluginError(f"{text}, and an error now: {self.instead}")
 
 
-#: Deprecated names of ``nanotrain_core.api`` and its neighbours: module -> name -> (deprecation, its value).
+#: Deprecated names of ``nanotrain_core.api`` and its neighbors: module -> name -> (deprecation, its value).
 NAMES: Mapping[str, Mapping[str, tuple[Deprecation, Callable[[], Any]]]] = {}
 
 

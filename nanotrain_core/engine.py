@@ -91,7 +91,7 @@ class RuntimeEngine:
         Args:
             recipe: resolved, or the path or name of a recipe file.
             registry: the plugins; all installed ones by default.
-            rank: this process's; above 0 only in an initialised process group.
+            rank: this process's; above 0 only in an initialized process group.
             device: the device on which this rank computes.
             folder: the run folder; without one nothing is saved.
             resume: the checkpoint to start from: ``"latest"``, a step or a path; ``"auto"`` is the latest,

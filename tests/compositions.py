@@ -78,7 +78,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "deepseek_v3": _DEEPSEEK
     | {"q_rank": 8, "score": "sigmoid", "bias_update_rate": 0.01, "seq_balance": 0.1},
     "deepseek_v2": _DEEPSEEK
-    | {"score": "softmax", "normalise_weights": False, "route_scale": 2.0}
+    | {"score": "softmax", "normalize_weights": False, "route_scale": 2.0}
     | {"expert_balance": 0.1, "device_balance": 0.1, "comm_balance": 0.1},
 }
 

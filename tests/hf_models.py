@@ -32,17 +32,17 @@ def llama(**changes: Any) -> PreTrainedModel:
         "bos_token_id": None,
         "eos_token_id": None,
     }
-    return randomise(LlamaForCausalLM(LlamaConfig(**{**options, **changes})))
+    return randomize(LlamaForCausalLM(LlamaConfig(**{**options, **changes})))
 
 
 def gpt2(**changes: Any) -> PreTrainedModel:
     """Two layers of width 32, with 4 heads."""
     options = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 24}
     tokens = {"bos_token_id": None, "eos_token_id": None}
-    return randomise(GPT2LMHeadModel(GPT2Config(**{**options, **tokens, **changes})))
+    return randomize(GPT2LMHeadModel(GPT2Config(**{**options, **tokens, **changes})))
 
 
-def randomise(model: PreTrainedModel) -> PreTrainedModel:
+def randomize(model: PreTrainedModel) -> PreTrainedModel:
     """Draw every weight anew: norms and biases that start at 1 and 0 would hide that they are mixed up."""
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():

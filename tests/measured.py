@@ -154,7 +154,7 @@ MEASURED: Mapping[str, Callable] = {
     "memory/host/{over}": of_each(lambda r: r.resident),
     **{
         f"device/{name}/{{over}}": of_each(lambda r, name=name: readings(r.rank)[name])
-        for name in ("utilisation", "memory", "power", "temperature")
+        for name in ("utilization", "memory", "power", "temperature")
     },
     "bubble": mean(lambda r: r.idle[-1]),
     "pipeline/bubble/measured/{stage}": waited,

@@ -190,7 +190,7 @@ def counters(rank):
 def readings(rank):
     """Return what NVML would say of a GPU, as metrics have it."""
     return {
-        "utilisation": (50 + rank) / 100,
+        "utilization": (50 + rank) / 100,
         "memory": 1024.0 * (3 + rank % 3),
         "power": 200.0 + 7 * rank,
         "temperature": 60.0 - rank,
@@ -207,7 +207,7 @@ def nvml(rank):
         nvmlInit=lambda: None,
         nvmlShutdown=lambda: None,
         nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
-        nvmlDeviceGetUtilizationRates=lambda handle: SimpleNamespace(gpu=round(100 * said["utilisation"])),
+        nvmlDeviceGetUtilizationRates=lambda handle: SimpleNamespace(gpu=round(100 * said["utilization"])),
         nvmlDeviceGetMemoryInfo=lambda handle: SimpleNamespace(used=said["memory"] * MIB),
         nvmlDeviceGetPowerUsage=lambda handle: 1000 * said["power"],
         nvmlDeviceGetTemperature=lambda handle, sensor: said["temperature"],

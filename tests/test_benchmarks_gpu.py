@@ -17,7 +17,7 @@ from benchmarks.gpu.contenders import Trainer
 from benchmarks.gpu.fp8_kernels import TINY, agreement
 from benchmarks.gpu.parts import Part, machine
 from benchmarks.gpu.plain import Loop, NanoGPT, model_of
-from benchmarks.gpu.profile import summarise
+from benchmarks.gpu.profile import summarize
 from benchmarks.gpu.race import Measured, Runner
 from benchmarks.gpu.records import Recorder, read
 from benchmarks.gpu.settings import Settings
@@ -421,10 +421,10 @@ def test_a_product_beyond_its_bound_fails(monkeypatch):
 
 def test_kernels_that_overlap_are_busy_once_and_gaps_are_not():
     ran = [("a", 0.0, 1000.0), ("b", 500.0, 2000.0), ("a", 3000.0, 4000.0), ("c", 3200.0, 3300.0)]
-    found = summarise(ran)
+    found = summarize(ran)
     assert (found.span, found.busy) == (4.0, 0.75)
     assert found.kernels == [("a", 2.0, 2), ("b", 1.5, 1), ("c", 0.1, 1)]
-    assert summarise([]).busy == 0
+    assert summarize([]).busy == 0
 
 
 def test_an_optimizer_on_a_device_is_timed_to_its_end():

@@ -44,7 +44,7 @@ CATALOGUE = {
     "memory": "memory/allocated/max memory/reserved/mean memory/allocated_peak/rank memory/reserved_peak/max "
     "memory/allocated_fraction/max memory/reserved_fraction/max memory/weights/max memory/gradients/max "
     "memory/optimizer/max memory/activations/max memory/host/max memory/ranks",
-    "device": "device/utilisation/max device/memory/max device/power/max device/temperature/max",
+    "device": "device/utilization/max device/memory/max device/power/max device/temperature/max",
     "moe": "moe/max_load/layers.0.router moe/entropy/layers.0.router moe/bias_norm/layers.0.router "
     "moe/empty/layers.0.router moe/all_to_all_bytes/layers.0.experts",
     "pipeline": "pipeline/bubble/measured/rank-0 pipeline/bubble/ideal/rank-0 pipeline/skew "

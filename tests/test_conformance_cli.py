@@ -203,9 +203,9 @@ def test_the_failures_the_harness_makes_on_purpose_are_not_shown(tmp_path):
 
 
 def test_one_reason_for_several_failures_is_told_once():
-    failed = Result("id", "label", Verdict.FAILED, "", "no licence")
+    failed = Result("id", "label", Verdict.FAILED, "", "no license")
     told = set()
-    assert conformance._reason(failed, told) == ["no licence"]
+    assert conformance._reason(failed, told) == ["no license"]
     assert conformance._reason(failed, told) == ["for the same reason"]
     assert conformance._reason(Result("id", "label", Verdict.PASSED, ""), told) == []
 

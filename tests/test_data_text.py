@@ -294,7 +294,7 @@ def test_a_tokenizer_file_gives_its_tokens_with_its_end_of_text(words, sentences
     assert data.decode([7, 250]) == "w7 w250"
 
 
-def test_few_bytes_are_tokenised_at_a_time_so_that_progress_is_seen(words, monkeypatch):
+def test_few_bytes_are_tokenized_at_a_time_so_that_progress_is_seen(words, monkeypatch):
     monkeypatch.setattr("nanotrain_core.data.tokenizers.TokenizerFile.BYTES", 10)
     documents = [Document(f"{n}.txt", b"w7 " * size) for n, size in enumerate((2, 1, 1, 9, 1))]
     done = []
@@ -387,7 +387,7 @@ def test_changed_text_does_not_come_from_the_cache(words, sentences):
     assert opened(sentences, length=16, tokenizer=str(words)).tokens[:100].tolist() == [5] * 100
 
 
-def test_without_a_place_to_cache_in_tokenising_still_works(words, sentences, tmp_path, monkeypatch):
+def test_without_a_place_to_cache_in_tokenizing_still_works(words, sentences, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("not a folder")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert len(opened(sentences, length=16, tokenizer=str(words)).tokens) == 300
@@ -463,7 +463,7 @@ def test_a_special_token_that_a_document_writes_of_is_text(words, tmp_path):
 
 
 def test_a_missing_tokenizer_file_names_the_nearest_one(corpus, words):
-    message = refusal(corpus, tokenizer=str(words.with_name("tokeniser.json")))
+    message = refusal(corpus, tokenizer=str(words.with_name("tokenizer.json")))
     assert "tokenizer " in message
     assert "did you mean 'tokenizer.json'?" in message
 

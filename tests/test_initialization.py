@@ -59,4 +59,4 @@ def test_a_part_with_a_buffer_is_refused():
             self.register_buffer("cache", torch.zeros(1))
 
     with pytest.raises(PluginError, match="cache"):
-        initialization.materialise([Bad()], {}, 0, torch.device("cpu"))
+        initialization.materialize([Bad()], {}, 0, torch.device("cpu"))

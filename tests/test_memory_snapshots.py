@@ -120,7 +120,7 @@ def broken_here(folder, recipe, harmed):
     dist.barrier()
     with capture_logs() as logs:
         ran = attempt(folder, "broken", recipe=recipe, again=True)
-    copies = [row["from_neighbours"] for row in logs if row["event"] == "restored from memory"]
+    copies = [row["from_neighbors"] for row in logs if row["event"] == "restored from memory"]
     return ran.first, same(ran, whole), copies
 
 
@@ -134,7 +134,7 @@ def from_memory(tmp_path, layout, harmed, hosts=1):
     return [each[:2] for each in ran]
 
 
-def test_ranks_agree_on_a_step_and_a_rank_gets_back_what_its_neighbour_kept(tmp_path):
+def test_ranks_agree_on_a_step_and_a_rank_gets_back_what_its_neighbor_kept(tmp_path):
     assert from_memory(tmp_path, "zero12 and tp", (2,)) == [(5, True)] * 4
 
 
@@ -147,7 +147,7 @@ def test_all_ranks_of_one_of_two_hosts_may_lose_their_memory(tmp_path, harmed):
 @pytest.mark.full
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("harmed", [(0,), (3,), (0, 2), ()], ids=str)
-def test_on_every_layout_any_ranks_but_neighbours_may_lose_their_memory(tmp_path, layout, harmed):
+def test_on_every_layout_any_ranks_but_neighbors_may_lose_their_memory(tmp_path, layout, harmed):
     assert from_memory(tmp_path, layout, harmed) == [(5, True)] * 4
 
 

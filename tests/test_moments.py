@@ -143,7 +143,7 @@ def test_a_group_of_zeros_and_numbers_too_small_for_bfloat16_are_no_nan():
 
 # --- in a run ---------------------------------------------------------------------------------------
 
-#: Rows that are no multiple of a group: those of the embedding's neighbour, the bias of the head's layers.
+#: Rows that are no multiple of a group: those of the embedding's neighbor, the bias of the head's layers.
 MODEL = {"width": 64, "ffn": 128, "heads": 2, "vocab": 64}
 ODD = {**MODEL, "ffn": 72, "bias": True, "activation": "gelu", "norm": "layernorm"}
 
@@ -273,7 +273,7 @@ def test_a_split_that_would_cut_a_group_is_refused_with_one_that_does_not():
 
 
 HEADS = (
-    "optimizer.moment_dtype: with 'int8' 32 neighbours in a row share a scale, but 4 heads make rows of 64, "
+    "optimizer.moment_dtype: with 'int8' 32 neighbors in a row share a scale, but 4 heads make rows of 64, "
     "of which tp = 4 leaves 16 on a rank; expected tp of at most 2, or 'bfloat16'"
 )
 

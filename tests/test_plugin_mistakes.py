@@ -81,7 +81,7 @@ def test_a_factory_that_raises_is_named_and_its_traceback_kept(tmp_path):
     with pytest.raises(
         PluginError, match=r"monitor 'mine': its factory raised KeyError.*mistake.py:\d+\)"
     ) as e:
-        build(plugin(tmp_path, build="return {}['licence']"))
+        build(plugin(tmp_path, build="return {}['license']"))
     assert isinstance(e.value.__cause__, KeyError)
 
 

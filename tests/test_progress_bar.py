@@ -33,12 +33,12 @@ def often(monkeypatch):
 
 
 def test_a_line_tells_how_far_it_is(often):
-    with capture_logs() as logs, show_progress("tokenising", 4e9, "B") as advance:
+    with capture_logs() as logs, show_progress("tokenizing", 4e9, "B") as advance:
         advance(1e9)
         soon(lambda: logs)
     first = {key: value for key, value in logs[0].items() if key != "seconds"}
     assert first == {
-        **{"event": "tokenising", "log_level": "info"},
+        **{"event": "tokenizing", "log_level": "info"},
         **{"done": "1.0 GB", "of": "4.0 GB", "percent": 25},
     }
 

@@ -178,7 +178,7 @@ def test_file_that_is_no_text_is_refused(tmp_path):
         load_recipe(path)
 
 
-def test_missing_parent_suggests_a_neighbour(tmp_path):
+def test_missing_parent_suggests_a_neighbor(tmp_path):
     write(tmp_path, SMALL, "base.toml")
     (line,) = problems(tmp_path, '\nextends = "bass.toml"\n')
     assert line.startswith("recipe.toml:2: extends: no file")

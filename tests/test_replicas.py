@@ -87,7 +87,7 @@ def test_one_flipped_bit_stops_every_rank_with_the_name_of_the_wrong_one(culprit
 @pytest.mark.full_cases("zero12")
 @pytest.mark.parametrize("case", [DDP, ZERO], ids=lambda case: case.use)
 def test_the_first_step_is_compared_whatever_the_interval(case, tmp_path):
-    """What was initialised or restored is as much at risk as what was trained."""
+    """What was initialized or restored is as much at risk as what was trained."""
     changes = watched(100, run={"steps": 4})
     assert_named(run_ranks(train_flipped, 4, case, changes, Flip(0, 1)), 1, 1)
     run_ranks(train, 4, case, changes, folder=tmp_path, save_at=2)

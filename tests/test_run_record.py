@@ -38,7 +38,7 @@ def test_the_file_has_the_declarations_of_the_newest_attempt(tmp_path):
     changed = Metric(name="wind/{place}", unit="km/h", group="weather", summary="a")
     Jsonl(JsonlConfig()).on_start(SimpleNamespace(**info, declared=(changed,)))
     with open(tmp_path / "metrics.jsonl", "a") as file:  # of a version that knows other fields
-        file.write(json.dumps({"event": "declared", "metrics": [{"name": "x", "colour": "red"}]}) + "\n")
+        file.write(json.dumps({"event": "declared", "metrics": [{"name": "x", "color": "red"}]}) + "\n")
     found = read_metrics(tmp_path)
     assert found.declared["wind/{place}"] == changed
     assert found.torn == 1

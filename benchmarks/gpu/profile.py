@@ -31,7 +31,7 @@ class Summary:
     """Name, milliseconds and calls, the most milliseconds first."""
 
 
-def summarise(ran: Iterable[Ran]) -> Summary:
+def summarize(ran: Iterable[Ran]) -> Summary:
     """Return what kernels took; those that overlap count once as busy time."""
     times: dict[str, list[float]] = {}
     busy, end, first, last = 0.0, float("-inf"), float("inf"), float("-inf")
@@ -91,7 +91,7 @@ def write(trainer: Trainer, device: str, *, folder: Path, name: str) -> None:
         wait(device)
         wall = time.perf_counter() - began
     kind = torch.autograd.DeviceType.CUDA if cuda else torch.autograd.DeviceType.CPU
-    found = summarise(_ran(profiler.events(), kind, leaves=not cuda))
+    found = summarize(_ran(profiler.events(), kind, leaves=not cuda))
     folder.mkdir(parents=True, exist_ok=True)
     stem = "-".join("".join(letter if letter.isalnum() else " " for letter in name).split()).lower()
     (folder / f"{stem}.txt").write_text(text(name, found, STEPS, host, wall), encoding="utf-8")

@@ -7,7 +7,7 @@ import torch
 from drawing import guide, line, svg, text
 
 STEPS, LR = 1000, 1e-3
-MOMENTS = 2 * (1 + 2 / 32)  # a byte each, and a bfloat16 scale for 32 neighbours
+MOMENTS = 2 * (1 + 2 / 32)  # a byte each, and a bfloat16 scale for 32 neighbors
 NVFP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 
@@ -16,7 +16,7 @@ def to_nearest(x):
 
 
 def at_random(x, generator):
-    """Round to one of the two neighbours in bfloat16, so that the mean is ``x``."""
+    """Round to one of the two neighbors in bfloat16, so that the mean is ``x``."""
     noise = torch.randint(1 << 16, x.shape, generator=generator, dtype=torch.int32)
     return ((x.view(torch.int32) + noise) >> 16 << 16).view(torch.float32)
 

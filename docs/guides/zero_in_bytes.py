@@ -61,7 +61,7 @@ def main():
 
 def pictures():
     parts, top = [], 26
-    colours = {"weights": "c0", "gradients": "c1", "state": "c2"}
+    colors = {"weights": "c0", "gradients": "c1", "state": "c2"}
     parts.append(
         text(
             90, 14, "bytes a parameter on each of 8 ranks: weights (blue), gradients (orange), state (green)"
@@ -71,7 +71,7 @@ def pictures():
         left = 90.0
         parts.append(text(0, top + 17, f"ZeRO-{stage}"))
         for name, size in per_parameter(stage, 8).items():
-            parts.append(rect(left, top, size * 36 - 1, 24, colours[name]))
+            parts.append(rect(left, top, size * 36 - 1, 24, colors[name]))
             left += size * 36
         parts.append(text(left + 6, top + 17, f"{sum(per_parameter(stage, 8).values()):.2f}"))
         top += 32

@@ -108,7 +108,7 @@ class TransformerConfig:
     rope_scaling: RopeScalingConfig | None = attrs.field(default=None, metadata={CHANGES: True})
     """Scaling of those frequencies; none without the table."""
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
-    """Normalisation before attention, before the feed-forward layer and before the head."""
+    """Normalization before attention, before the feed-forward layer and before the head."""
     norm_eps: float = attrs.field(default=1e-5, validator=Range(1e-30, 1.0))
     """Added to the variance."""
     activation: Literal["swiglu", "gelu"] = "swiglu"

@@ -27,7 +27,7 @@ class PartOutput:
 
 @attrs.define(frozen=True)
 class Initializer:
-    """How a parameter is initialised. ``normal`` has mean 0 and standard deviation ``value``."""
+    """How a parameter is initialized. ``normal`` has mean 0 and standard deviation ``value``."""
 
     kind: Literal["normal", "constant"]
     value: float
@@ -41,7 +41,7 @@ class ModelPart(Protocol):
         ...
 
     def initializer(self, name: str) -> Initializer:
-        """Return how the parameter with that global name is initialised."""
+        """Return how the parameter with that global name is initialized."""
         ...
 
     # A part with buffers also has ``constant(name) -> torch.Tensor``: the values of the whole model's buffer
@@ -60,7 +60,7 @@ class Model(Protocol):
     """Weight of each loss term in the training loss. ``"lm"`` is the next-token loss."""
 
     def build(self, part: Part, ops: Ops = TORCH) -> nn.Module:
-        """Return a :class:`ModelPart`. Parameters need no values: they are initialised by name.
+        """Return a :class:`ModelPart`. Parameters need no values: they are initialized by name.
 
         Args:
             part: which layers to build.

@@ -116,7 +116,7 @@ class Precision:
         """
 
     def pack(self, parts: Sequence[nn.Module]) -> None:
-        """Quantize weights, once on every rank after they are initialised, loaded and equal on all replicas.
+        """Quantize weights, once on every rank after they are initialized, loaded and equal on all replicas.
 
         It may replace parameters by ones with the same names and shapes that use less memory, each a
         :class:`~nanotrain_core.precision.quantized_storage.PackedWeight`. In :meth:`convert`, give their
@@ -133,7 +133,7 @@ class Precision:
         It may round ``weight`` into its format immediately: ranks that hold it do the same, or receive it.
 
         Args:
-            weight: initialised; the master's ``store`` writes through to it. The weight of ``piece``, or a
+            weight: initialized; the master's ``store`` writes through to it. The weight of ``piece``, or a
                 copy of it on another device.
             piece: its name and its position in the whole model. A range begins and ends at a multiple of
                 :data:`~nanotrain_core.layout.placement.RANGE` elements of its block, or at the block's end.

@@ -52,8 +52,8 @@ class MarkovChain:
             if np.abs(after - share).sum() < 1e-15:
                 break
             share = after
-        normalised: Floats = share / share.sum()
-        return normalised
+        normalized: Floats = share / share.sum()
+        return normalized
 
     def walk(self, uniform: Floats) -> Integers:
         """Return the tokens [N, S] selected by uniform random numbers [N, S], one walk per row."""

@@ -36,7 +36,7 @@ class Text(SequenceData):
         return make_tokenizer(self.config.tokenizer)
 
     def open(self, *, length: int, seed: int) -> None:
-        """Read, tokenise and split.
+        """Read, tokenize and split.
 
         Raises:
             DataError: files, tokenizer or its package are missing, or there is less than one sequence.

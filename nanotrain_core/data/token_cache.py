@@ -64,7 +64,7 @@ class TokenCache:
                 if other.stem != path.stem:
                     other.unlink(missing_ok=True)
         except OSError:
-            pass  # the next run tokenises again
+            pass  # the next run tokenizes again
 
     def _name(self, hashes: bytes) -> str:
         return f"{self.key}-{hashlib.sha256(hashes).hexdigest()}.tokens"
@@ -80,7 +80,7 @@ class CachedTokens(HashedTokens):
                 self.path.with_suffix(suffix).unlink(missing_ok=True)
         return DataError(
             f"the cached tokens {self.path} are damaged at byte {byte}, and were deleted: "
-            "start again with --resume, and the text is tokenised anew"
+            "start again with --resume, and the text is tokenized anew"
         )
 
     def tolist(self) -> list[int]:

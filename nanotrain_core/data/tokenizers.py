@@ -75,10 +75,10 @@ class Bytes:
 
 
 class TokenizerFile:
-    """A Hugging Face ``tokenizer.json``. Tokenised text is cached, since it takes minutes per gigabyte."""
+    """A Hugging Face ``tokenizer.json``. Tokenized text is cached, since it takes minutes per gigabyte."""
 
-    #: Documents and bytes tokenised at a time. This bounds the memory of the encodings and sets the interval
-    #: of progress reports. A longer document is tokenised by itself.
+    #: Documents and bytes tokenized at a time. This bounds the memory of the encodings and sets the interval
+    #: of progress reports. A longer document is tokenized by itself.
     DOCUMENTS, BYTES = 64, 2**22
 
     def __init__(self, path: Path) -> None:
@@ -118,7 +118,7 @@ class TokenizerFile:
     def _pieces(self, documents: Sequence[Document]) -> list[Tokens]:
         end = [] if self.separator is None else [self.separator]
         pieces = []
-        with show_progress("tokenising", sum(len(d.content) for d in documents), "B") as advance:
+        with show_progress("tokenizing", sum(len(d.content) for d in documents), "B") as advance:
             for some in self._batches(documents):
                 texts = [d.content.decode(errors="replace") for d in some]
                 pieces += [np.array(tokens + end, self._dtype) for tokens in self.encode_batch(texts)]

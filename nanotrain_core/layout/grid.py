@@ -9,7 +9,7 @@ from nanotrain_core.layout.layout import Layout, View
 
 
 class Grid:
-    """Two row-major grids over the same ranks, the last dimension on neighbouring ranks.
+    """Two row-major grids over the same ranks, the last dimension on neighboring ranks.
 
     The dense view (pp, dp, cp, tp) places attention and dense weights. The expert view
     (pp, edp, ep, etp) arranges the ranks of each pipeline stage a second time. The sizes of dp and edp

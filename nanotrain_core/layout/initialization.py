@@ -49,8 +49,8 @@ def _normal(shape: tuple[int, ...], seed: int) -> torch.Tensor:
 
 
 @torch.no_grad()
-def materialise(parts: Iterable[nn.Module], placements: Placements, seed: int, device: torch.device) -> None:
-    """Allocate storage on ``device`` for parts built on ``meta``, and initialise their weights.
+def materialize(parts: Iterable[nn.Module], placements: Placements, seed: int, device: torch.device) -> None:
+    """Allocate storage on ``device`` for parts built on ``meta``, and initialize their weights.
 
     A name that occurs in several parts is one tied parameter. On ``meta``, in a dry run, there are no values
     to draw.
@@ -70,7 +70,7 @@ def materialise(parts: Iterable[nn.Module], placements: Placements, seed: int, d
             if name not in placements:
                 raise PluginError(
                     f"parameter {name} has no placement: is it tied to another? A tie does not "
-                    "survive materialisation: lend the other module's weight in forward"
+                    "survive materialization: lend the other module's weight in forward"
                 )
             if name in seen:
                 hold(part, name, seen[name])
@@ -85,7 +85,7 @@ def _constant(part: nn.Module, name: str, placements: Placements) -> torch.Tenso
     placement, known = placements.get(name), getattr(part, "constant", None)
     if placement is None or known is None:
         raise PluginError(
-            f"model buffer {name} would be uninitialised: give the part a method constant(name), which "
+            f"model buffer {name} would be uninitialized: give the part a method constant(name), which "
             "returns the whole model's tensor of that name, or compute it in forward; what training changes "
             "is a parameter with requires_grad=False"
         )
@@ -130,7 +130,7 @@ def _initializer(part: nn.Module, name: str) -> Initializer:
 
 
 @torch.no_grad()
-def equalise(placed: Sequence[PlacedParameter], mesh: Mesh) -> None:
+def equalize(placed: Sequence[PlacedParameter], mesh: Mesh) -> None:
     """Broadcast the first holder's bits of each block to all its holders.
 
     They drew the same values from the same streams, but vector units of different processors round

@@ -33,7 +33,7 @@ class View:
         return self.sizes[self.dims.index(dim)]
 
     def stride(self, dim: str) -> int:
-        """Distance in rank numbers between neighbours along ``dim``."""
+        """Distance in rank numbers between neighbors along ``dim``."""
         return prod(self.sizes[self.dims.index(dim) + 1 :])
 
     def coordinate(self, rank: int, dim: str) -> int:

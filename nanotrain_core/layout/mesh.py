@@ -61,7 +61,7 @@ class Mesh:
     def device_is_async(self) -> bool:
         """Whether reading a value from the device makes the host wait: true everywhere except on a CPU.
 
-        A training step then makes no host synchronisation: an overflow is skipped on the device, through
+        A training step then makes no host synchronization: an overflow is skipped on the device, through
         ``found_inf``, and the host reads the flag one step later.
         """
         return self.device.type != "cpu"

@@ -98,7 +98,7 @@ class EdgeMessages(Messages):
     def _make_groups(self) -> None:
         """Create a group for each edge between two ranks, in either direction.
 
-        Even edges come first: ranks then wait for one neighbour and not for a chain of them.
+        Even edges come first: ranks then wait for one neighbor and not for a chain of them.
         """
         rank = self.mesh.coordinate("pp")
         made = [0] * (max(self.owners) + 1)

@@ -1,7 +1,7 @@
 """Splitting elements of a parameter (ZeRO), a vocabulary or a sequence among ranks."""
 
 #: Where ranks shard a parameter, ranges begin at multiples of this many elements of the flattened block, so
-#: that values shared by a few neighbouring weights, such as a quantized format's scale, are on one rank.
+#: that values shared by a few neighboring weights, such as a quantized format's scale, are on one rank.
 RANGE = 64
 
 

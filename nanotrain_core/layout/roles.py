@@ -37,7 +37,7 @@ class Role(Enum):
     """As COLUMN; the bias is added once, to the whole sum."""
     REPLICATED = "linear kept whole on every rank, for example a low-rank latent projection"
     """As COLUMN."""
-    NORM = "normalisation over the width, with an element-wise weight"
+    NORM = "normalization over the width, with an element-wise weight"
     """``module(x [..., D]) -> [..., D]``, with ``.weight`` [D] and optional ``.bias`` [D]. Also for a
     scale."""
     INNER = (
@@ -112,7 +112,7 @@ def tag(
     """Give ``module`` a role and return it: ``self.q = tag(nn.Linear(D, D), Role.COLUMN, unit=K)``.
 
     Raises:
-        PluginError: it is not a role: no wrapper would recognise it.
+        PluginError: it is not a role: no wrapper would recognize it.
     """
     if not isinstance(role, Role):
         roles = ", ".join(each.name for each in Role)

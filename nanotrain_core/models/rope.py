@@ -66,7 +66,7 @@ def llama3(
     low_freq_factor: float,
     high_freq_factor: float,
 ) -> torch.Tensor:
-    """Slow down low-frequency pairs; high-frequency pairs, which distinguish neighbours, are unchanged.
+    """Slow down low-frequency pairs; high-frequency pairs, which distinguish neighbors, are unchanged.
 
     Source: ``apply_scaling`` of Meta's Llama 3.1.
     """
@@ -130,7 +130,7 @@ def rope_rotation(
 ) -> Rotation:
     """Return the rotation of ``length`` positions from ``start`` on by ``inv_freq_P`` [K/2], on its device.
 
-    Recomputed in every forward pass, which costs little: a buffer would be uninitialised
+    Recomputed in every forward pass, which costs little: a buffer would be uninitialized
     when a model built on ``meta`` gets its storage, and a table cached between calls would carry
     an inference or a fake tensor into training. Angles are float64, because position times frequency loses
     precision in float32; the results are float32 (float64 where ``like`` is), times ``magnitude``.

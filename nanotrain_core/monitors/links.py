@@ -15,7 +15,7 @@ SIZE = 2**18
 TIMES = 3
 
 
-def seconds_from_neighbour(mesh: Mesh) -> float:
+def seconds_from_neighbor(mesh: Mesh) -> float:
     """Return how long a message of :data:`SIZE` bytes took from the rank before this one. Collective.
 
     All ranks send to the next at once, rank 0 receives from the last. Waits for the device.

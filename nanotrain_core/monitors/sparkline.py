@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 BARS, ASCII_BARS = "▁▂▃▄▅▆▇█", "_.-=+*#@"
-#: Number of values that a history keeps: beyond it, neighbours are merged.
+#: Number of values that a history keeps: beyond it, neighbors are merged.
 MOST = 512
 
 

@@ -16,7 +16,7 @@ import structlog
 from nanotrain_core.builtin.configs import StragglersConfig
 from nanotrain_core.builtin.stragglers import PHASES, SAID
 from nanotrain_core.contracts import MetricsReport, Monitor, RollbackReport, RunInfo, StepReport
-from nanotrain_core.monitors.links import seconds_from_neighbour
+from nanotrain_core.monitors.links import seconds_from_neighbor
 
 #: The name of each phase for people: parts that the engine records.
 PARTS = {
@@ -56,7 +56,7 @@ class Stragglers(Monitor):
         self.before, self.step = run.progress.measured(), run.first_step
 
     def on_step(self, report: StepReport) -> None:
-        """Publish how long this rank worked in each phase, and how long its neighbour's message took."""
+        """Publish how long this rank worked in each phase, and how long its neighbor's message took."""
         if report.step % self.config.every == 0:
             now, steps = self.run.progress.measured(), max(1, report.step - self.step)
             for phase, parts in PARTS.items():
@@ -65,7 +65,7 @@ class Stragglers(Monitor):
                 self.run.metrics.of_rank(f"stragglers/{phase}/{{over}}", sum(spent) / steps / share)
             self.before, self.step = now, report.step
         if self.config.links and report.step % self.config.links == 0 and self.run.world_size > 1:
-            self.run.metrics.of_rank("stragglers/link/{over}", seconds_from_neighbour(self.run.mesh))
+            self.run.metrics.of_rank("stragglers/link/{over}", seconds_from_neighbor(self.run.mesh))
 
     def on_rollback(self, report: RollbackReport) -> None:
         """Restart the comparison after a rollback."""

@@ -49,7 +49,7 @@ def check_moments(recipe: Recipe, config: AdamWConfig, layout: Layout) -> Iterat
         most = max(n for n in range(1, degree) if units % n == 0 and row % (n * GROUP) == 0)
         yield Problem(
             "optimizer.moment_dtype",
-            f"with 'int8' {GROUP} neighbours in a row share a scale, but {units} {extent.what} make rows of "
+            f"with 'int8' {GROUP} neighbors in a row share a scale, but {units} {extent.what} make rows of "
             f"{row}, of which {dim} = {degree} leaves {row // degree} on a rank; expected {dim} of at most "
             f"{most}, or 'bfloat16'",
         )

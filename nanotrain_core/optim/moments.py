@@ -84,7 +84,7 @@ def in_groups(piece: Piece) -> bool:
         ranks, groups = placement.global_shape[-1] // placement.shape[-1], placement.global_shape[-1] // GROUP
         fewer = max(n for n in range(1, ranks) if groups % n == 0)
         raise NanotrainError(
-            f"{placement.name}: with optimizer.moment_dtype = 'int8' {GROUP} neighbours in a row share a "
+            f"{placement.name}: with optimizer.moment_dtype = 'int8' {GROUP} neighbors in a row share a "
             f"scale, but its rows of {placement.global_shape[-1]} are split over {ranks} ranks; expected at "
             f"most {fewer}, or 'bfloat16'"
         )

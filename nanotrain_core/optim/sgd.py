@@ -26,7 +26,7 @@ class SGD(MasterOptimizer):
         return bool(self.inner.defaults["fused"])
 
     def initial_state(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the velocity at zero; torch initialises it to the first gradient, with the same result."""
+        """Return the velocity at zero; torch initializes it to the first gradient, with the same result."""
         return {"momentum_buffer": torch.zeros_like(weight)} if self.config.momentum else {}
 
     @property

@@ -26,13 +26,13 @@ _shown = threading.Lock()
 def show_progress(what: str, total: float | None = None, unit: str = "") -> Iterator[Advance]:
     """Show ``what`` until the block ends. Yields a function to call with how much more is done::
 
-        with show_progress("tokenising", total=size, unit="B") as advance:
+        with show_progress("tokenizing", total=size, unit="B") as advance:
             for document in documents:
                 ...
                 advance(len(document))
 
     Args:
-        what: such as ``"tokenising"``.
+        what: such as ``"tokenizing"``.
         total: the total amount; None if unknown, or if nothing is counted.
         unit: of ``total``: ``"B"`` is shown as kB, MB and GB.
     """

@@ -9,7 +9,7 @@ from torch import nn
 from nanotrain_core.contracts import Parallel
 from nanotrain_core.errors import PluginError
 from nanotrain_core.layout.dtensors import read_dtensors
-from nanotrain_core.layout.initialization import materialise
+from nanotrain_core.layout.initialization import materialize
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import Placements, note_roles
 from nanotrain_core.recipe.tree import Recipe, Selection
@@ -36,7 +36,7 @@ def wrap(
 def shard_and_draw(
     parts: Collection[nn.Module], placements: Placements, mesh: Mesh, wrappers: Wrappers, recipe: Recipe
 ) -> None:
-    """Let the wrappers shard parameters of finished parts, update ``placements``, initialise weights."""
+    """Let the wrappers shard parameters of finished parts, update ``placements``, initialize weights."""
     for selection, wrapper in wrappers:
         for part in parts:
             wrapper.shard(part, placements, mesh)
@@ -46,4 +46,4 @@ def shard_and_draw(
             raise PluginError(f"parallel '{selection.use}': {problem}") from None
         check_wrapped(selection, parts, placements)
     expect_weights_to_fit(parts, placements, recipe, mesh)
-    materialise(parts, placements, recipe.run.seed, mesh.device)
+    materialize(parts, placements, recipe.run.seed, mesh.device)

@@ -52,7 +52,7 @@ class Flipping(Monitor):
         self.flipped: str | None = None
 
     def on_start(self, run: RunInfo) -> None:
-        """Flip a bit of what was initialised or restored."""
+        """Flip a bit of what was initialized or restored."""
         self._flip_after(0)
 
     def on_step(self, report: StepReport) -> None:

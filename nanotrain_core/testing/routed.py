@@ -35,7 +35,7 @@ class RoutedConfig:
     """Experts per token."""
     ffn: int = 12
     """Width of an expert, and of the shared one."""
-    favoured: int = 0
+    favored: int = 0
     """If not 0, all tokens choose among the first so many experts."""
 
     def divisibility(self) -> Iterator[Divisible]:

@@ -30,7 +30,7 @@ def linear(inputs: int, outputs: int, role: Role, *, unit: int = 1, bias: bool =
 
 
 def norm(width: int, ops: Ops) -> nn.Module:
-    """Return a tagged normalisation."""
+    """Return a tagged normalization."""
     return tag(RMSNorm(width, eps=1e-5, ops=ops), Role.NORM)
 
 
@@ -71,11 +71,11 @@ class Router(CountingRouter):
         keep_dtype(self, "bias")
 
     def forward(self, x_BSD: torch.Tensor) -> Routing:
-        E, K, favoured = self.config.experts, self.config.chosen, self.config.favoured
+        E, K, favored = self.config.experts, self.config.chosen, self.config.favored
         scores_BSE = torch.sigmoid(F.linear(x_BSD, self.weight))
         wanted_BSE = scores_BSE + self.bias
-        if favoured:
-            wanted_BSE = wanted_BSE - 100 * (torch.arange(E) >= favoured)
+        if favored:
+            wanted_BSE = wanted_BSE - 100 * (torch.arange(E) >= favored)
         experts_BSK = wanted_BSE.topk(K, dim=-1).indices
         weights_BSK = scores_BSE.gather(-1, experts_BSK)
         weights_BSK = weights_BSK / weights_BSK.sum(-1, keepdim=True)

@@ -37,7 +37,7 @@ UNEVEN_EXPERTS: Tables = {
     "batch": UNEVEN["batch"],
 }
 #: Some ranks have no expert that gets a token.
-NO_TOKENS: Tables = {"model": {"use": "routed", "favoured": 2}}
+NO_TOKENS: Tables = {"model": {"use": "routed", "favored": 2}}
 MIXED: Tables = {"precision": {"use": "wide_norms"}}
 #: Weights in bfloat16, and masters and moments in float32: elsewhere all tensors have one dtype.
 NARROW: Tables = {"precision": {"use": "bf16"}}

@@ -60,7 +60,7 @@ def opened(config):
 
 def split(config, tokens, length):
     """Return how many sequences of `length` + 1 tokens there are to train on, and held out."""
-    count = (len(tokens) - 1) // length  # neighbours share a token: the last target is the next first input
+    count = (len(tokens) - 1) // length  # neighbors share a token: the last target is the next first input
     held_out = int(count * config.validation)
     return count - held_out, held_out
 

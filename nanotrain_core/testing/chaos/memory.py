@@ -60,12 +60,12 @@ class KillBesideMemory(MemoryRow):
 
 
 class MemoryGone(MemoryRow):
-    number, name = "28", "neighbour memory: kill -9 a random rank, whose snapshots are lost with it"
+    number, name = "28", "neighbor memory: kill -9 a random rank, whose snapshots are lost with it"
     harm = "gone"
 
 
 class MemoryFlipped(MemoryRow):
     """The newest of its snapshots that it has itself."""
 
-    number, name = "28", "neighbour memory: kill -9 a random rank, whose newest snapshot has a flipped bit"
+    number, name = "28", "neighbor memory: kill -9 a random rank, whose newest snapshot has a flipped bit"
     harm = "flipped"

@@ -128,7 +128,7 @@ class InMemory(HostsRow):
 
 
 class HostLostInMemory(InMemory, HostLost):
-    number, name = "28", "neighbour memory: host lost, replaced"
+    number, name = "28", "neighbor memory: host lost, replaced"
     texts = RESTORED
 
 
@@ -143,7 +143,7 @@ class RendezvousHostLost(HostsRow):
 
 
 class RendezvousHostLostInMemory(InMemory, RendezvousHostLost):
-    number, name = "28", "neighbour memory: rendezvous host lost, replaced"
+    number, name = "28", "neighbor memory: rendezvous host lost, replaced"
     texts = RESTORED
 
 

@@ -71,7 +71,7 @@ def parameters_stay_themselves(case: Case, variant: str) -> None:
     now = {name: (p.shape, p.dtype, p.requires_grad) for name, p in after.items()}
     changed = [name for name, p in after.items() if now[name] != shapes[name] or not p.is_meta]
     assert not changed, f"apply changed the shape, dtype or device of {', '.join(changed)}"
-    assert not list(part.named_buffers()), "apply added buffers, which would come to life uninitialised"
+    assert not list(part.named_buffers()), "apply added buffers, which would come to life uninitialized"
 
 
 @check("kernels", since="0.2")

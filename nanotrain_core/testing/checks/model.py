@@ -13,7 +13,7 @@ from torch import nn
 from nanotrain_core.batch import IGNORE, Batch
 from nanotrain_core.contracts import ChangesInRun, Initializer, Model, PartOutput
 from nanotrain_core.errors import RecipeError
-from nanotrain_core.layout.initialization import materialise
+from nanotrain_core.layout.initialization import materialize
 from nanotrain_core.layout.layout import Layout, View
 from nanotrain_core.layout.parameters_in_flight import install_ready_hooks
 from nanotrain_core.layout.placement import place
@@ -53,7 +53,7 @@ def on_meta(case: Case, *bounds: int) -> list[nn.Module]:
 def parts_of(case: Case, *bounds: int, seed: int = 7) -> list[nn.Module]:
     """Build the model split at ``bounds``, in float64 with its initial weights."""
     parts = [part.to(torch.float64) for part in on_meta(case, *bounds)]
-    materialise(parts, place(parts, ONE_RANK), seed, torch.device("cpu"))
+    materialize(parts, place(parts, ONE_RANK), seed, torch.device("cpu"))
     return parts
 
 

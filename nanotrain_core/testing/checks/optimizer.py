@@ -95,7 +95,7 @@ def loss_scale_divides_out(case: Case) -> None:
 
 
 @check("optimizer", since="0.1")
-def learning_rate_is_honoured(case: Case) -> None:
+def learning_rate_is_honored(case: Case) -> None:
     """A rate of 0 in ``inner.param_groups`` moves no weight; the configured rate moves every one."""
     stopped, moved = driven(case, lr=0.0), driven(case)
     assert_same(weights(stopped), whole([r.before for r in stopped]), "weights at a rate of 0", atol=0.0)

@@ -38,7 +38,7 @@ def precision_of(case: Case) -> Precision:
 
 @attrs.define(frozen=True, eq=False)
 class Mastered:
-    """A live parameter of a freshly initialised tiny model, and a master of it."""
+    """A live parameter of a freshly initialized tiny model, and a master of it."""
 
     piece: Piece
     precision: Precision
@@ -163,14 +163,14 @@ def assert_stored(case: Case) -> None:
         assert error <= far, f"{name}: stored weights come back with a relative error of {error:.3g}"
         what = f"{name} after store"
         if torch.equal(found.rounded(kept), kept.to(weight.dtype)):
-            _assert_neighbour(weight, kept, what)
+            _assert_neighbor(weight, kept, what)
             continue
         assert_bitwise({"parameter": weight}, {"parameter": found.rounded(weight)}, f"{what}, rounded again")
         error = relative_error(weight, kept)
         assert error <= far, f"{what}: the parameter differs from it by {error:.3g} of it"
 
 
-def _assert_neighbour(weight: torch.Tensor, kept: torch.Tensor, what: str) -> None:
+def _assert_neighbor(weight: torch.Tensor, kept: torch.Tensor, what: str) -> None:
     """Check that each value is one of the two of its dtype nearest to the stored one."""
     nearest = kept.to(weight.dtype)
     step = 2 * torch.finfo(weight.dtype).eps  # to the next number, relative to a power of two below

@@ -118,7 +118,7 @@ class HostBarrier(Meeting):
         return SIZE * ranks * ranks
 
     def make(self) -> bool:
-        """Initialise every semaphore, on one rank before any announces itself; False if there are none."""
+        """Initialize every semaphore, on one rank before any announces itself; False if there are none."""
         ranks = range(len(self.names))
         return all(_libc.sem_init(self._semaphore(*pair), 1, 0) == 0 for pair in product(ranks, ranks))
 

@@ -161,7 +161,7 @@ class PlainConversations:
 
 
 class TemplatedConversations:
-    """A Hugging Face tokenizer and its template, rendered and tokenised as a whole.
+    """A Hugging Face tokenizer and its template, rendered and tokenized as a whole.
 
     A special token that the template writes is that token. Written in a message it is text: nobody can end a
     turn, or begin one as the system, by what they say.

@@ -1,7 +1,7 @@
 """A shuffled order of any length that needs no memory: a Feistel network with cycle walking.
 
 Sources: Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002 (a Feistel network over the
-digits of a number, and cycle walking); the round function is the finaliser of SplitMix64 (Steele, Lea and
+digits of a number, and cycle walking); the round function is the finalizer of SplitMix64 (Steele, Lea and
 Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014).
 """
 

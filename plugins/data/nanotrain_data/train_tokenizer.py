@@ -21,7 +21,7 @@ def train_tokenizer(
 ) -> str:
     """Write a ``tokenizer.json`` of at most ``vocab`` tokens, and return what was written.
 
-    Token 0 is ``<|endoftext|>``; then come the bytes, so that any text can be tokenised.
+    Token 0 is ``<|endoftext|>``; then come the bytes, so that any text can be tokenized.
 
     Args:
         sources: as of ``prepare``.

@@ -28,7 +28,7 @@ from nanotrain_data.sources import Part, Unit
 from nanotrain_data.writer import Document, shard_name, write_shard
 
 T = TypeVar("T")
-#: Documents and characters that are tokenised at a time, which bounds memory.
+#: Documents and characters that are tokenized at a time, which bounds memory.
 DOCUMENTS, CHARACTERS = 256, 2**22
 
 
@@ -155,7 +155,7 @@ def write_all(request: Request, tasks: Sequence[Task], workers: int) -> dict[int
     done = context.Value("d", 0.0)
     total = sum(task.unit.size for task in tasks)
     workers = min(workers, len(tasks))
-    with show_progress("tokenising", total, "B") as advance:
+    with show_progress("tokenizing", total, "B") as advance:
         if workers <= 1:
             writer = _Writer(request, _Told(advance))
             return {task.number: writer.write(task) for task in tasks}
@@ -174,7 +174,7 @@ def write_all(request: Request, tasks: Sequence[Task], workers: int) -> dict[int
             return made
         except BrokenProcessPool:
             raise DataError(
-                "a process that tokenises was killed, perhaps for want of memory: run the command again, and "
+                "a process that tokenizes was killed, perhaps for want of memory: run the command again, and "
                 "it goes on; fewer --workers take less"
             ) from None
         finally:

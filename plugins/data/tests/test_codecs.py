@@ -94,7 +94,7 @@ def test_tokens_are_those_of_the_library(files, name):
     some = [TEXT, "", *texts(20, seed=5)]
     assert codec.encode_batch(some) == [encode(text) for text in some] == [codec.encode(t) for t in some]
     assert (codec.vocab_size, codec.separator) == (vocab, end)
-    if name != "pieces.model":  # which normalises spaces, and has no token for what it never saw
+    if name != "pieces.model":  # which normalizes spaces, and has no token for what it never saw
         assert codec.decode(codec.encode(TEXT)) == TEXT
     assert codec.decode([codec.vocab_size - 2]) is not None
 
@@ -171,6 +171,6 @@ def test_a_missing_package_is_named(files, monkeypatch, name):
 
 
 def test_a_missing_file_is_named(files):
-    for wrong, right in (("piece.model", "pieces.model"), ("tokeniser.json", "tokenizer.json")):
+    for wrong, right in (("piece.model", "pieces.model"), ("tokenizer.json", "tokenizer.json")):
         with pytest.raises(DataError, match=f"did you mean '{right}'"):
             open_codec(str(files / wrong))

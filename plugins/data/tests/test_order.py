@@ -97,7 +97,7 @@ def test_permutations_are_what_they_were():
 
 
 def test_permutations_are_random():
-    """Over keys, each number stands at each place about as often: chi-square, and of pairs of neighbours."""
+    """Over keys, each number stands at each place about as often: chi-square, and of pairs of neighbors."""
     keys, count = 4000, 7
     found = np.array([Permutation(count, f"key {key}").at(np.arange(count)) for key in range(keys)])
     for place in range(count):

@@ -58,5 +58,5 @@ class Block(nn.Module):
 
 
 def norm(config: DeepSeekConfig, ops: Ops) -> nn.Module:
-    """Return a normalisation over the hidden dimension."""
+    """Return a normalization over the hidden dimension."""
     return tag(RMSNorm(config.width, eps=config.norm_eps, ops=ops), Role.NORM)

@@ -62,7 +62,7 @@ _OF_EXPERTS = {
     "groups",
     "group_limit",
     "score",
-    "normalise_weights",
+    "normalize_weights",
     "route_scale",
 }
 
@@ -117,7 +117,7 @@ class DeepSeekConfig:
 
     score: Literal["sigmoid", "softmax"] = "sigmoid"
     """`sigmoid` with a bias for load balancing is V3's router, `softmax` without is V2's."""
-    normalise_weights: bool = True
+    normalize_weights: bool = True
     """Divide the chosen experts' scores by their sum."""
     route_scale: float = attrs.field(default=1.0, validator=Range(0.0, 1e3, above=True))
     """Factor of the experts' weights."""

@@ -45,9 +45,9 @@ _CLASSES = {
 }
 #: Defaults of optional options, where they differ.
 _DEFAULTS: dict[str, dict[str, Any]] = {
-    _V3: {"dense": 3, "shared": 1, "normalised": True, "scale": 2.5, "q_rank": 1536},
-    _V2: {"dense": 0, "shared": 2, "normalised": False, "scale": 1.0, "q_rank": 1536},
-    _MISTRAL: {"dense": 0, "shared": 1, "normalised": True, "scale": 1.0, "q_rank": 1024},
+    _V3: {"dense": 3, "shared": 1, "normalized": True, "scale": 2.5, "q_rank": 1536},
+    _V2: {"dense": 0, "shared": 2, "normalized": False, "scale": 1.0, "q_rank": 1536},
+    _MISTRAL: {"dense": 0, "shared": 1, "normalized": True, "scale": 1.0, "q_rank": 1024},
 }
 #: Epsilon of both latents' norms in every class of transformers, whatever ``rms_norm_eps`` is.
 _LATENT_EPS = 1e-6
@@ -74,7 +74,7 @@ class DeepSeekNames(HFMapping):
             "q_rank": f.get("q_lora_rank", default["q_rank"]) or 0,
             "shared_experts": f.get("n_shared_experts", default["shared"]) or 0,
             "score": "sigmoid" if v3 else "softmax",
-            "normalise_weights": expect_flag(f, "norm_topk_prob", default=default["normalised"]),
+            "normalize_weights": expect_flag(f, "norm_topk_prob", default=default["normalized"]),
             "route_scale": expect_real(f, "routed_scaling_factor", default["scale"]),
             "max_length": f.get("max_position_embeddings") or 0,
             "norm_eps": expect_real(f, "rms_norm_eps", 1e-6),
@@ -102,7 +102,7 @@ class DeepSeekNames(HFMapping):
             "scoring_func": c.score,
             "topk_method": _method(c),
             **_written_groups(c, kind),
-            "norm_topk_prob": c.normalise_weights,
+            "norm_topk_prob": c.normalize_weights,
             "routed_scaling_factor": c.route_scale,
             "rms_norm_eps": c.norm_eps,
             "hidden_act": "silu",
@@ -137,7 +137,7 @@ def _kind(c: DeepSeekConfig) -> str:
     """Return the class that computes the same: V2's never divides weights by their sum."""
     if c.score == "sigmoid":
         return _V3
-    return _MISTRAL if c.normalise_weights and c.moe_layers else _V2
+    return _MISTRAL if c.normalize_weights and c.moe_layers else _V2
 
 
 def _check_fixed(f: Mapping[str, Any], kind: str) -> None:
@@ -168,7 +168,7 @@ def _check_ours(c: DeepSeekConfig, kind: str) -> None:
     if kind == _MISTRAL and c.chosen_groups < c.groups:
         raise HFError(
             "its V2 does not divide weights by their sum, and its Mistral 4, which does, takes groups by "
-            f"their best two experts, not one; normalise_weights = true with group_limit = {c.group_limit}"
+            f"their best two experts, not one; normalize_weights = true with group_limit = {c.group_limit}"
         )
     if kind == _V2 and c.width % c.heads:
         raise HFError(f"its V2 wants heads that divide the width; {c.heads} do not divide {c.width}")

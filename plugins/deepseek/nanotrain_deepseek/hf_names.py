@@ -1,6 +1,6 @@
 """The location of each parameter in the Hugging Face format of the released weights. Never imports torch.
 
-The released weights rotate neighbouring elements (2i, 2i + 1) of a rotary head, this model (i, i + P/2): a
+The released weights rotate neighboring elements (2i, 2i + 1) of a rotary head, this model (i, i + P/2): a
 permutation of rows maps one to the other. Experts are one tensor each there and stacked here.
 """
 
@@ -29,7 +29,7 @@ class Storage:
     """The storage format of tensors, where files differ."""
 
     interleaved: bool = True
-    """Whether neighbouring elements of a rotary head are rotated together, as in the released weights."""
+    """Whether neighboring elements of a rotary head are rotated together, as in the released weights."""
     stacked: bool = False
     """Whether the experts of a layer are one tensor, [E, gate and up, D], as Mistral 4's are."""
 

@@ -38,7 +38,7 @@ class Predictor(nn.Module):
         turn: Rotation,
         begins_BS: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, Routed | None]:
-        """Return hidden states [B, S, D] for the next module, and normalised for the model's head."""
+        """Return hidden states [B, S, D] for the next module, and normalized for the model's head."""
         pair = [self.hidden_norm(h_BSD), self.embed_norm(embedded_BSD)]
         joined = self.proj(torch.cat(pair if self.hidden_first else pair[::-1], dim=-1))
         out_BSD, routed = self.block(joined, turn, None, begins_BS)

@@ -43,7 +43,7 @@ class Router(CountingRouter):
         # The bias affects which experts are chosen but never their weights.
         experts_BSK = self.choose(scores_BSE, self.bias, c.top_k, c.groups, c.chosen_groups)
         weights_BSK = scores_BSE.gather(-1, experts_BSK)
-        if c.normalise_weights:
+        if c.normalize_weights:
             weights_BSK = weights_BSK / (weights_BSK.sum(-1, keepdim=True) + TINY)
         if not self.training:
             return Routing(experts_BSK, weights_BSK * c.route_scale)

@@ -32,7 +32,7 @@ V2: dict[str, Any] = {
     **SIZES,
     "shared_experts": 2,
     "score": "softmax",
-    "normalise_weights": False,
+    "normalize_weights": False,
     "route_scale": 4.0,
     "expert_balance": 0.01,
     "device_balance": 0.02,

@@ -64,7 +64,7 @@ LIMITED = {
 
 
 def random_weights(model):
-    """Give norms and biases values that show whether they are used; the initialisation leaves them alike."""
+    """Give norms and biases values that show whether they are used; the initialization leaves them alike."""
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if "norm" in name:

@@ -17,7 +17,7 @@ from nanotrain_core.recipe.tree import Selection
 
 BASES = {
     "v3": {**SIZES, "q_rank": 12, "mtp": 1},
-    "v2": {**SIZES, "score": "softmax", "normalise_weights": False, "yarn": YarnConfig(original_length=8)},
+    "v2": {**SIZES, "score": "softmax", "normalize_weights": False, "yarn": YarnConfig(original_length=8)},
     "any-group": {**SIZES, "group_limit": 0},
     "no-experts": {**SIZES, "dense_layers": 3},
     "no-dense-layers": {**SIZES, "dense_layers": 0},
@@ -44,7 +44,7 @@ OTHERS = {
     "groups": [2],
     "group_limit": [0, 3, 4],
     "score": ["sigmoid", "softmax"],
-    "normalise_weights": [True, False],
+    "normalize_weights": [True, False],
     "route_scale": [2.0],
     "mtp": [0, 1],
     "mtp_input": ["embedding_first"],

@@ -49,14 +49,14 @@ def test_what_cannot_be_represented_is_refused_by_name(changes, text, tmp_path):
     ("old", "new", "text"),
     [
         (
-            "normalise_weights = false",
-            "normalise_weights = true",
+            "normalize_weights = false",
+            "normalize_weights = true",
             "its V2 does not divide weights by their sum",
         ),
         (
-            "normalise_weights = false",
-            "normalise_weights = true",
-            "takes groups by their best two experts, not one; normalise_weights = true with group_limit = 2",
+            "normalize_weights = false",
+            "normalize_weights = true",
+            "takes groups by their best two experts, not one; normalize_weights = true with group_limit = 2",
         ),
         ("norm_eps = 1e-06", "norm_eps = 1e-05", "its norms of latents always add 1e-06; norm_eps = 1e-05"),
     ],

@@ -9,7 +9,7 @@ from nanotrain_deepseek.samples import V3
 from nanotrain_deepseek.yarn import rotation
 
 from nanotrain_core.batch import IGNORE, Batch
-from nanotrain_core.layout.initialization import materialise
+from nanotrain_core.layout.initialization import materialize
 from nanotrain_core.layout.layout import Layout, View
 from nanotrain_core.layout.placement import place
 from nanotrain_core.pipeline.actions import Part, parts_between
@@ -22,7 +22,7 @@ def built(*parts, config=CONFIG):
     """Build parts of the model in float64."""
     model = DeepSeek(config)
     made = [model.build(part).double() for part in parts or [Part.whole(config.layers)]]
-    materialise(made, place(made, ONE_RANK), 5, torch.device("cpu"))
+    materialize(made, place(made, ONE_RANK), 5, torch.device("cpu"))
     return model, made
 
 

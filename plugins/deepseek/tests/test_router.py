@@ -55,7 +55,7 @@ def route_one(router, scores):
     open_groups = sorted(range(c.groups), key=lambda g: -of_group[g])[: c.group_limit]
     allowed = [e for g in open_groups for e in members[g]]
     chosen = sorted(allowed, key=lambda e: -biased[e])[: c.top_k]
-    total = sum(scores[e] for e in chosen) if c.normalise_weights else 1.0
+    total = sum(scores[e] for e in chosen) if c.normalize_weights else 1.0
     return {e: scores[e] / total * c.route_scale for e in chosen}
 
 
@@ -71,7 +71,7 @@ def test_routes_as_a_loop_over_tokens(config):
 
 
 def test_the_bias_chooses_and_does_not_weigh():
-    config = attrs.evolve(V3_CONFIG, groups=1, group_limit=0, top_k=2, normalise_weights=False)
+    config = attrs.evolve(V3_CONFIG, groups=1, group_limit=0, top_k=2, normalize_weights=False)
     router, x = router_of(config), tokens_of(config)
     router.bias.data = torch.tensor([0.0, 9.0, 0.0, 0.0, 0.0, 0.0, 9.0, 0.0])
     routing = router(x)

@@ -75,7 +75,7 @@ def test_softmax_weights_that_are_divided_by_their_sum_are_exported_as_mistral_4
     model = theirs("v2-lite", tmp_path / "theirs", rope)
     convert(tmp_path / "theirs", tmp_path / "ours", load_plugins())
     path = tmp_path / "ours/model.toml"
-    path.write_text(path.read_text().replace("normalise_weights = false", "normalise_weights = true"))
+    path.write_text(path.read_text().replace("normalize_weights = false", "normalize_weights = true"))
     convert(tmp_path / "ours", tmp_path / "exported", load_plugins())
     expected = our_logits(tmp_path / "ours")
     assert (expected - logits(model)).abs().max() > 1e-2

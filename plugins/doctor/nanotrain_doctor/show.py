@@ -15,7 +15,7 @@ from nanotrain_core.api import PIPED_WIDTH, Exit
 from nanotrain_doctor.findings import STATUSES, Finding, worst
 from nanotrain_doctor.redact import environment_to_tell, redacted
 
-COLOURS = {"good": "green", "note": "dim", "warning": "yellow", "bad": "bold red"}
+COLORS = {"good": "green", "note": "dim", "warning": "yellow", "bad": "bold red"}
 
 
 def exit_code(found: Sequence[Finding]) -> int:
@@ -37,8 +37,8 @@ def show(found: Sequence[Finding]) -> None:
         text = escape(f"{each.host}: {each.text}" if each.host else each.text)
         if each.remedy:
             text += f"\n-> {escape(each.remedy)}"
-        colour = COLOURS[each.status]
-        table.add_row(f"[{colour}]{each.status}[/{colour}]", escape(each.check), text)
+        color = COLORS[each.status]
+        table.add_row(f"[{color}]{each.status}[/{color}]", escape(each.check), text)
     console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPED_WIDTH)
     console.print(table)
     counts = {status: sum(each.status == status for each in found) for status in reversed(STATUSES)}

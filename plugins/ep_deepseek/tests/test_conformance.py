@@ -36,8 +36,8 @@ test_exhaustively = pytest.mark.full(
         case(dp=4, etp=4),
         case(dp=8, ep=2, etp=2),
         case(dp=8, ep=8),
-        case("one_expert_gets_all", {"favoured": 1, "chosen": 1}, dp=4, ep=4),
-        case("one_expert_gets_all_in_slices", {"favoured": 1, "chosen": 1}, dp=4, ep=2, etp=2),
+        case("one_expert_gets_all", {"favored": 1, "chosen": 1}, dp=4, ep=4),
+        case("one_expert_gets_all_in_slices", {"favored": 1, "chosen": 1}, dp=4, ep=2, etp=2),
     )
 )
 
@@ -90,7 +90,7 @@ def test_megatron_1622_and_1628_sliced_experts_need_no_ep(alone):
 
 @pytest.mark.parametrize("fold", FOLDS, ids=str)
 def test_deepspeed_5066_a_router_that_sends_all_tokens_to_one_expert_stops_nobody(fold):
-    collapsed = case("", {"favoured": 1, "chosen": 1}, **fold)
+    collapsed = case("", {"favored": 1, "chosen": 1}, **fold)
     expected, _ = gradients(collapsed.alone())
     for name, gradient in gradients(collapsed)[0].items():
         torch.testing.assert_close(gradient, expected[name], rtol=0, atol=1e-10, msg=name)

@@ -52,7 +52,7 @@ class Format(Protocol):
         """Round weights over their scale to the numbers of the format."""
         ...
 
-    def neighbours(self, ratio: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def neighbors(self, ratio: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the two numbers of the format next to each."""
         ...
 
@@ -79,7 +79,7 @@ class NVFP4Blocks:
     codec = nvfp4
     fits = (5.5, 6.5)
     nearest = staticmethod(nvfp4.nearest)
-    neighbours = staticmethod(nvfp4.neighbours)
+    neighbors = staticmethod(nvfp4.neighbors)
     half_gap = staticmethod(nvfp4.half_gap)
 
     def __init__(self, block: int = nvfp4.BLOCK, tensor_scale: torch.Tensor | None = None) -> None:
@@ -129,7 +129,7 @@ class NF4Blocks:
     codec = nf4
     fits = (0.97, 1.03)
     nearest = staticmethod(nf4.nearest)
-    neighbours = staticmethod(nf4.neighbours)
+    neighbors = staticmethod(nf4.neighbors)
     half_gap = staticmethod(nf4.half_gap)
 
     def __init__(self, block: int = nf4.BLOCK) -> None:
@@ -183,7 +183,7 @@ def stochastic_round(
     """
     scales = form.scales(blocks, scale_noise)
     ratio = blocks / nonzero(scales)
-    inner, outer = (on_grid(numbers, scales) for numbers in form.neighbours(ratio))
+    inner, outer = (on_grid(numbers, scales) for numbers in form.neighbors(ratio))
     rounded = torch.where(noise * (outer - inner).abs() < (blocks - inner).abs(), outer, inner)
     magnitude = blocks.abs()
     largest = magnitude == magnitude.amax(dim=1, keepdim=True)

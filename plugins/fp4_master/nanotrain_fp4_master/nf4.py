@@ -85,7 +85,7 @@ def nearest(x: torch.Tensor) -> torch.Tensor:
     return tables(x.device)[0][nearest_codes(x)]
 
 
-def neighbours(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def neighbors(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the levels below and above ``x``; one that is a level itself is the lower one."""
     levels = tables(x.device)[0]
     below = torch.bucketize(x, levels[1:-1], right=True, out_int32=True)

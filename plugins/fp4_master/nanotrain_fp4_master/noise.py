@@ -3,7 +3,7 @@
 Each is a hash of a counter, so a rank computes those of its own elements alone: every layout rounds alike,
 and so do CPU and GPU.
 
-Source: the finaliser of SplitMix64: Steele, Lea and Flood, "Fast Splittable Pseudorandom Number
+Source: the finalizer of SplitMix64: Steele, Lea and Flood, "Fast Splittable Pseudorandom Number
 Generators", 2014.
 """
 
@@ -18,7 +18,7 @@ import torch
 from nanotrain_core.api import CheckpointError
 from nanotrain_core.api.torch import Piece, stream_seed
 
-#: The odd number next to 2^64 over the golden ratio, and the two multipliers of the finaliser, as signed
+#: The odd number next to 2^64 over the golden ratio, and the two multipliers of the finalizer, as signed
 #: integers.
 GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 FIRST, SECOND = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64

@@ -36,7 +36,7 @@ def nearest(x: torch.Tensor) -> torch.Tensor:
     return ((x / apart).round() * apart).clamp(-LARGEST, LARGEST)
 
 
-def neighbours(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def neighbors(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the E2M1 numbers on either side of ``x``, that towards 0 first; the same one twice at 6."""
     magnitude = x.abs().clamp(max=LARGEST)
     apart = step(magnitude)

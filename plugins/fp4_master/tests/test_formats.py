@@ -43,11 +43,11 @@ def test_codes_and_numbers_are_one_another():
 
 
 @pytest.mark.parametrize("form", [nvfp4, nf4])
-def test_neighbours_are_next_to_each_other_and_around_the_number(form):
+def test_neighbors_are_next_to_each_other_and_around_the_number(form):
     numbers = sorted({*nvfp4.from_codes(torch.arange(16)).tolist()} if form is nvfp4 else nf4.LEVELS)
     x = torch.rand(10_000, generator=torch.Generator().manual_seed(1)) * 2 - 1
     x = torch.cat([x * form.LARGEST, torch.tensor(numbers)])
-    inner, outer = (found.tolist() for found in form.neighbours(x))
+    inner, outer = (found.tolist() for found in form.neighbors(x))
     places = {number: place for place, number in enumerate(numbers)}
     for number, one, other in zip(x.tolist(), inner, outer, strict=True):
         assert min(one, other) <= number <= max(one, other)

@@ -51,7 +51,7 @@ def test_beside_a_remainder_the_parameter_is_the_nearest_bfloat16_number():
     value = numbers(1000, 64, seed=3)
     _, master = master_of(torch.zeros(1000, 64), "bf16", "remainder")
     master.store(value)
-    middle = bits(value) & 0xFFFF == 0x8000  # where either neighbour is as near
+    middle = bits(value) & 0xFFFF == 0x8000  # where either neighbor is as near
     assert torch.equal(master.weight[~middle], value.bfloat16()[~middle])
     ties = torch.tensor([[1.0 + 2**-8, 1.0 + 3 * 2**-8, -1.0 - 2**-8]])
     _, master = master_of(torch.zeros(1, 3), "bf16", "remainder")

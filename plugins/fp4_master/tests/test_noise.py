@@ -117,7 +117,7 @@ def test_without_blocks_no_split_is_refused(variant):
         master_of(numbers(*placement.shape), "bf16", variant, placement=placement)
 
 
-def test_numbers_are_spread_evenly_and_follow_no_neighbour():
+def test_numbers_are_spread_evenly_and_follow_no_neighbor():
     found = uniform(torch.arange(2**18), key=12345).double()
     assert found.min() >= 0
     assert found.max() < 1

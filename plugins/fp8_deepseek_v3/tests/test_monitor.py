@@ -309,7 +309,7 @@ def test_every_operand_of_every_fp8_module_is_told_of_on_watched_steps(tmp_path,
 
 
 def test_figures_that_arrive_a_logged_step_late_are_of_the_step_that_was_watched(tmp_path):
-    """As on a GPU. They were labelled with the step that was watched when they arrived."""
+    """As on a GPU. They were labeled with the step that was watched when they arrived."""
     case = Case("monitor", use="fp8", config={"every": 2}, overrides=WITH_FP8)
     found = []
     for late in (False, True):

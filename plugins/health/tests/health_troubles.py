@@ -99,7 +99,7 @@ TROUBLES = {
     "lr / 1000": Trouble("times too small", {"optimizer": {"lr": 3e-6}}),
     "dead layer": Trouble("layers.1 is dead", plant=kill_layer),
     "fp16 overflow": Trouble("with fp16 take bf16", {"precision": {"use": "fp16"}}, overflow),
-    "starved expert": Trouble(".router (and 1 more) starve", {"model": {**ROUTED, "favoured": 4}}),
+    "starved expert": Trouble(".router (and 1 more) starve", {"model": {**ROUTED, "favored": 4}}),
     "collapsed attention": Trouble("has collapsed", plant=sharpen),
     "wrong mask": Trouble("sees the future", plant=unmask),
     "targets not shifted": Trouble("not shifted by one", plant=copy_targets),

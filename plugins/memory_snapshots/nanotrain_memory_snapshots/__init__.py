@@ -34,7 +34,7 @@ class MemorySnapshotsConfig:
     keep: int = attrs.field(default=2, validator=Range(2, 16))
     """Number of newest snapshots that each rank keeps. There is memory for one more, which is being
     written."""
-    neighbour: bool = True
+    neighbor: bool = True
     """Also keep each rank's snapshots at another rank, on another host if there are several: without it,
     the snapshots of a lost host are lost. Twice the memory."""
     folder: str = "/dev/shm"
@@ -47,7 +47,7 @@ METRICS = (
         unit="s",
         group="reliability",
         reduce="max",
-        summary="time until the last memory snapshot was sealed here and at the neighbour, slowest rank",
+        summary="time until the last memory snapshot was sealed here and at the neighbor, slowest rank",
     ),
     Metric(
         name="snapshots/blocked",
@@ -64,11 +64,11 @@ METRICS = (
         summary="steps repeated after the last restart that resumed from memory snapshots",
     ),
     Metric(
-        name="recovery/from_neighbours",
+        name="recovery/from_neighbors",
         unit="1",
         group="reliability",
         reduce="max",
-        summary="ranks whose neighbour's copy of the memory snapshot was needed at that restart",
+        summary="ranks whose neighbor's copy of the memory snapshot was needed at that restart",
     ),
 )
 

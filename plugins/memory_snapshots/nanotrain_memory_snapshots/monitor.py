@@ -31,9 +31,7 @@ from nanotrain_memory_snapshots.space import missing
 from nanotrain_memory_snapshots.writing import Places, Writing
 
 #: Advice if there is not enough memory.
-ADVICE = (
-    "give hosts a larger one, name another in `folder`, set `neighbour = false`, or leave the monitor out"
-)
+ADVICE = "give hosts a larger one, name another in `folder`, set `neighbor = false`, or leave the monitor out"
 log = structlog.get_logger("nanotrain.memory_snapshots")
 
 
@@ -98,7 +96,7 @@ class MemorySnapshots(Monitor):
             else:
                 lost, copies = self.found.steps_lost, self.found.from_copies
                 step = self.found.moment.step
-                log.info("restored from memory", step=step, steps_lost=lost, from_neighbours=copies)
+                log.info("restored from memory", step=step, steps_lost=lost, from_neighbors=copies)
         return None if self.found is None else self.found.state
 
     # --- the run ----------------------------------------------------------------------------------
@@ -110,7 +108,7 @@ class MemorySnapshots(Monitor):
             return
         mesh = run.mesh
         hosts: list[str] = mesh.gather(ring.host())
-        further = ring.distance(hosts) if self.config.neighbour and mesh.world_size > 1 else 0
+        further = ring.distance(hosts) if self.config.neighbor and mesh.world_size > 1 else 0
         to, source = ((mesh.rank + sign * further) % mesh.world_size for sign in (1, -1))
         _agree(mesh, lambda: places.make_folder(self.folder))
         self.restore.delete_at_end(self.folder)
@@ -124,13 +122,13 @@ class MemorySnapshots(Monitor):
         _agree(mesh, lambda: self._make_room(rooms, wanted))
         self.life: str = mesh.gather(uuid.uuid4().hex)[0]
         if further and hosts[to] == hosts[mesh.rank] and len(set(hosts)) > 1:
-            log.warning("the neighbour with this rank's memory snapshots is on the same host", neighbour=to)
-        # Last: from here on each rank waits for its neighbour's messages.
+            log.warning("the neighbor with this rank's memory snapshots is on the same host", neighbor=to)
+        # Last: from here on each rank waits for its neighbor's messages.
         self.places = Places(mesh.rank, own, others, self.group if further else None, to, source)
         self.rollbacks = self.found.moment.rollbacks if self.found is not None else 0
         if self.found is not None and run.rank == 0:
             run.metrics.scalar("recovery/steps_lost", float(self.found.steps_lost))
-            run.metrics.scalar("recovery/from_neighbours", float(self.found.from_copies))
+            run.metrics.scalar("recovery/from_neighbors", float(self.found.from_copies))
 
     def _delete_others(self, machines: list[str]) -> None:
         """Keep only the restored snapshots on this host: later nothing else may be mistaken for them."""

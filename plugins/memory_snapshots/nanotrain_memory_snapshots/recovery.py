@@ -1,6 +1,6 @@
 """Restarted ranks agree on the newest moment that all of them can restore, and restore it.
 
-A moment is usable if every rank's snapshot of it is intact somewhere: in its own folder, at its neighbour, or
+A moment is usable if every rank's snapshot of it is intact somewhere: in its own folder, at its neighbor, or
 left on a host by ranks with other numbers.
 """
 
@@ -123,7 +123,7 @@ class Found:
     moment: Moment
     steps_lost: int
     from_copies: int
-    """Ranks whose own snapshot was missing, and that used their neighbour's copy."""
+    """Ranks whose own snapshot was missing, and that used their neighbor's copy."""
 
 
 def go_back(

@@ -25,9 +25,9 @@ def host() -> str:
 
 
 def distance(hosts: Sequence[str]) -> int:
-    """Return the smallest ring distance at which every rank's neighbour is on another host.
+    """Return the smallest ring distance at which every rank's neighbor is on another host.
 
-    If there is none, the neighbour is the next rank.
+    If there is none, the neighbor is the next rank.
 
     Args:
         hosts: of each rank.

@@ -21,7 +21,7 @@ from nanotrain_memory_snapshots.seal import LARGEST, Moment, Seal, parse
 
 #: Bytes before those of the snapshot: the run's progress, as rollbacks and steps.
 HEAD = 64
-#: Names of the slots of a rank's own snapshots, and of its neighbour's.
+#: Names of the slots of a rank's own snapshots, and of its neighbor's.
 OWN, OTHER = "own", "other"
 _REACHED = struct.Struct("<qq")
 

@@ -26,9 +26,9 @@ class Places:
     rank: int
     own: list[Slot]
     others: list[Slot]
-    """For the rank whose neighbour this one is."""
+    """For the rank whose neighbor this one is."""
     group: Any = None
-    """None without a neighbour."""
+    """None without a neighbor."""
     to: int = 0
     source: int = 0
 

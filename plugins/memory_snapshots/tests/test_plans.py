@@ -36,11 +36,11 @@ def test_its_own_comes_before_a_copy_on_the_same_host():
 
 def test_a_step_that_one_rank_has_not_finished_is_none():
     seen = [BOTH[0], [each for each in BOTH[1] if each.moment.step == 4]]
-    assert newest(seen) == (0, 5, [0, 0])  # its neighbour has it
+    assert newest(seen) == (0, 5, [0, 0])  # its neighbor has it
     assert newest([[h for h in each if (h.of, h.moment.step) != (1, 5)] for each in BOTH]) == (0, 4, [0, 1])
 
 
-def test_a_host_that_lost_its_memory_gets_what_its_neighbour_has():
+def test_a_host_that_lost_its_memory_gets_what_its_neighbor_has():
     assert newest([BOTH[0], []]) == (0, 5, [0, 0])
     assert newest([[], []]) is None
 
@@ -51,7 +51,7 @@ def test_ranks_that_have_changed_hosts_read_what_is_there():
     assert newest(seen) == (0, 5, [1, 0])
 
 
-def test_what_is_damaged_is_taken_from_the_neighbour_and_then_from_the_step_before():
+def test_what_is_damaged_is_taken_from_the_neighbor_and_then_from_the_step_before():
     bad = {BOTH[1][3].place}
     assert newest(BOTH, bad=bad) == (0, 5, [0, 0])
     assert newest(BOTH, bad=bad | {BOTH[0][3].place}) == (0, 4, [0, 1])
@@ -73,7 +73,7 @@ def test_snapshots_of_one_step_by_different_processes_are_not_mixed():
     assert newest([[*BOTH[0], held(0, 6, 0)], [*BOTH[1], other]]) == (0, 5, [0, 1])
 
 
-def test_a_neighbour_is_on_another_host_where_there_are_several():
+def test_a_neighbor_is_on_another_host_where_there_are_several():
     assert ring.distance(["a"] * 4) == 1
     assert ring.distance(["a", "a", "b", "b"]) == 2
     assert ring.distance(["a", "a", "b", "b", "c", "c"]) == 2

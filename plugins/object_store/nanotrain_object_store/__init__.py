@@ -63,7 +63,7 @@ METRICS = (
         unit="1",
         group="reliability",
         reduce="last",
-        summary="checkpoints so far that were skipped in favour of a newer one",
+        summary="checkpoints so far that were skipped in favor of a newer one",
     ),
 )
 

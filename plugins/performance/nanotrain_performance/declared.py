@@ -206,7 +206,7 @@ PIPELINE: tuple[Metric, ...] = (
 
 _device = partial(of_ranks, group="device")
 DEVICE: tuple[Metric, ...] = (
-    *_device("device/utilisation", "fraction of the time in which a kernel ran", unit="1"),
+    *_device("device/utilization", "fraction of the time in which a kernel ran", unit="1"),
     *_device("device/memory", "GPU memory in use, by all programs", unit="MiB"),
     *_device("device/power", "power draw", unit="W"),
     *_device(

@@ -61,7 +61,7 @@ class Sampler(threading.Thread):
         """
         nvml, handle = self.nvml, self.handle
         readings: dict[str, Any] = {
-            "utilisation": lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100,
+            "utilization": lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100,
             "memory": lambda: nvml.nvmlDeviceGetMemoryInfo(handle).used / MiB,
             "power": lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000,
             "temperature": lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),

@@ -14,7 +14,7 @@ from structlog.testing import capture_logs
 GPU = torch.device("cuda", 0)
 
 
-READINGS = {"utilisation": 0.75, "memory": 3072.0, "power": 100.0, "temperature": 61.0}
+READINGS = {"utilization": 0.75, "memory": 3072.0, "power": 100.0, "temperature": 61.0}
 
 
 class NotTold(Exception):
@@ -75,7 +75,7 @@ def test_what_a_thread_reads_is_published_in_logged_steps(gpu):
     while not told and time.monotonic() < until:
         time.sleep(0.01)
         monitor.on_step(None)
-    assert ("device/utilisation/{over}", 0.75) in told
+    assert ("device/utilization/{over}", 0.75) in told
     monitor.on_end(None)
     assert monitor.sampler is None
 

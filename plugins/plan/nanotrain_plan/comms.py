@@ -51,7 +51,7 @@ def axis_of(ranks: Sequence[int], layout: Layout, *, of_experts: bool = False) -
 def ranks_along(axis: str, op: str, layout: Layout) -> tuple[int, ...]:
     """Return ranks, the first one's, that a collective of an axis takes in: the other way of :func:`axis_of`.
 
-    Of a pipeline, a message takes in two neighbours, and what is summed the first and the last stage.
+    Of a pipeline, a message takes in two neighbors, and what is summed the first and the last stage.
     """
     if axis in ("world", "other"):
         return tuple(range(layout.world_size))

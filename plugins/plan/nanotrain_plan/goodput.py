@@ -102,8 +102,8 @@ def simulated_goodput(interval: float, failures: Failures, *, runs: int, seed: i
 
 def best_interval(failures: Failures, *, runs: int, seed: int) -> Goodput:
     """Return the interval with the highest simulated goodput, of a grid around Daly's, by the same draws."""
-    centre = max(daly(failures), 1e-3)
-    found = [of_interval(centre * 2 ** (step / 4), failures, runs=runs, seed=seed) for step in range(-8, 9)]
+    center = max(daly(failures), 1e-3)
+    found = [of_interval(center * 2 ** (step / 4), failures, runs=runs, seed=seed) for step in range(-8, 9)]
     return max(found, key=lambda each: (each.simulated, -each.interval))
 
 

@@ -19,7 +19,7 @@ from nanotrain_plan.show import HOLDERS, show
 WIDTH, ROW = 1100, 22
 
 #: Of holders of memory, in their order; and of a timeline's actions.
-COLOURS = ("#4c78a8", "#72b7b2", "#54a24b", "#eeca3b", "#f58518", "#b279a2", "#e45756")
+COLORS = ("#4c78a8", "#72b7b2", "#54a24b", "#eeca3b", "#f58518", "#b279a2", "#e45756")
 ACTIONS = {"F": "#4c78a8", "B": "#f58518", "W": "#54a24b"}
 
 STYLE = """
@@ -42,7 +42,7 @@ def page(plan: Plan, advice: Sequence[Advice] | None) -> str:
     body = [
         f"<h1>{name} on {plan.ranks} x {escape(plan.hardware.name)}</h1>",
         "<h2>Memory of each pipeline rank at its peak</h2>",
-        _keys(dict(zip(HOLDERS, COLOURS, strict=True))),
+        _keys(dict(zip(HOLDERS, COLORS, strict=True))),
         "".join(_memory(plan)),
         f"<h2>A step of {duration(plan.time.pipeline)}, bubble {plan.time.bubble:.1%}</h2>",
         _keys({"forward": ACTIONS["F"], "backward": ACTIONS["B"], "weight gradients": ACTIONS["W"]}),
@@ -55,8 +55,8 @@ def page(plan: Plan, advice: Sequence[Advice] | None) -> str:
     return f"<!doctype html><html lang=en><head>{head}</head><body>{''.join(body)}</body></html>\n"
 
 
-def _keys(colours: dict[str, str]) -> str:
-    spans = [f'<span class=key><i style="background:{c}"></i>{name}</span>' for name, c in colours.items()]
+def _keys(colors: dict[str, str]) -> str:
+    spans = [f'<span class=key><i style="background:{c}"></i>{name}</span>' for name, c in colors.items()]
     return f"<p>{''.join(spans)}</p>"
 
 
@@ -76,10 +76,10 @@ def _memory(plan: Plan) -> Iterator[str]:
 def _bar(rank: RankMemory, y: int, scale: float) -> Iterator[str]:
     yield f'<text x="0" y="{y + 15}">pp {rank.pp_rank}</text>'
     x = 60.0
-    for holder, colour in zip(HOLDERS, COLOURS, strict=True):
+    for holder, color in zip(HOLDERS, COLORS, strict=True):
         wide = rank.held.get(holder, 0) * scale
         title = f"<title>{holder}: {size(rank.held.get(holder, 0))}</title>"
-        yield f'<rect x="{x:.1f}" y="{y + 3}" width="{wide:.1f}" height="{ROW - 6}" fill="{colour}">'
+        yield f'<rect x="{x:.1f}" y="{y + 3}" width="{wide:.1f}" height="{ROW - 6}" fill="{color}">'
         yield f"{title}</rect>"
         x += wide
     yield f'<text x="{x + 6:.1f}" y="{y + 15}">{size(rank.peak)} at {escape(rank.where)}</text>'
@@ -94,8 +94,8 @@ def _timeline(plan: Plan) -> Iterator[str]:
         yield f'<text x="0" y="{y + 15}">pp {number}</text>'
         for slot in row:
             x, wide = 60 + slot.start * scale, max(0.4, (slot.end - slot.start) * scale - 0.3)
-            colour = ACTIONS[slot.action.kind]
+            color = ACTIONS[slot.action.kind]
             title = f"<title>{slot.action}: {duration(slot.end - slot.start)}</title>"
-            yield f'<rect x="{x:.2f}" y="{y + 2}" width="{wide:.2f}" height="{ROW - 4}" fill="{colour}">'
+            yield f'<rect x="{x:.2f}" y="{y + 2}" width="{wide:.2f}" height="{ROW - 4}" fill="{color}">'
             yield f"{title}</rect>"
     yield "</svg>"

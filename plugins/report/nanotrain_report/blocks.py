@@ -79,10 +79,10 @@ class Pre:
 
 @attrs.define(frozen=True)
 class Key:
-    """A colour and what it stands for."""
+    """A color and what it stands for."""
 
     label: str
-    colour: str
+    color: str
     line: bool = True
 
 

@@ -1,7 +1,7 @@
-"""Figures of bokeh: curves, stacks, heat maps and timelines, with colours that a style sheet sets.
+"""Figures of bokeh: curves, stacks, heat maps and timelines, with colors that a style sheet sets.
 
-Axes, grids and labels take their colours from CSS (``--bk-...``), so that one file serves a light and a dark
-page. Glyphs cannot: their colours are chosen to be legible on both.
+Axes, grids and labels take their colors from CSS (``--bk-...``), so that one file serves a light and a dark
+page. Glyphs cannot: their colors are chosen to be legible on both.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from nanotrain_report.families import Line, Steps, Values
 from nanotrain_report.pointer import Series, tell_values, tip_box, tip_row
 from nanotrain_report.sampling import grid, narrow, thin
 
-#: Of curves: legible on white and on black, and told apart by people who do not see all colours.
-COLOURS = ("#3f83c9", "#d9822b", "#2f9e7d", "#c2548d", "#8a6fd1", "#a08a2c", "#3aa0b5", "#c25b4e")
+#: Of curves: legible on white and on black, and told apart by people who do not see all colors.
+COLORS = ("#3f83c9", "#d9822b", "#2f9e7d", "#c2548d", "#8a6fd1", "#a08a2c", "#3aa0b5", "#c25b4e")
 WARN, BAD, SEAM = "#d9972b", "#d1495b", "#8a8f98"
 #: Lines that keep a legend readable; more are a heat map.
 MOST_LINES = 8
@@ -42,7 +42,7 @@ class Mark:
     """A step at which something happened: a dashed line through every curve."""
 
     step: int
-    colour: str = SEAM
+    color: str = SEAM
 
 
 def frame(
@@ -117,16 +117,16 @@ def curves(
         source = ColumnDataSource({"x": steps, "y": narrow(shown)})
         if each.dots or len(steps) == 1:
             chart.scatter(
-                "x", "y", source=source, size=6, color=each.colour, alpha=each.alpha, name=each.label
+                "x", "y", source=source, size=6, color=each.color, alpha=each.alpha, name=each.label
             )
             if len(steps) > 1:
-                chart.line("x", "y", source=source, color=each.colour, line_width=1, alpha=0.5 * each.alpha)
+                chart.line("x", "y", source=source, color=each.color, line_width=1, alpha=0.5 * each.alpha)
         else:
             chart.line(
                 "x",
                 "y",
                 source=source,
-                color=each.colour,
+                color=each.color,
                 line_width=each.width,
                 alpha=each.alpha,
                 name=each.label,
@@ -159,7 +159,7 @@ def _limits(chart: figure, series: Sequence[Series], rule: Rule | None) -> None:
         (rule.bad_below, rule.warn_below, WARN),
         (None, rule.bad_below, BAD),
     ]
-    for bottom, top, colour in bands:
+    for bottom, top, color in bands:
         if bottom is None and top is None:
             continue
         if (bottom is not None and bottom > high) or (top is not None and top < low):
@@ -169,7 +169,7 @@ def _limits(chart: figure, series: Sequence[Series], rule: Rule | None) -> None:
         ):
             continue
         chart.add_layout(
-            BoxAnnotation(bottom=bottom, top=top, fill_color=colour, fill_alpha=0.1, line_alpha=0)
+            BoxAnnotation(bottom=bottom, top=top, fill_color=color, fill_alpha=0.1, line_alpha=0)
         )
 
 
@@ -178,7 +178,7 @@ def _marks(chart: figure, marks: Iterable[Mark]) -> None:
         line = Span(
             location=mark.step + 0.5,
             dimension="height",
-            line_color=mark.colour,
+            line_color=mark.color,
             line_dash="dashed",
             line_width=1.2,
         )
@@ -204,15 +204,15 @@ def stack(parts: Sequence[Line], *, unit: str, marks: Iterable[Mark] = ()) -> fi
     source = ColumnDataSource(data)
     drawn = []
     for number, part in enumerate(parts):
-        colour = COLOURS[number % len(COLOURS)]
+        color = COLORS[number % len(COLORS)]
         drawn.append(
             chart.varea(
-                "x", f"from{number}", f"to{number}", source=source, color=colour, alpha=0.75, name=part.label
+                "x", f"from{number}", f"to{number}", source=source, color=color, alpha=0.75, name=part.label
             )
         )
     line = chart.line("x", f"to{len(parts) - 1}", source=source, line_alpha=0)
     told = reversed([*enumerate(parts)])  # as they lie
-    rows = "".join(tip_row(p.label, f"@own{n}{{0.[0000]}}", COLOURS[n % len(COLOURS)]) for n, p in told)
+    rows = "".join(tip_row(p.label, f"@own{n}{{0.[0000]}}", COLORS[n % len(COLORS)]) for n, p in told)
     chart.add_tools(HoverTool(renderers=[line], mode="vline", tooltips=tip_box(rows)))
     chart.y_range.start = 0
     _marks(chart, marks)
@@ -232,22 +232,22 @@ def heat(
     palette: Sequence[str],
     log: bool = False,
     lowest: bool = False,
-    centre: float | None = None,
+    center: float | None = None,
 ) -> tuple[figure, tuple[float, float]]:
-    """Return a heat map, a row for each curve, and the values of its first and last colour.
+    """Return a heat map, a row for each curve, and the values of its first and last color.
 
     Args:
-        centre: the value of the palette's middle, as 1 of a ratio.
-        log: whether colours follow the logarithm.
+        center: the value of the palette's middle, as 1 of a ratio.
+        log: whether colors follow the logarithm.
     """
     from bokeh.models import LinearColorMapper, LogColorMapper
 
     cells, edges = grid(lines, lowest=lowest)
     finite = cells[np.isfinite(cells) & ((cells > 0) | (not log))]
     low, high = (float(finite.min()), float(finite.max())) if len(finite) else (0.0, 1.0)
-    if centre is not None:
-        reach = max(high - centre, centre - low, 1e-9)
-        low, high = centre - reach, centre + reach
+    if center is not None:
+        reach = max(high - center, center - low, 1e-9)
+        low, high = center - reach, center + reach
     if low == high:
         low, high = (low / 1.1, high * 1.1) if log else (low - 0.5, high + 0.5)
     mapper = (LogColorMapper if log else LinearColorMapper)(

@@ -8,7 +8,7 @@ import numpy as np
 from bokeh.palettes import cividis
 
 from nanotrain_report.blocks import Chart, Key
-from nanotrain_report.charts import COLOURS, MOST_LINES, SEAM, Mark, curves, heat
+from nanotrain_report.charts import COLORS, MOST_LINES, SEAM, Mark, curves, heat
 from nanotrain_report.families import Family, Line, as_arrays
 from nanotrain_report.folder import Shown
 from nanotrain_report.number_format import capital, plural, quantity
@@ -23,8 +23,8 @@ SMOOTHED_FROM = 60
 
 
 def marks_of(each: Shown, *, alone: bool = True) -> list[Mark]:
-    """Return a mark where each attempt but the first begins, in the run's colour if there are several."""
-    return [Mark(seam.step, SEAM if alone else each.colour) for seam in each.run.history.seams]
+    """Return a mark where each attempt but the first begins, in the run's color if there are several."""
+    return [Mark(seam.step, SEAM if alone else each.color) for seam in each.run.history.seams]
 
 
 def family_charts(shown: Sequence[Shown], name: str, *, wide: bool = False) -> list[Chart]:
@@ -56,7 +56,7 @@ def single(owners: Sequence[tuple[Shown, Family]], *, wide: bool = False) -> Cha
         title=lines[0].name,
         figure=chart,
         note=_note(metric.summary, metric.unit),
-        keys=[] if alone else [Key(each.label, each.colour) for each, _ in owners],
+        keys=[] if alone else [Key(each.label, each.color) for each, _ in owners],
         words="; ".join(in_words(line, metric.unit) for line in lines),
         wide=wide,
         names=[line.name for line in lines],
@@ -70,14 +70,14 @@ def line_of(each: Shown, line: Line, *, alone: bool, smoothed: bool = True) -> l
     for abandoned in each.run.history.abandoned.values():
         if line.name in abandoned:
             found.append(
-                Series("given up", *as_arrays(abandoned[line.name]), each.colour, 1.2, 0.35, hover=False)
+                Series("given up", *as_arrays(abandoned[line.name]), each.color, 1.2, 0.35, hover=False)
             )
     many = smoothed and len(line.steps) >= SMOOTHED_FROM and rough(line)
-    raw = Series(label, line.steps, line.values, each.colour, 1.0 if many else 1.7, 0.3 if many else 1.0)
+    raw = Series(label, line.steps, line.values, each.color, 1.0 if many else 1.7, 0.3 if many else 1.0)
     found.append(raw)
     if many:
         averaged = smooth(line.values, max(7, len(line.steps) // 40))
-        found.append(Series(f"{label}, median around it", line.steps, averaged, each.colour, 1.9))
+        found.append(Series(f"{label}, median around it", line.steps, averaged, each.color, 1.9))
     return found
 
 
@@ -102,10 +102,10 @@ def several(each: Shown, family: Family, *, alone: bool) -> Chart:
     names = [line.name for line in lines]
     if len(lines) <= MOST_LINES:
         series = [
-            Series(line.label, line.steps, line.values, COLOURS[n % len(COLOURS)])
+            Series(line.label, line.steps, line.values, COLORS[n % len(COLORS)])
             for n, line in enumerate(lines)
         ]
-        keys = [Key(one.label, one.colour) for one in series] if len(series) > 1 else []
+        keys = [Key(one.label, one.color) for one in series] if len(series) > 1 else []
         drawn = curves(series, unit=metric.unit, log=wants_log(lines), rule=metric.rule, marks=marks_of(each))
         return Chart(title, drawn, note, keys, words=words, names=names)
     log = wants_log(lines)
@@ -113,7 +113,7 @@ def several(each: Shown, family: Family, *, alone: bool) -> Chart:
     lowest = rule is not None and rule.warn_above is None and rule.bad_above is None
     drawn, (low, high) = heat(lines, unit=metric.unit, palette=MAP, log=log, lowest=lowest)
     ramp = (quantity(low, metric.unit), gradient(MAP), quantity(high, metric.unit))
-    scale = "Colours follow the logarithm; " if log else ""
+    scale = "Colors follow the logarithm; " if log else ""
     cell = "a cell" if log else "A cell"
     which = "smallest" if lowest else "largest"
     note = f"{note} {scale}{cell} has the {which} value of its steps.".replace("  ", " ")

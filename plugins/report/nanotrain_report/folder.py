@@ -148,7 +148,7 @@ class Shown:
 
     run: RunFolder
     label: str
-    colour: str = ""
+    color: str = ""
 
 
 def open_run(path: Path) -> RunFolder:

@@ -14,7 +14,7 @@ from markupsafe import Markup
 
 from nanotrain_report import about
 from nanotrain_report.blocks import Chart, Section
-from nanotrain_report.charts import COLOURS
+from nanotrain_report.charts import COLORS
 from nanotrain_report.findings import health, open_findings
 from nanotrain_report.folder import RunFolder, Shown
 from nanotrain_report.number_format import moment, plural
@@ -37,7 +37,7 @@ def page(runs: Sequence[RunFolder], *, live: bool = False, verify: bool = False)
         verify: whether checkpoints are read from end to end.
     """
     shown = [
-        Shown(run, label, COLOURS[n % len(COLOURS)])
+        Shown(run, label, COLORS[n % len(COLORS)])
         for n, (run, label) in enumerate(zip(runs, labels(runs), strict=True))
     ]
     items, folders = list[str](), [str(run.path) for run in runs]
@@ -50,7 +50,7 @@ def page(runs: Sequence[RunFolder], *, live: bool = False, verify: bool = False)
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     template = environment.from_string(_text("page.html.jinja"))
-    told = [{"label": each.label, "colour": each.colour, **first_screen(each.run)} for each in shown]
+    told = [{"label": each.label, "color": each.color, **first_screen(each.run)} for each in shown]
     # The template draws charts in order and calls `add` on the way; their data follows the text.
     given: dict[str, Any] = {
         "title": " and ".join(each.label for each in shown) if len(shown) < 4 else plural(len(shown), "run"),

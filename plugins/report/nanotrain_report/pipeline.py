@@ -19,12 +19,12 @@ from nanotrain_core.api import (
     simulate,
 )
 from nanotrain_report.blocks import Block, Chart, Key, Missing
-from nanotrain_report.charts import COLOURS, frame
+from nanotrain_report.charts import COLORS, frame
 from nanotrain_report.folder import Shown
 from nanotrain_report.number_format import share
 
-KINDS = {"F": ("forward", COLOURS[0]), "B": ("backward", COLOURS[1]), "W": ("weight gradients", COLOURS[2])}
-#: Actions up to which each is labelled with its microbatch.
+KINDS = {"F": ("forward", COLORS[0]), "B": ("backward", COLORS[1]), "W": ("weight gradients", COLORS[2])}
+#: Actions up to which each is labeled with its microbatch.
 MOST_LABELS = 160
 
 
@@ -55,7 +55,7 @@ def timeline_of(each: Shown, *, alone: bool) -> list[Block]:
     ideal = f"Bubble {share(timeline.bubble())} on paper{measured}."
     note = f"{ideal} On paper a forward takes one unit of time and a backward two; numbers are microbatches."
     kinds = {slot.action.kind for row in timeline.rows for slot in row}
-    keys = [Key(name, colour) for kind, (name, colour) in KINDS.items() if kind in kinds]
+    keys = [Key(name, color) for kind, (name, color) in KINDS.items() if kind in kinds]
     return [Chart(title, draw(timeline), note, keys, words=note, wide=True, names=("schedule",))]
 
 
@@ -69,7 +69,7 @@ def draw(timeline: Timeline) -> "figure":  # type: ignore[name-defined] # noqa: 
             "right": [slot.end for _, slot in slots],
             "middle": [(slot.start + slot.end) / 2 for _, slot in slots],
             "row": [rank + 0.5 for rank, _ in slots],
-            "colour": [KINDS[slot.action.kind][1] for _, slot in slots],
+            "color": [KINDS[slot.action.kind][1] for _, slot in slots],
             # The later one of a rank's stages is paler, as in papers on interleaved schedules.
             "alpha": [0.9 - 0.45 * (_place(timeline, rank, slot.action.stage) % 2) for rank, slot in slots],
             "text": [str(slot.action.microbatch) for _, slot in slots],
@@ -86,7 +86,7 @@ def draw(timeline: Timeline) -> "figure":  # type: ignore[name-defined] # noqa: 
         left="left",
         right="right",
         height=0.82,
-        color="colour",
+        color="color",
         fill_alpha="alpha",
         line_alpha=0,
         source=source,

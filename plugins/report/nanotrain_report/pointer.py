@@ -25,7 +25,7 @@ class Series:
     label: str
     steps: Steps
     values: Values
-    colour: str
+    color: str
     width: float = 1.6
     alpha: float = 1.0
     dots: bool = False
@@ -44,7 +44,7 @@ def tell_values(chart: figure, series: Sequence[Series], *, log: bool) -> None:
         at = np.clip(np.searchsorted(each.steps, steps, side="right") - 1, 0, None)
         values = np.where((steps >= each.steps[0]) & (steps <= each.steps[-1]), each.values[at], np.nan)
         data[f"y{number}"] = narrow(values)
-        rows += tip_row(each.label, f"@y{number}{{0.[00000]}}", each.colour)
+        rows += tip_row(each.label, f"@y{number}{{0.[00000]}}", each.color)
     finite = data["y0"][np.isfinite(data["y0"]) & ((data["y0"] > 0) | (not log))]
     usual = float(np.median(finite)) if len(finite) else 1.0
     data["y"] = np.where(np.isfinite(data["y0"]) & ((data["y0"] > 0) | (not log)), data["y0"], usual)
@@ -52,9 +52,9 @@ def tell_values(chart: figure, series: Sequence[Series], *, log: bool) -> None:
     chart.add_tools(HoverTool(renderers=[line], mode="vline", tooltips=tip_box(rows), line_policy="nearest"))
 
 
-def tip_row(label: str, value: str, colour: str) -> str:
-    """Return a line of a box: a colour, its name, its value."""
-    chip = f'<i style="display:inline-block;width:9px;height:9px;border-radius:2px;background:{colour}"></i>'
+def tip_row(label: str, value: str, color: str) -> str:
+    """Return a line of a box: a color, its name, its value."""
+    chip = f'<i style="display:inline-block;width:9px;height:9px;border-radius:2px;background:{color}"></i>'
     return f'<div style="white-space:nowrap">{chip} {escape(label)} <b>{value}</b></div>'
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from nanotrain_report.about import checkpoints, continuity, memory_rows
 from nanotrain_report.blocks import Block, Chart, Group, Key, Missing, Section, Table, Text
-from nanotrain_report.charts import COLOURS, curves, stack
+from nanotrain_report.charts import COLORS, curves, stack
 from nanotrain_report.drawing import family_charts, in_words, line_of, marks_of
 from nanotrain_report.experts import load_charts
 from nanotrain_report.families import Family, Line
@@ -78,18 +78,18 @@ class Sections:
             if loss is not None:
                 series += line_of(each, loss, alone=alone)
                 words.append(in_words(loss, "nats"))
-                keys.append(Key("training loss" if alone else each.label, each.colour))
+                keys.append(Key("training loss" if alone else each.label, each.color))
             if held is not None:
-                colour = COLOURS[1] if alone else each.colour
+                color = COLORS[1] if alone else each.color
                 label = "validation loss" if alone else f"{each.label}, validation"
-                series.append(Series(label, held.steps, held.values, colour, dots=True))
+                series.append(Series(label, held.steps, held.values, color, dots=True))
                 words.append(in_words(held, "nats"))
-                keys += [Key(label, colour, line=False)] if alone else []
+                keys += [Key(label, color, line=False)] if alone else []
         terms = [line for name, line in self.shown[0].run.lines.items() if name.startswith("losses/")]
         compared = terms[0] if alone and len(terms) > 1 else None
         if compared is not None:  # validation is of one term alone
-            series.insert(0, Series(compared.name, compared.steps, compared.values, COLOURS[2], 1.4))
-            keys.insert(1, Key(f"{compared.label} alone", COLOURS[2]))
+            series.insert(0, Series(compared.name, compared.steps, compared.values, COLORS[2], 1.4))
+            keys.insert(1, Key(f"{compared.label} alone", COLORS[2]))
         marks = [mark for each in self.shown for mark in marks_of(each, alone=alone)]
         dots = "" if alone else " Dots are validation."
         dashed = " A dashed line: the run went on from there; faint is what it gave up." if marks else ""
@@ -189,7 +189,7 @@ class Sections:
         said = {part.label: float(np.nanmedian(part.values)) if of_step else part.last for part in parts}
         total = sum(said.values())
         keys = [
-            Key(f"{part.label} {share(said[part.label] / total)}", COLOURS[n % len(COLOURS)])
+            Key(f"{part.label} {share(said[part.label] / total)}", COLORS[n % len(COLORS)])
             for n, part in enumerate(parts)
         ]
         self.drawn |= {part.name for part in parts}

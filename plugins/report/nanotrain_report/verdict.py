@@ -123,7 +123,7 @@ def slow(run: RunFolder) -> Answer:
     usual, rate = float(np.nanmedian(seconds.values)), run.line("tokens_per_second")
     detail = f"A step takes {duration(usual)}"
     detail += f", {number(np.nanmedian(rate.values), 4)} tokens/s" if rate is not None else ""
-    detail += _utilisation(run)
+    detail += _utilization(run)
     worst = _worst(run, "time", "speed", "pipeline")
     parts, shares = step_parts(run), dict[str, float]()
     bubble = run.line("bubble")
@@ -168,7 +168,7 @@ def _crowded(run: RunFolder) -> str:
     return f". {here} ranks share {held}: much of what looks like communication is waiting for a core"
 
 
-def _utilisation(run: RunFolder) -> str:
+def _utilization(run: RunFolder) -> str:
     line = next((run.line(name) for name in ("mfu", "speed/mfu") if run.line(name) is not None), None)
     return f", MFU {share(line.last)}" if line is not None else ""
 

@@ -5,7 +5,7 @@ f is a copy in forward and an all-reduce in backward, g the reverse (Megatron-LM
 With sequence parallelism they are an all-gather and a reduce-scatter along the sequence (arXiv 2205.05198,
 section 4.2).
 
-Hooks use the module they are called with, never a parameter captured in ``apply``: materialisation
+Hooks use the module they are called with, never a parameter captured in ``apply``: materialization
 creates new parameters, and a precision may replace the module.
 
 Shapes: B batch, S sequence (its share with sequence parallelism, outside sharded layers: shares may differ by

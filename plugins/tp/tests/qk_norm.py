@@ -1,4 +1,4 @@
-"""A transformer that normalises each head's queries and keys: parameters inside the split region."""
+"""A transformer that normalizes each head's queries and keys: parameters inside the split region."""
 
 from typing import Literal
 
@@ -32,7 +32,7 @@ def build(config):
     from nanotrain_core.layout.roles import Role, tag
     from nanotrain_core.models.transformer import Attention, Transformer
 
-    class Normalised(nn.Module):
+    class Normalized(nn.Module):
         """A linear, then a norm of each head."""
 
         def __init__(self, linear, head_size):
@@ -50,7 +50,7 @@ def build(config):
             built = super().build(part, *ops)
             with torch.device("meta"):
                 for attn in (m for m in built.modules() if isinstance(m, Attention)):
-                    attn.q, attn.k = (Normalised(each, attn.head_size) for each in (attn.q, attn.k))
+                    attn.q, attn.k = (Normalized(each, attn.head_size) for each in (attn.q, attn.k))
             return built
 
     return QKNorm(config)

@@ -111,7 +111,7 @@ class Wandb(Sink):
 
 
 def bins(histogram: Histogram) -> tuple[np.ndarray, np.ndarray]:
-    """Return counts and edges as W&B takes them: neighbours are joined where there are more than it takes."""
+    """Return counts and edges as W&B takes them: neighbors are joined where there are more than it takes."""
     join = -(-len(histogram.counts) // MOST_BINS)
     starts = np.arange(0, len(histogram.counts), join)
     counts = np.add.reduceat(np.asarray(histogram.counts), starts)

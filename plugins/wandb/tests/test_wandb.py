@@ -130,7 +130,7 @@ def test_the_file_holds_what_was_published_through_a_resume_and_a_rollback(sink,
     assert [each.exit.exit_code for each in [*first, *second] if each.HasField("exit")] == [0, 1]
 
 
-def test_bins_beyond_what_is_taken_are_joined_with_their_neighbours():
+def test_bins_beyond_what_is_taken_are_joined_with_their_neighbors():
     edges = tuple(map(float, range(1026)))
     counts, got = bins(Histogram(edges, (1.0,) * 1025, 0, 0, 0))
     assert (len(counts), counts.sum(), got[0], got[-1]) == (342, 1025, 0.0, 1025.0)

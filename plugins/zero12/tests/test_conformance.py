@@ -25,7 +25,7 @@ test_conformance = conformance(case(2, SMALL, {"dp": 2}, "stage2"))
 AFTER_THE_SUM = (
     "first_step_descends",
     "learning_rate_of_each_step",
-    "learning_rate_is_honoured",
+    "learning_rate_is_honored",
     "lost_weights_are_carried_or_refused",
     "resume_is_bit_equal",
     "resumed_twice_is_the_same_run",

@@ -50,7 +50,7 @@ def rows_times_blocks(  # type: ignore[no-untyped-def]
     SEARCHED: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Multiply 128 rows of a group by 128 or 256 of its weight. Neighbours share rows, then the weight."""
+    """Multiply 128 rows of a group by 128 or 256 of its weight. Neighbors share rows, then the weight."""
     blocks = tl.cdiv(N, TILE)
     across = tl.cdiv(blocks, 2) if TWICE else blocks
     tile, block = tl.program_id(0) // across, tl.program_id(0) % across
@@ -255,6 +255,6 @@ def _(
 
 
 def programs_of(down: int, across: int) -> tuple[int, bool]:
-    """Return the number of programs for blocks of 128 x 128, and whether each computes two neighbours."""
+    """Return the number of programs for blocks of 128 x 128, and whether each computes two neighbors."""
     wide = down * ((across + 1) // 2)
     return (wide, True) if across > 1 and wide >= ENOUGH else (down * across, False)

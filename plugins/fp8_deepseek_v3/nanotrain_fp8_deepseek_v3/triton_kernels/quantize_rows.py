@@ -30,7 +30,7 @@ def round_rows(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Round ``ROWS`` tiles. Neighbours in the grid are neighbours in a row; rows beyond R are zeros."""
+    """Round ``ROWS`` tiles. Neighbors in the grid are neighbors in a row; rows beyond R are zeros."""
     tiles = codes_row // TILE
     tile = tl.program_id(0) % tiles
     r = (tl.program_id(0) // tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)

@@ -13,7 +13,7 @@ ATTENTION = (
             warn_above=200,
             bad_above=1000,
             high="attention logits of {where} reach {value}: attention is about to collapse on one token; "
-            "normalise queries and keys, or lower lr",
+            "normalize queries and keys, or lower lr",
         ),
     ),
     at_layers(
@@ -30,7 +30,7 @@ ATTENTION = (
             warn_below=0.1,
             bad_below=0.02,
             low="attention of {where} has collapsed: each query sees about one token (entropy {value} of "
-            "what is possible); lower lr, or normalise queries and keys",
+            "what is possible); lower lr, or normalize queries and keys",
         ),
     ),
 )

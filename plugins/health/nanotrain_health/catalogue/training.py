@@ -8,7 +8,7 @@ FIRST_LAST = Rule(
     warn_below=0.05,
     bad_below=0.01,
     low="{what} hardly reach the first layers: they are {value} of those of the last one; check norms and "
-    "initialisation, lower lr, or warm up for longer",
+    "initialization, lower lr, or warm up for longer",
 )
 
 GRADIENTS = (
@@ -63,7 +63,7 @@ GRADIENTS = (
             warn_below=1e-2,
             bad_below=1e-3,
             low="{where} is dead: its gradient is {value} times that of the median layer, so it learns "
-            "nothing; check its initialisation, its norms, and what is frozen",
+            "nothing; check its initialization, its norms, and what is frozen",
         ),
     ),
     over_weights(
@@ -179,7 +179,7 @@ WEIGHTS = (
         summary="largest norm of a layer over the smallest",
         rule=Rule(
             warn_above=1000,
-            high="weights of one layer are {value} times as large as those of another: check initialisation "
+            high="weights of one layer are {value} times as large as those of another: check initialization "
             "and weight decay",
         ),
     ),

@@ -74,15 +74,15 @@ def tell_apart(probe: Probe, costs: Costs) -> Blocks:
     passes = _passes(first)
     embedding, both = (_stage(first, probe, n, passes) for n in (start, pair))
     alone = {costs.layers[probe.parts[n].first]: _stage(first, probe, n, passes) for n in singles}
-    neighbours = [costs.layers[probe.parts[pair].first + each] for each in (0, 1)]
+    neighbors = [costs.layers[probe.parts[pair].first + each] for each in (0, 1)]
     edge = {}
     for kind, place, split in passes:  # the first and the last microbatch have the ends of any other
         usual = kind, 1, split if (kind, 1, split) in both.work else not split
-        a, b = (alone[cost].work[usual] for cost in neighbours)
+        a, b = (alone[cost].work[usual] for cost in neighbors)
         edge[kind, place, split] = a.plus(b).plus(both.work[usual], -1.0)
     layers = {cost: _without(block, edge) for cost, block in alone.items()}
     common = list(layers)[-1]
-    once = _settle(layers, common, both, neighbours, edge)
+    once = _settle(layers, common, both, neighbors, edge)
     head = _stage(last, probe, len(probe.parts) - 1, _passes(last))
     for key, work in edge.items():
         if key[0] == "F" and key in head.above:
@@ -112,7 +112,7 @@ def _settle(
     layers: dict[float, Block],
     common: float,
     both: Block,
-    neighbours: Sequence[float],
+    neighbors: Sequence[float],
     edge: Mapping[Pass, Work],
 ) -> float:
     """Make the most common layer what it is in a pair, which ran when all that is made once was there.
@@ -120,8 +120,8 @@ def _settle(
     Return the bytes that are made once: buffers of gradient sync.
     """
     block, once = layers[common], 0.0
-    times = neighbours.count(common)
-    other = next((layers[cost] for cost in neighbours if cost != common), None)
+    times = neighbors.count(common)
+    other = next((layers[cost] for cost in neighbors if cost != common), None)
     for key, work in both.work.items():
         own = work.plus(edge[key], -1.0)
         if other is not None:

@@ -1,7 +1,7 @@
 """Dry runs of a few stages, of one or two layers each, from which blocks are told apart.
 
 A rank holds a stage with the embedding alone, one of a single layer for each kind of layer, and one of two
-neighbours; another rank holds the head alone. What a stage of two layers does beyond one of one layer is a
+neighbors; another rank holds the head alone. What a stage of two layers does beyond one of one layer is a
 layer's own; the rest is what any stage does at its ends: messages, and tensors that wait for backward.
 """
 
@@ -49,7 +49,7 @@ class Pieces:
     singles: tuple[int, ...]
     """One of each kind, that of the pair's last."""
     pair: int
-    """The first of two neighbours, none of them in :attr:`singles`."""
+    """The first of two neighbors, none of them in :attr:`singles`."""
 
 
 def choose(costs: Costs) -> Pieces:
@@ -61,10 +61,10 @@ def choose(costs: Costs) -> Pieces:
     layers = costs.layers
     kinds = {cost: [n for n, each in enumerate(layers) if each == cost] for cost in dict.fromkeys(layers)}
     often = sorted(kinds, key=lambda cost: -len(kinds[cost]))
-    neighbours = sorted(
+    neighbors = sorted(
         range(len(layers) - 1), key=lambda n: sum(often.index(layers[each]) for each in (n, n + 1))
     )
-    for first in neighbours:
+    for first in neighbors:
         left = {cost: [n for n in found if n not in (first, first + 1)] for cost, found in kinds.items()}
         if all(left.values()):
             common = min((layers[first], layers[first + 1]), key=often.index)

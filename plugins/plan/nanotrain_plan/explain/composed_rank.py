@@ -132,7 +132,7 @@ def _gradient_dtypes(run: Run) -> list[str]:
 # --- which axis is split over which dimension ----------------------------------------------------------
 
 
-class Neighbours:
+class Neighbors:
     """Placements of other ranks, composed when they are asked for."""
 
     def __init__(self, recipe: Recipe, registry: Registry, layout: Layout, *, host: bool) -> None:

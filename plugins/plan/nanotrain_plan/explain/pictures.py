@@ -1,6 +1,6 @@
 """Drawings: the grid of ranks, blocks of matrices, the pipeline, communication. SVG, and lines of text.
 
-Colours are classes (``c0`` to ``c5``), which the page's style fills for light and dark.
+Colors are classes (``c0`` to ``c5``), which the page's style fills for light and dark.
 """
 
 from __future__ import annotations
@@ -55,15 +55,15 @@ def grid(layout: Layout) -> Picture:
         parts.append(text(0, y * CELL + 27, f"pp {y}" if len(rows) > 1 else ""))
         for x, rank in enumerate(row):
             where = coordinates(layout, rank)
-            colour = _colour(layout, rank)
+            color = _color(layout, rank)
             left, top = 50 + x * CELL, y * CELL + 2
-            parts.append(rect(left, top, CELL - 4, CELL - 4, f"c{colour} cell", f"rank {rank}: {where}"))
+            parts.append(rect(left, top, CELL - 4, CELL - 4, f"c{color} cell", f"rank {rank}: {where}"))
             parts.append(text(left + CELL / 2 - 2, top + 25, str(rank), "middle", "on"))
     for rank in range(min(layout.world_size, MOST)):
         lines.append(f"rank {rank:3}: {coordinates(layout, rank)}")
     if layout.world_size > MOST:
         lines.append(f"... and {layout.world_size - MOST:,} more")
-    title = "Ranks: a row for each pipeline rank, a colour for each place among those that split a matrix"
+    title = "Ranks: a row for each pipeline rank, a color for each place among those that split a matrix"
     return Picture(title, svg(60 + columns * CELL, len(rows) * CELL, parts, title), lines)
 
 
@@ -88,8 +88,8 @@ def coordinates(layout: Layout, rank: int) -> str:
     return " | ".join(filter(None, views)) or "alone"
 
 
-def _colour(layout: Layout, rank: int) -> int:
-    """Return a colour by what of a dense matrix a rank holds: its place along what is no data dimension."""
+def _color(layout: Layout, rank: int) -> int:
+    """Return a color by what of a dense matrix a rank holds: its place along what is no data dimension."""
     dims = [dim for dim in layout.views["dense"].dims if dim not in ("pp", *layout.data_dims)]
     return layout.coordinate(rank, *dims) % 6 if dims else 0
 
@@ -98,7 +98,7 @@ def _colour(layout: Layout, rank: int) -> int:
 
 
 def blocks(rank: int, drawn: Sequence[Alike], others: Mapping[str, Mapping[int, Block]]) -> Picture:
-    """Return matrices with the blocks of a rank and of its neighbours in their places."""
+    """Return matrices with the blocks of a rank and of its neighbors in their places."""
     parts, lines, x, y, high = list[str](), list[str](), 0.0, 0.0, 0.0
     for each in drawn:
         p = each.first.placement
@@ -122,7 +122,7 @@ def blocks(rank: int, drawn: Sequence[Alike], others: Mapping[str, Mapping[int, 
         parts.append(text(x, y + 36 + tall, " x ".join(map(str, p.global_shape)), kind="small"))
         x, high = x + 220, max(high, tall)
     title = (
-        f"Blocks of rank {rank} and of its neighbours, where they lie in the whole tensors (first two axes)"
+        f"Blocks of rank {rank} and of its neighbors, where they lie in the whole tensors (first two axes)"
     )
     return Picture(title, svg(WIDTH, y + high + 50, parts, title), lines)
 

@@ -238,12 +238,12 @@ def _splitters(subject: Subject, dims: Sequence[str]) -> list[Origin | None]:
 def _other_blocks(
     subject: Subject, each: Alike, rank: int
 ) -> dict[int, tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Return rank -> offset and shape of neighbours that hold another block."""
+    """Return rank -> offset and shape of neighbors that hold another block."""
     found = {}
     for dims in each.splits.values():
         for dim in dims:
-            other = subject.neighbours.next_along(rank, dim)
-            theirs = subject.neighbours.placements(other)[each.first.placement.name]
+            other = subject.neighbors.next_along(rank, dim)
+            theirs = subject.neighbors.placements(other)[each.first.placement.name]
             found[other] = theirs.offset, theirs.shape
     return found
 

@@ -10,7 +10,7 @@ import attrs
 from nanotrain_core.api import Layout, PhaseTimeline, Recipe, Registry, Timeline, simulate
 from nanotrain_plan.budget import offloads_state
 from nanotrain_plan.explain.communication import Exchanged, exchanges
-from nanotrain_plan.explain.composed_rank import HeldParameter, Looked, Neighbours, look
+from nanotrain_plan.explain.composed_rank import HeldParameter, Looked, Neighbors, look
 from nanotrain_plan.explain.owners import Owners
 from nanotrain_plan.memory import RankMemory, kept_by_forward, rank_memory
 from nanotrain_plan.number_format import starred
@@ -74,9 +74,9 @@ class Subject:
         return found
 
     @cached_property
-    def neighbours(self) -> Neighbours:
+    def neighbors(self) -> Neighbors:
         """Other ranks' placements."""
-        return Neighbours(self.recipe, self.registry, self.layout, host=self.host)
+        return Neighbors(self.recipe, self.registry, self.layout, host=self.host)
 
     @cached_property
     def _alike(self) -> dict[int, list[Alike]]:
@@ -86,7 +86,7 @@ class Subject:
         """Return a rank's parameters, those of layers that are alike as one."""
         if pp_rank not in self._alike:
             parameters = self.looked(pp_rank).parameters
-            splits = self.neighbours.splits(self.rank(pp_rank), parameters)
+            splits = self.neighbors.splits(self.rank(pp_rank), parameters)
             groups: dict[object, list[HeldParameter]] = {}
             for each in parameters:
                 p = each.placement

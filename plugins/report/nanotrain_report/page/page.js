@@ -3,7 +3,7 @@ const root = document.documentElement;
 const recall = (key) => { try { return sessionStorage.getItem(key) } catch { return null } };
 const keep = (key, value) => { try { sessionStorage.setItem(key, value) } catch { /* a file may not */ } };
 
-// Light or dark: as the system, or as chosen. Figures read their colours from CSS when they are painted.
+// Light or dark: as the system, or as chosen. Figures read their colors from CSS when they are painted.
 const dark = () => root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
 const repaint = () => { for (const view of Object.values(Bokeh.index)) paint(view) };
 const paint = (view) => { view.invalidate_layout?.(); view.request_paint?.("everything"); view.request_repaint?.(); view.repaint?.() };

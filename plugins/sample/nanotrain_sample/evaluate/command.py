@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     if args.task:
         check_installed()
     degrees = degrees_of(args.degree)
-    # The validation split is tokenised by the run's own data: no tokenizer of its own need be known.
+    # The validation split is tokenized by the run's own data: no tokenizer of its own need be known.
     source = find(Path(args.path), args.step, args.tokenizer if scores else "bytes", registry)
     if not scores and "data" not in source.tables:
         raise NanotrainError(f"{args.path} holds weights alone, of no run: name files with --text, or tasks")
