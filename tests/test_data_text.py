@@ -304,7 +304,7 @@ def test_few_bytes_are_tokenized_at_a_time_so_that_progress_is_seen(words, monke
         assert total == sum(len(each.content) for each in documents)
         yield done.append
 
-    monkeypatch.setattr("nanotrain_core.data.tokenizers.working", working)
+    monkeypatch.setattr("nanotrain_core.data.tokenizers.show_progress", show_progress)
     pieces = make_tokenizer(str(words))._pieces(documents)
     assert done == [9, 3, 27, 3]
     assert [piece.tolist() for piece in pieces] == [[7] * size + [1] for size in (2, 1, 1, 9, 1)]

@@ -18,7 +18,7 @@ from typing import Any
 
 import attrs
 
-from nanotrain_core.api import DataError, remove_leftovers, write_atomically
+from nanotrain_core.api import DataError, remove_leftovers, show_progress, write_atomically
 from nanotrain_data.codecs import Codec, describe_codec, open_codec
 from nanotrain_data.conversations import open_conversation_codec
 from nanotrain_data.manifest import (

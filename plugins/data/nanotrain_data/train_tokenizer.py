@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from nanotrain_core.api import DataError, write_atomically
+from nanotrain_core.api import DataError, show_progress, write_atomically
 from nanotrain_data.readers import documents
 from nanotrain_data.sources import Unit, units_of
 

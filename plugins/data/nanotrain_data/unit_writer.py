@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import attrs
 
-from nanotrain_core.api import DataError, write_text_atomically
+from nanotrain_core.api import DataError, show_progress, write_text_atomically
 from nanotrain_data.chat_template import Message
 from nanotrain_data.codecs import open_codec
 from nanotrain_data.conversations import open_conversation_codec

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from nanotrain_core.api import show_progress
 from nanotrain_core.api.text import HASH, PIECE, HashedTokens
 from nanotrain_data.manifest import Manifest, ShardInfo
 from nanotrain_data.writer import ANSWERS, file_sha256, map_tokens

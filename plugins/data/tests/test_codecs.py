@@ -171,6 +171,6 @@ def test_a_missing_package_is_named(files, monkeypatch, name):
 
 
 def test_a_missing_file_is_named(files):
-    for wrong, right in (("piece.model", "pieces.model"), ("tokenizer.json", "tokenizer.json")):
+    for wrong, right in (("piece.model", "pieces.model"), ("tokeniser.json", "tokenizer.json")):
         with pytest.raises(DataError, match=f"did you mean '{right}'"):
             open_codec(str(files / wrong))

@@ -7,7 +7,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from nanotrain_core.api import CheckpointError, Exit, NanotrainError, RecipeError
+from nanotrain_core.api import CheckpointError, Exit, NanotrainError, RecipeError, show_progress
 from nanotrain_object_store import problems_of
 from nanotrain_object_store.catalogue import look, missing, read_markers
 from nanotrain_object_store.fetch import fetch, put_in_place

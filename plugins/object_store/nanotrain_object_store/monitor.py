@@ -20,7 +20,7 @@ from nanotrain_core.api.torch import (
     RunInfo,
     StepReport,
 )
-from nanotrain_object_store import ObjectStoreConfig, before
+from nanotrain_object_store import ObjectStoreConfig, before_restore
 from nanotrain_object_store.prefix import Prefix
 from nanotrain_object_store.staged import Staged, clear_scratch, stage
 from nanotrain_object_store.store import Store
@@ -62,14 +62,14 @@ class ObjectStore(Monitor):
         mesh, again = restore.mesh, self.prefix is not None
         url = self.config.url.replace("{folder}", restore.folder.parent.name)
         self.store = Store(url, part_mib=self.config.part_mib)
-        found = before.Found()
+        found = before_restore.Found()
         if mesh.rank == 0 and not again:
             clear_scratch(restore.folder)
-            own = before.owner_of(restore)
+            own = before_restore.owner_of(restore)
             run_folder, config = restore.folder.parent, self.config
             self.prefix = Prefix(self.store, own, keep=config.keep, lease=config.lease, folder=run_folder)
             self.prefix.begins_anew = restore.which is None
-            found = before.ask(self.store, self.prefix, restore)
+            found = before_restore.ask(self.store, self.prefix, restore)
         found = mesh.gather(found)[0]
         if found.refusal is not None:
             raise found.refusal
@@ -77,9 +77,9 @@ class ObjectStore(Monitor):
             log = structlog.get_logger("nanotrain.object_store")
             text = "the object store does not answer, and the run begins without it"
             log.warning(text, url=self.store.url, problem=found.down)
-        before.bring(self.store, found.stored, restore)
+        before_restore.bring(self.store, found.stored, restore)
         self._in_store = frozenset(each.step for each in found.stored)
-        self._elsewhere = restore.which is not None and before.is_elsewhere(restore.which)
+        self._elsewhere = restore.which is not None and before_restore.is_elsewhere(restore.which)
         if self.prefix is not None:
             self.prefix.begin()
 

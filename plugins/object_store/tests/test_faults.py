@@ -5,7 +5,7 @@ from itertools import count
 from threading import Thread
 
 import pytest
-from nanotrain_object_store import before, flight
+from nanotrain_object_store import before_restore, flight
 from nanotrain_object_store.catalogue import look, missing, read_markers
 from nanotrain_object_store.fetch import fetch
 from nanotrain_object_store.monitor import NotUploaded
@@ -20,7 +20,7 @@ DOWN, UP = "the object store takes no uploads", "the object store takes uploads 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch):
     monkeypatch.setattr(flight, "LAST", 0.5)
-    monkeypatch.setattr(before, "PATIENCE", 1.0)
+    monkeypatch.setattr(before_restore, "PATIENCE", 1.0)
 
 
 def until(condition, seconds=30.0):

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from nanotrain_core.api import CheckpointError, load_plugins, without_secrets
+from nanotrain_core.api import CheckpointError, load_plugins, show_progress, without_secrets
 from nanotrain_report.blocks import Block, Facts, Group, Missing, Pre, Section, Sentence, Sentences, Table
 from nanotrain_report.folder import RunFolder, Shown
 from nanotrain_report.number_format import duration, moment, number, plural, quantity, size

@@ -29,7 +29,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from nanotrain_core.api import CheckpointError, above_one, newest_evaluated, unexpected_kinds
+from nanotrain_core.api import CheckpointError, above_one, newest_evaluated, show_progress, unexpected_kinds
 from nanotrain_core.api import __version__ as core_version
 from nanotrain_core.api.torch import Block, CheckpointReport, Mesh, TrainState
 from nanotrain_sharded_ckpt_v2 import ShardedConfig, __version__, blocks, folders, manifest, shard
