@@ -171,28 +171,28 @@ class RuntimeEngine:
         tell = self.events.checkpoint, self.events.save_failed
         self.saves = CheckpointSaver(checkpoint, *tell, self.progress)
         self.skipped = SkippedSteps(self.saves)
-        self.monitor_context = MonitorContext(self.run, self.events)
+        self.monitoring = MonitorContext(self.run, self.events)
         self._restore()
         self._first, self.run = self.step, begin_step(self.run, again=self.owes_evaluation)
         info = run_info(self)
         self.throughput.restart(self.step, self.run.feed.tokens)
         log.begin(name=self.run.name, steps=self.steps, ranks=info.world_size)
-        self.events.start(info, self.monitor_context.board, self.monitor_context.together)
-        self.monitor_context.taps.left_out = self.events.left_out
+        self.events.start(info, self.monitoring.board, self.monitoring.collectives)
+        self.monitoring.taps.left_out = self.events.left_out
         try:
             with self.stop.on_signals():
                 self._loop()
         except BaseException as problem:
             log.record("error", "run failed", error=repr(problem))
-            self.monitor_context.together.forbidden = "after the run failed, on one rank perhaps"
+            self.monitoring.collectives.forbidden = "after the run failed, on one rank perhaps"
             self.events.end(self._end("failed"))
             raise
         finally:
-            self.monitor_context.taps.remove()
+            self.monitoring.taps.remove()
         self.weights_ready()
         report = self._end(self.stop.reason or "done")
         self.events.end(report)
-        self.monitor_context.together.close()
+        self.monitoring.collectives.close()
         log.record("info", "run ends", reason=report.reason)
         return report
 
@@ -217,7 +217,7 @@ class RuntimeEngine:
                 self._evaluate()
             due = self.saves.due(self.step) or self._owes_save
             if last:
-                self.events.metrics(*self.monitor_context.board.rest())
+                self.events.metrics(*self.monitoring.board.rest())
             if last or due:  # a state that a rollback will discard is not worth saving
                 self._handle_flags(self.readback.rest())
                 agree_now(self.stop, self.run.mesh)
@@ -230,7 +230,7 @@ class RuntimeEngine:
                 self._save()
             self.saves.advance(wait=False)
             self.events.step_end(StepEnd(self.step, len(run.feed.skipped), partial(capture_state, self)))
-        self.events.metrics(*self.monitor_context.board.last(self.step))
+        self.events.metrics(*self.monitoring.board.last(self.step))
         if self._saved != self.step and self.stop.reason != "lost":  # there is no folder to save in
             self._save(last=True)
         self.note("checkpoint")
@@ -262,24 +262,16 @@ class RuntimeEngine:
         scale = run.loss_scale.value
         factors = {name: run.loss_weights[name] * scale / count for name, count in counts.items()}
         logged = (self.step + 1) % run.log_every == 0 or self.step + 1 == self.steps
-        with self.monitor_context.taps.observing(logged):
+        with self.monitoring.taps.observing(logged):
             losses = self.executor.run(run.actions, microbatches, factors)
         self.note("gradient sync")
         run.gradients.finish()
         self.note("monitors before the update")
         now, tokens = (self.step + 1, scale, logged), run.feed.tokens_per_step
-        again = self.monitor_context.together.before(
-            partial(replay, self.executor, run.mesh, microbatches, factors)
-        )
-        update = UpdateReport(
-            *now,
-            run.gradients,
-            self.monitor_context.mesh,
-            counts,
-            tokens=tokens,
-            names=self._trained,
-            replay=again,
-        )
+        again = partial(replay, self.executor, run.mesh, microbatches, factors)
+        replayed = self.monitoring.collectives.before(again)
+        fixed = run.gradients, self.monitoring.mesh, counts
+        update = UpdateReport(*now, *fixed, tokens=tokens, names=self._trained, replay=replayed)
         self.events.before_update(update)
         self.saves.settle()
         self.note("optimizer")

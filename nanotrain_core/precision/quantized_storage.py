@@ -83,7 +83,7 @@ class PackedWeight(torch.Tensor):
 
     @classmethod
     def of(cls, numbers: torch.Tensor, packing: Packing) -> PackedWeight:
-        """Round and pack ``numbers``, which are kept until :func:`release_unquantized`: masters may be wider."""
+        """Round and pack ``numbers``, kept until :func:`release_unquantized`: masters may be wider."""
         flat = numbers.detach().reshape(-1)
         rows = packing.pack(packing.rounded(flat))
         return cls(rows, packing, tuple(numbers.shape), numbers.dtype, Exact(flat))

@@ -54,7 +54,7 @@ class Events:
         self.monitors, self.stop, self.strict = monitors, stop, strict
         self.weights_ready = weights_ready
         self.board: Board | None = None
-        self.together: MonitorCollectives | None = None
+        self.collectives: MonitorCollectives | None = None
         self.progress = Progress()
         self._rollbacks = 0
         self.left_out: frozenset[int] = frozenset()
@@ -73,13 +73,13 @@ class Events:
     def monitors(self, monitors: Sequence[Monitor]) -> None:
         self._monitors, self._by_event = monitors, dict[str, list[tuple[int, Monitor]]]()
 
-    def start(self, run: RunInfo, board: Board, together: MonitorCollectives) -> None:
+    def start(self, run: RunInfo, board: Board, collectives: MonitorCollectives) -> None:
         """The run is about to take its first step.
 
-        What monitors publish goes to ``board``, and ``together`` coordinates their collectives across ranks.
+        What monitors publish goes to ``board``, and ``collectives`` coordinates theirs across ranks.
         A monitor that fails here, on any rank, was never set up: it receives no further events on any rank.
         """
-        self.board, self.together, self.progress = board, together, run.progress
+        self.board, self.collectives, self.progress = board, collectives, run.progress
         self.left_out, failed = frozenset(), set[int]()
         known = [*CORE, *(metric for monitor in self.monitors for metric in monitor.declared)]
         declared = tuple({metric.name: metric for metric in reversed(known)}.values())[::-1]
@@ -138,9 +138,9 @@ class Events:
             self._metrics(report)
 
     def _metrics(self, report: MetricsReport) -> None:
-        if report.failed and self.together is not None:
-            self.together.drain()
-            if self.together.rank == 0:
+        if report.failed and self.collectives is not None:
+            self.collectives.drain()
+            if self.collectives.rank == 0:
                 for name, rank in report.failed.items():
                     text = "a monitor failed on a rank: what it published until this step is left out"
                     if self._again(f"{name} on rank {rank}"):
@@ -288,11 +288,11 @@ class Events:
         step, and the name of its argument.
         """
         event = called[1]
-        if self.board is None or self.together is None:
+        if self.board is None or self.collectives is None:
             self._heed(number, event, arguments)
             return
         try:
-            with self.together.event(number, called):
+            with self.collectives.event(number, called):
                 self._heed(number, event, arguments)
         except Exception:
             self.board.fail(number)

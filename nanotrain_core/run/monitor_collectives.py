@@ -151,31 +151,31 @@ class MonitorCollectives:
 class _Event(AbstractContextManager[None]):
     """Delivers an event to a monitor. A class, not a generator, for speed: each step has dozens of them."""
 
-    __slots__ = ("at", "together")
+    __slots__ = ("at", "collectives")
 
-    def __init__(self, together: MonitorCollectives, at: tuple[int, object]) -> None:
-        self.together, self.at = together, at
+    def __init__(self, collectives: MonitorCollectives, at: tuple[int, object]) -> None:
+        self.collectives, self.at = collectives, at
 
     def __enter__(self) -> None:
-        self.together.at = self.at
+        self.collectives.at = self.at
 
     def __exit__(
         self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
     ) -> None:
         if isinstance(problem, Exception) and not isinstance(problem, FailedElsewhere):
-            self.together.tell_failure()
-        self.together.at = None
+            self.collectives.tell_failure()
+        self.collectives.at = None
 
 
 class MonitorMesh(Mesh):
     """A mesh whose collectives every rank enters, or none."""
 
-    def __init__(self, mesh: Mesh, together: MonitorCollectives) -> None:
+    def __init__(self, mesh: Mesh, collectives: MonitorCollectives) -> None:
         vars(self).update(vars(mesh))
         data = len(mesh.layout.members(mesh.rank, self._data))
         members = {"all_reduce": self._members, "gather": self._members, "all_reduce_data": lambda *_: data}
         for name in ("all_reduce", "all_reduce_data", "gather", "barrier"):
-            setattr(self, name, together.before(getattr(mesh, name), members.get(name)))
+            setattr(self, name, collectives.before(getattr(mesh, name), members.get(name)))
 
     def _members(self, value: Any = None, *dims: str, **options: Any) -> int:
         return self.size(*dims) if dims else self.world_size

@@ -14,6 +14,6 @@ class MonitorContext:
     def __init__(self, run: Run, events: Events) -> None:
         """Collective: all ranks have the same monitors."""
         self.board = events.board_on(run.mesh)
-        self.together = MonitorCollectives(run.mesh, len(events.monitors))
-        self.mesh = MonitorMesh(run.mesh, self.together)
-        self.taps = Taps(run.stages.values(), run.passes, self.together, events.fail_later)
+        self.collectives = MonitorCollectives(run.mesh, len(events.monitors))
+        self.mesh = MonitorMesh(run.mesh, self.collectives)
+        self.taps = Taps(run.stages.values(), run.passes, self.collectives, events.fail_later)

@@ -41,7 +41,7 @@ def roll_back(engine: RuntimeEngine) -> None:
     engine._owes_save = False
     engine.stop.request_rollback(None)
     engine.readback.forget()
-    engine.monitor_context.board.forget()
+    engine.monitoring.board.forget()
     engine.throughput.restart(engine.step, engine.run.feed.tokens)
     engine.events.rollback(
         RollbackReport(step, request.onset, restored, skipped[-1], len(skipped), request.reason)

@@ -22,7 +22,7 @@ def report_step(
     """Send monitors the step just done and, if it is ``logged``, the metrics published until then."""
     report = step_report(engine, losses, counts, stats, lr=lr, logged=logged)
     engine.events.step(report, logged=logged)
-    for found in engine.monitor_context.board.logged(report.step, step_values(report)) if logged else ():
+    for found in engine.monitoring.board.logged(report.step, step_values(report)) if logged else ():
         engine.events.metrics(found)
 
 

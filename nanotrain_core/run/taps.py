@@ -43,7 +43,7 @@ class Taps:
         self,
         parts: Collection[nn.Module],
         passes: Passes,
-        together: MonitorCollectives | None = None,
+        collectives: MonitorCollectives | None = None,
         fail: Callable[[int, Exception], None] = lambda monitor, problem: None,
     ) -> None:
         """Register no taps yet.
@@ -51,10 +51,10 @@ class Taps:
         Args:
             parts: the model's parts on this rank.
             passes: report whether a pass is a recomputation.
-            together: records when monitors may call no collective.
+            collectives: records when monitors may call no collective.
             fail: is called with a monitor, by its index in the run, whose ``look`` failed.
         """
-        self.passes, self.together, self.fail = passes, together, fail
+        self.passes, self.collectives, self.fail = passes, collectives, fail
         named = {id(module): (name, module) for part in parts for name, module in named_modules(part)}
         self.modules = [*named.values()]
         """With names. Two parts of a rank may each have a module of one name: a tied embedding."""
@@ -224,16 +224,16 @@ class Taps:
 
     @torch.no_grad()
     def _call(self, owner: int, look: Callable[..., None], *args: Any) -> None:
-        assert self.together is not None
+        assert self.collectives is not None
         if owner in self.left_out:
             return
-        self.together.forbidden = "while it looks at a module, where ranks are at different places"
+        self.collectives.forbidden = "while it looks at a module, where ranks are at different places"
         try:
             look(*args)
         except Exception as problem:
             self.fail(owner, problem)
         finally:
-            self.together.forbidden = ""
+            self.collectives.forbidden = ""
 
 
 def named_modules(part: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -283,10 +283,10 @@ class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         def watched(report: Any) -> Any:
             self._now = []
-            before = set(self.engine.monitor_context.board.gathered)
+            before = set(self.engine.monitoring.board.gathered)
             with self:
                 answer = event(report)
-            if set(self.engine.monitor_context.board.gathered) - before:
+            if set(self.engine.monitoring.board.gathered) - before:
                 self.found += self._now
             return answer
 
