@@ -102,7 +102,8 @@ class RunConfig:
     log_every: int = attrs.field(default=1, validator=Range(1))
     """Steps between reports to monitors. Each report synchronizes the host with the device."""
     timeout: float = attrs.field(default=300.0, validator=Range(0.001, FOUR_MONTHS))
-    """Seconds a collective may take before the run fails."""
+    """Seconds a collective may take before the run fails; five times as long on GPUs with compiled layers,
+    which one pipeline stage after the other compiles in the first step."""
     hang_timeout: float = attrs.field(default=240.0, validator=Range(0.0, FOUR_MONTHS))
     """Seconds without progress after which ranks are named, their stacks saved, and all of them ended; 0
     disables it. Five times as long for the start, the first step and a checkpoint. Less than `timeout`, or a
