@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 
+import structlog
 import torch
 
 from nanotrain_core.api import Bins
@@ -37,8 +38,11 @@ class MoE(Monitor):
         """The steps of the first and of the last histograms."""
 
     def on_start(self, run: RunInfo) -> None:
-        """Find this rank's routers."""
+        """Find this rank's routers. Warns if no rank has any: nothing would be published."""
         self.run, self.routers = run, counting_routers(run.parts)
+        if not any(run.mesh.gather(bool(self.routers))) and run.mesh.rank == 0:
+            log = structlog.get_logger("nanotrain.health")
+            log.warning("monitor 'moe' has nothing to publish: the model has no experts")
         dense = {*run.mesh.layout.views["dense"].dims} - {"pp"}
         self.speaks = all(run.mesh.coordinate(dim) == 0 for dim in dense)
         """Whether this rank publishes what all ranks of its stage know."""

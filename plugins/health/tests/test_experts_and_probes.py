@@ -9,6 +9,7 @@ from health_runs import Told
 from nanotrain_health import MoEConfig, probes
 from nanotrain_health.activations import outliers
 from nanotrain_health.moe import MoE
+from structlog.testing import capture_logs
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -21,7 +22,8 @@ def test_histograms_are_told_at_growing_intervals_at_the_end_and_anew_after_a_ro
     """Intervals 1, 2, 4, 8, and then the 10 of the recipe; from step 40 back to 10 they begin again."""
     told = []
     metrics = SimpleNamespace(scalar=lambda *_: None, histogram=lambda name, *_, **__: told.append(step))
-    mesh = SimpleNamespace(layout=SimpleNamespace(views={"dense": SimpleNamespace(dims=())}))
+    layout = SimpleNamespace(views={"dense": SimpleNamespace(dims=())})
+    mesh = SimpleNamespace(layout=layout, rank=0, gather=lambda value: [value])
     monitor = MoE(MoEConfig(loads_every=10))
     monitor.on_start(SimpleNamespace(parts=[], mesh=mesh, metrics=metrics, steps=40))
     monitor._publish = lambda *_: None
@@ -30,6 +32,14 @@ def test_histograms_are_told_at_growing_intervals_at_the_end_and_anew_after_a_ro
             monitor.on_after_update(SimpleNamespace(logged=True, step=step, loads={"r": torch.ones(2)}))
         monitor.on_rollback(RollbackReport(40, 40, 10, (0, 1), 1, "a spike"))
     assert told == [1, 2, 4, 8, 16, 26, 36, 40, 11, 12, 14, 18, 26, 36, 40]
+
+
+@pytest.mark.parametrize(("model", "warned"), [("transformer", True), ("routed", False)])
+def test_a_model_without_experts_is_said_to_have_nothing_to_publish(model, warned):
+    case = Case("monitor", use="moe", overrides={"model": {"use": model}})
+    with capture_logs() as logs:
+        make_engine(case, {"run": {"steps": 1}}).fit()
+    assert any("moe" in each["event"] for each in logs) == warned
 
 
 class Largest(TorchDispatchMode):
