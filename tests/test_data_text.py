@@ -317,6 +317,15 @@ def test_bytes_per_token_are_measured_on_the_held_out_text(words, sentences):
     assert data.bytes_per_token == pytest.approx(sum(map(len, text)) / held.numel())
 
 
+def test_bytes_per_token_are_measured_all_over_a_long_split(words, tmp_path):
+    """The second half has longer words; there is no space after the last of a sequence's eight."""
+    (tmp_path / "a.txt").write_text("w2 " * 10_000)
+    (tmp_path / "b.txt").write_text("w200 " * 10_000)
+    data = opened(tmp_path / "a.txt", tmp_path / "b.txt", tokenizer=str(words), validation_fraction=0.9)
+    assert data.validation > 2 * data.MEASURED
+    assert data.bytes_per_token == pytest.approx((3 + 5) / 2 - 1 / 8, abs=0.01)
+
+
 def test_tokens_come_from_the_cache_the_second_time(words, sentences, monkeypatch):
     first = opened(sentences, length=16, tokenizer=str(words))
     monkeypatch.setattr("nanotrain_core.data.tokenizers.TokenizerFile._pieces", None)
