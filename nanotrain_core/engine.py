@@ -327,7 +327,7 @@ class RuntimeEngine:
                 return
             mine += self.executor.forward(batch).get("lm", 0.0)
             counted += self.run.feed.counts(batch)["lm"]
-            seen += batch.tokens.numel()
+            seen += self.run.feed.positions(batch)
         if report := evaluation(self, mine, counted, seen):
             self.evaluated = self.step if isfinite(report.loss) else self.evaluated
             self.events.evaluation(report)

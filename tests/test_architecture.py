@@ -196,7 +196,7 @@ SMALL = {
     "precision": 680,
     "recipe": 1705,
     "registry": 600,
-    "run": 2210,
+    "run": 2215,
     "script": 520,
     "watch": 385,
 }

@@ -1,6 +1,7 @@
 """Which sequences a run has taken, whatever batches it was resumed with."""
 
 import json
+from itertools import product
 
 import attrs
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 import torch
 from test_run import metrics
 
-from nanotrain_core.batch import Batch, Shard
+from nanotrain_core.batch import IGNORE, Batch, Shard
 from nanotrain_core.checkpoint.run_state import state_problems
 from nanotrain_core.contracts import Monitor
 from nanotrain_core.data.order import SequenceData
@@ -121,6 +122,47 @@ def test_every_rank_has_as_many_microbatches_the_last_of_them_smaller(sequences,
         taken = torch.cat([part.tokens for mine in found for part in mine])
         assert taken[:, 0].tolist() == list(range(sequences))
     assert {len(mine) for mine in (*seen, *validated)} == {shape.microbatches(ranks)}
+
+
+class Evaluated(Monitor):
+    def on_evaluation(self, report):
+        self.report = report
+
+
+def test_rows_that_fill_up_the_last_validation_batch_are_no_positions():
+    """They counted as ignored targets, of which health warned."""
+    monitor = Evaluated()
+    changes = {"run": {"steps": 1}, "evaluation": {"sequences": 100}}
+    engine = make_engine(Case("optimizer", use="sgd"), changes, callbacks=[monitor])
+    engine.fit()
+    recipe = engine.run.recipe
+    assert recipe.data.config.validation_sequences % recipe.batch.sequences
+    assert monitor.report.positions == monitor.report.tokens
+
+
+class Masked(SequenceData):
+    """Ten held-out sequences of four tokens, of which every other target is ignored."""
+
+    bytes_per_token, loss_counts = None, None
+
+    def read_batch(self, numbers, *, validation):
+        tokens = torch.ones(len(numbers), 4, dtype=torch.int64)
+        return Batch(tokens, torch.tensor([1, IGNORE, 1, IGNORE]).expand(len(numbers), 4))
+
+
+@pytest.mark.parametrize(("ranks", "parts"), [(1, 1), (3, 1), (2, 2), (1, 3)])
+def test_positions_are_those_of_the_held_out_sequences_on_every_layout(ranks, parts):
+    """A part may have none of its sequence's targets: its positions are not those of padding."""
+    shape, found = BatchConfig(sequences=8, microbatch=2, length=4), 0
+    for rank, part in product(range(ranks), range(parts)):
+        data = Masked()
+        data.prepare(length=4, seed=1, train=1, validation=10, fingerprint="masked")
+        shards = {"shard": Shard(rank, ranks), "part": Shard(part, parts)}
+        fed = DataFeed(
+            data, data, shape, EvaluationConfig(sequences=16), device=torch.device("cpu"), **shards
+        )
+        found += sum(int(fed.positions(batch)) for batch in fed.validation())
+    assert found == 10 * 4
 
 
 def test_tokens_are_counted_as_they_were_trained_on(tmp_path):

@@ -173,6 +173,7 @@ def test_validation_is_the_mean_over_all_targets():
     (report,) = recorder.evaluations
     assert report.loss == pytest.approx(expected, rel=1e-6)
     assert report.tokens == int((targets != IGNORE).sum())
+    assert report.positions == targets.numel()
 
 
 def test_the_schedule_drives_the_scripts_optimizer():

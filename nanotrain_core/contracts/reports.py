@@ -56,7 +56,7 @@ class EvaluationReport:
     tokens: int
     """The predicted tokens over which it is the mean."""
     positions: int = 0
-    """Tokens of these batches, predicted or not."""
+    """Tokens of these sequences, predicted or not, without the rows that pad the last batch."""
 
 
 @attrs.define(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any, Protocol, TypeGuard
 
 import torch
 
-from nanotrain_core.batch import Batch, Shard
+from nanotrain_core.batch import IGNORE, Batch, Shard
 from nanotrain_core.contracts import ChangesLength, Data, Model, SkipsAhead
 from nanotrain_core.errors import PluginError
 from nanotrain_core.recipe.tree import BatchConfig, EvaluationConfig
@@ -63,6 +63,10 @@ class Feed(Protocol):
 
     def counts(self, batch: Batch) -> Mapping[str, torch.Tensor]:
         """Return the counts by which each loss term of ``batch`` is averaged."""
+        ...
+
+    def positions(self, batch: Batch) -> torch.Tensor | int:
+        """Return the number of tokens of a validation batch, predicted or not, without rows that pad it."""
         ...
 
     def resize(self, batch: BatchConfig, validated: BatchConfig) -> None:
@@ -265,6 +269,12 @@ class DataFeed:
             if batch is None:
                 return
             yield from self._split(self._checked("validation_batch", batch, shape), shape)
+
+    def positions(self, batch: Batch) -> torch.Tensor:
+        """Return the number of tokens in rows with a target: rows of padding have none."""
+        whole = batch.whole or batch
+        assert whole.targets is not None
+        return (whole.targets != IGNORE).any(1).sum() * batch.tokens.shape[1]
 
 
 def _skips_ahead(data: Data) -> TypeGuard[SkipsAhead]:

@@ -63,7 +63,7 @@ def evaluation(
         engine: of the run.
         loss: summed next-token losses [1], float64.
         counted: number of predicted tokens [1].
-        seen: tokens of these batches, predicted or not [1].
+        seen: tokens of these sequences, predicted or not, without padding [1].
     """
     run = engine.run
     total = sum_over_data(loss, run.mesh).item()

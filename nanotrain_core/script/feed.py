@@ -172,6 +172,10 @@ class LoaderFeed:
         """Return the number of predicted positions."""
         return {"lm": batch.target_tokens()}
 
+    def positions(self, batch: Batch) -> int:
+        """Return the number of tokens, predicted or not: a loader's batches are not padded."""
+        return batch.tokens.numel()
+
     def of_last(self, steps: int) -> tuple[int, int]:
         """Return which batches the last ``steps`` steps used, including those they skipped."""
         first = self.taken
