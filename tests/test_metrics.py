@@ -496,6 +496,34 @@ def test_a_histogram_may_bring_bins_and_weights_of_its_own():
     assert monitor.counts == [(5, 0, 2)] * 2
 
 
+class Deviation(Monitor):
+    """Publishes the standard deviation of two tensors, which are parts of one."""
+
+    declared = (metric("std/x"),)
+
+    def __init__(self, parts):
+        self.parts, self.told = parts, {}
+
+    def on_start(self, run):
+        self.metrics = run.metrics
+
+    def on_after_update(self, update):
+        for part in self.parts:
+            self.metrics.statistics("{statistic}/x", part, ("std",))
+
+    def on_metrics(self, report):
+        self.told = report.values
+
+
+@pytest.mark.parametrize("std", [1e-3, 1e-4, 1e-5])
+def test_the_standard_deviation_is_that_of_elements_close_to_each_other(std):
+    """Those of a norm's weight are close to 1: their squares, rounded to float32, differ by less."""
+    x = 1 + std * torch.randn(2, 4096, generator=torch.Generator().manual_seed(0))
+    monitor = Deviation(list(x))
+    make_engine(DDP.alone(), {"run": {"steps": 1}}, callbacks=[monitor]).fit()
+    assert monitor.told["std/x"] == pytest.approx(x.double().std(correction=0).item(), rel=1e-4)
+
+
 @pytest.mark.full
 def test_tensors_of_a_group_are_one_large_tensor():
     """Those that two ranks hold are measured by one of them, and nothing is counted twice."""

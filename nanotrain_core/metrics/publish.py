@@ -194,7 +194,8 @@ class Metrics:
             name: self._board.take(self._spec(name, "scalar", statistics=statistics))
             for name in dict.fromkeys(name for name, _ in full)
         }
-        norms = norms_of(tensors) if {"norm", "rms", "std"} & {*of} else [[]] * len(full)
+        wide = torch.float64 if "std" in of else torch.float32
+        norms = norms_of(tensors, wide) if {"norm", "rms", "std"} & {*of} else [[]] * len(full)
         for (name, _), each, own in zip(full, tensors, norms, strict=True):
             gathered = several[name]
             gathered.add(COUNT, each.numel())

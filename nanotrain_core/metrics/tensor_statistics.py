@@ -1,7 +1,9 @@
 """Per-rank sums from which statistics of a whole tensor follow, whatever block of it each rank holds.
 
 Squares are summed in float32 or wider, in chunks of 65,536 elements on a CPU, and these in float64, as for
-the global gradient norm; everything else in float64. Nothing here synchronizes with the device.
+the global gradient norm; everything else in float64. Squares for a standard deviation are summed in float64
+throughout: where the mean is much larger than it, as of a norm's weight, their rounding errors would be all
+that is left. Nothing here synchronizes with the device.
 """
 
 from __future__ import annotations
@@ -24,13 +26,13 @@ SUM, SQUARES, NONFINITE, COUNT, BROKEN = range(5)
 
 
 @torch.no_grad()
-def norms_of(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Return the 2-norms of each tensor's chunks, scalars of float32 or wider: their squares are summed."""
+def norms_of(tensors: Sequence[torch.Tensor], least: torch.dtype = torch.float32) -> list[list[torch.Tensor]]:
+    """Return the 2-norms of each tensor's chunks, scalars of ``least`` or wider: their squares are summed."""
     found: list[list[torch.Tensor]] = [[] for _ in tensors]
     for dtype in {each.dtype for each in tensors}:  # one kernel per dtype
         of_dtype = [(n, each) for n, each in enumerate(tensors) if each.dtype == dtype]
         pieces = [(n, chunk) for n, each in of_dtype for chunk in chunks_for_norm([each])]
-        wide = torch.promote_types(dtype, torch.float32)
+        wide = torch.promote_types(dtype, least)
         norms = torch._foreach_norm(
             [run for _, run in pieces], 2.0, **({} if wide == dtype else {"dtype": wide})
         )
