@@ -198,12 +198,12 @@ class RuntimeEngine:
 
     def _loop(self) -> None:
         run = self.run
-        scheduler = self._lr_scheduler()
+        scheduler, scale = self._lr_scheduler(), run.loss_scale.value
         if self.owes_evaluation or (run.evaluation.every and self.step == 0):
             self._evaluate()
         while self.step < self.steps and not self.stop.reason:
             run = self.run = begin_step(self.run, scheduler)
-            lr = float(scheduler.get_last_lr()[0])
+            lr, scale = float(scheduler.get_last_lr()[0]), run.loss_scale.value
             losses, counts, stats = self._train_step()
             scheduler.step()
             self.step += 1
@@ -212,7 +212,7 @@ class RuntimeEngine:
             logged = self.step % run.log_every == 0 or last or self.stop.reason is not None
             if logged or self.events.every_step:
                 self.note("monitors")
-                report_step(self, losses, counts, stats, lr=lr, logged=logged)
+                report_step(self, losses, counts, stats, lr=lr, loss_scale=scale, logged=logged)
             if last or (run.evaluation.every and self.step % run.evaluation.every == 0):
                 self._evaluate()
             due = self.saves.due(self.step) or self._owes_save
@@ -236,7 +236,7 @@ class RuntimeEngine:
         self.note("checkpoint")
         self.saves.advance(wait=True, last=True)
         self.note("end")
-        self.skipped.expect_few(self.step, self.run.loss_scale, stopped=self.stop.reason is not None)
+        self.skipped.expect_few(self.step, scale, stopped=self.stop.reason is not None)
 
     def _lr_scheduler(self) -> Scheduler:
         run = self.run

@@ -1,7 +1,9 @@
 """What is not finite is not saved, what was saved before stays, and odd entries beside it do no harm."""
 
+import math
 import os
 import stat
+from contextlib import nullcontext
 from unittest import mock
 
 import attrs
@@ -14,6 +16,8 @@ from nanotrain_core.checkpoint.simple_names import saved_steps
 from nanotrain_core.contracts import Monitor, StepStats
 from nanotrain_core.engine import RuntimeEngine
 from nanotrain_core.errors import Diverged
+from nanotrain_core.run.divergence import SkippedSteps
+from nanotrain_core.run.step_readback import StepFlags
 from nanotrain_core.run.step_report import evaluation
 from nanotrain_core.testing import Case, run_ranks
 from nanotrain_core.testing.probe import rank
@@ -123,6 +127,16 @@ def test_a_run_that_ends_in_skipped_steps_is_not_done(tmp_path):
     with pytest.raises(Diverged, match="the last 3 of 6 steps were skipped"):
         skipping(tmp_path, (4, 5, 6))
     assert saved_steps(tmp_path / "checkpoints") == [2, 6]
+
+
+@pytest.mark.parametrize(("last", "diverged"), [(2.0, False), (1.0, True)])
+def test_steps_skipped_on_the_way_to_the_lowest_loss_scale_are_no_divergence(last, diverged):
+    """Whether one is good there is known only after a step at it."""
+    skipped = SkippedSteps(mock.Mock())
+    for step in (1, 2, 3):
+        skipped.learn(StepFlags(step, skipped=True, grad_norm=math.inf, requests=[]))
+    with pytest.raises(Diverged) if diverged else nullcontext():
+        skipped.expect_few(3, last, stopped=False)
 
 
 @pytest.mark.parametrize("use", ["simple", "sharded_v2"])

@@ -320,7 +320,7 @@ def test_a_step_that_overflows_in_float16_changes_nothing_and_halves_the_scale()
     assert skipped[0]
     assert not skipped[-1]
     scales = [report.loss_scale for report in recorder.steps]
-    assert scales[: sum(skipped)] == [2.0 ** (15 - n) for n in range(sum(skipped))]
+    assert scales[: sum(skipped)] == [2.0 ** (16 - n) for n in range(sum(skipped))]
     assert not all(map(torch.equal, model.parameters(), before))
 
 

@@ -30,6 +30,7 @@ class StepReport:
     seconds: float
     """Time of one step, the mean since the previous report, by this rank's clock."""
     loss_scale: float = 1.0
+    """Factor of this step's loss before backward; 1 except in float16."""
     skipped: bool = False
     expert_load: float | None = None
     """Tokens of the busiest expert divided by the mean, in the worst layer; None without experts."""

@@ -9,7 +9,7 @@ import torch
 
 from nanotrain_core.checkpoint.saver import CheckpointSaver
 from nanotrain_core.compose import Run
-from nanotrain_core.contracts import Block, LossScale, TrainState
+from nanotrain_core.contracts import Block, TrainState
 from nanotrain_core.errors import Diverged, PluginError
 from nanotrain_core.layout.initialization import changed_buffers
 from nanotrain_core.layout.mesh import Mesh
@@ -42,13 +42,15 @@ class SkippedSteps:
                 "steps in a row, which were skipped: the weights are those from before"
             )
 
-    def expect_few(self, steps: int, loss_scale: LossScale, *, stopped: bool) -> None:
+    def expect_few(self, steps: int, loss_scale: float, *, stopped: bool) -> None:
         """Check the end of a run of this many steps, unless it continues or still calibrates its loss scale.
+
+        ``loss_scale``: that of the last step.
 
         Raises:
             Diverged: its last steps were skipped.
         """
-        if self.in_a_row > MOST_AT_THE_END and not stopped and loss_scale.value <= 1:
+        if self.in_a_row > MOST_AT_THE_END and not stopped and loss_scale <= 1:
             raise Diverged(
                 f"the last {self.in_a_row} of {steps} steps were skipped, since their gradient norm was not "
                 "finite: the run is at its end and not done"

@@ -17,25 +17,34 @@ if TYPE_CHECKING:
 
 
 def report_step(
-    engine: RuntimeEngine, losses: Losses, counts: Losses, stats: StepStats, *, lr: float, logged: bool
+    engine: RuntimeEngine,
+    losses: Losses,
+    counts: Losses,
+    stats: StepStats,
+    *,
+    lr: float,
+    loss_scale: float,
+    logged: bool,
 ) -> None:
-    """Send monitors the step just done and, if it is ``logged``, the metrics published until then."""
-    report = step_report(engine, losses, counts, stats, lr=lr, logged=logged)
-    engine.events.step(report, logged=logged)
-    for found in engine.monitoring.board.logged(report.step, step_values(report)) if logged else ():
-        engine.events.metrics(found)
+    """Send monitors the report of the step just done and, if it is ``logged``, what was published until then.
 
+    Collective, and synchronizes with the device.
 
-def step_report(
-    engine: RuntimeEngine, losses: Losses, counts: Losses, stats: StepStats, *, lr: float, logged: bool
-) -> StepReport:
-    """Return the report of the step just done. Collective, and synchronizes with the device."""
+    Args:
+        engine: of the run.
+        losses: for each loss term, this rank's sum over its microbatches, not scaled.
+        counts: of the whole run, by which these sums are divided.
+        stats: the optimizer's report of the step.
+        lr: learning rate of the step.
+        loss_scale: of the step; an overflow has lowered that of the next.
+        logged: whether the step is.
+    """
     run, names = engine.run, list(engine.run.loss_weights)
     nothing = torch.zeros((), device=run.mesh.device)
     sums = sum_over_data(torch.stack([losses.get(name, nothing) for name in names]), run.mesh)
     means = {n: (s / counts[n]).item() for n, s in zip(names, sums.unbind(), strict=True)}
     seconds, tokens_per_second = engine.throughput.since(engine.step, run.feed.tokens, restart=logged)
-    return StepReport(
+    report = StepReport(
         step=engine.step,
         loss=sum(run.loss_weights[name] * value for name, value in means.items()),
         losses=means,
@@ -44,7 +53,7 @@ def step_report(
         tokens=run.feed.tokens,
         tokens_per_second=tokens_per_second,
         seconds=seconds,
-        loss_scale=run.loss_scale.value,
+        loss_scale=loss_scale,
         skipped=bool(stats.skipped),
         expert_load=expert_load(engine.loads.values(), run.mesh) if run.has_routers else None,
         bubble=bubble(engine.executor.idle, run.owners, run.mesh),
@@ -52,6 +61,9 @@ def step_report(
         length=run.feed.length,
         flops_per_token=run.flops_per_token,
     )
+    engine.events.step(report, logged=logged)
+    for found in engine.monitoring.board.logged(report.step, step_values(report)) if logged else ():
+        engine.events.metrics(found)
 
 
 def evaluation(
