@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
+from uuid import uuid4
 
 import attrs
 import numpy as np
@@ -168,7 +169,7 @@ class TemplatedConversations:
     """
 
     def __init__(self, template: ChatTemplate, tokenizer: Path) -> None:
-        from tokenizers import Tokenizer
+        from tokenizers import AddedToken, Tokenizer
 
         self.template: ChatTemplate | None = template
         self._template = template
@@ -176,11 +177,25 @@ class TemplatedConversations:
         for each in (self._whole, self._ordinary):
             each.no_truncation()
             each.no_padding()
-        self._ordinary.encode_special_tokens = True
         added = self._whole.get_added_tokens_decoder()
-        self._special = {each.content: number for number, each in added.items() if each.special}
+        special = {number: token for number, token in added.items() if token.special}
+        self._special = {token.content: number for number, token in special.items()}
         words = sorted(self._special, key=len, reverse=True)
         self._special_text = re.compile("|".join(map(re.escape, words)) or r"(?!)")
+        # A tokenizer that reads special tokens as text has stand-ins for them: random, so no message has one.
+        self._ordinary.encode_special_tokens = True
+        self._stand_ins = {word: f"<{uuid4().hex}>" for word in words}
+        rules = ("lstrip", "rstrip", "normalized")
+        self._ordinary.add_tokens(
+            [
+                AddedToken(self._stand_ins[token.content], **{rule: getattr(token, rule) for rule in rules})
+                for token in special.values()
+            ]
+        )
+        self._stands_for = {
+            self._ordinary.token_to_id(stand_in): self._special[word]
+            for word, stand_in in self._stand_ins.items()
+        }
 
     def encode(self, messages: Sequence[Message]) -> Conversation:
         """Return the tokens of a conversation; one belongs to an answer if a character of it does.
@@ -188,12 +203,7 @@ class TemplatedConversations:
         Raises:
             ValueError: the template cannot render it.
         """
-        if any(self._special_text.search(message["content"]) for message in messages):
-            tokens, places, spans = self._with_special_text(messages, self._template.render)
-        else:
-            text, spans = self._template.render(messages)
-            encoding = self._whole.encode(text, add_special_tokens=False)
-            tokens, places = encoding.ids, encoding.offsets
+        tokens, places, spans = self._rendered(messages, self._template.render)
         return Conversation(tokens, stretches(np.array(places, np.int64), spans), _size(messages))
 
     def prompt(self, messages: Sequence[Message]) -> tuple[list[int], frozenset[int]]:
@@ -204,20 +214,31 @@ class TemplatedConversations:
         Raises:
             ValueError: the template cannot render it.
         """
-        tokens, _, _ = self._with_special_text(messages, self._template.prompt)
+        tokens, _, _ = self._rendered(messages, self._template.prompt)
         answered = self.encode([*messages, {"role": "assistant", "content": "x"}])
         begin, end = answered.answers[-1]
         special = {*self._special.values()}
         ends = [token for token in answered.tokens[begin:end] if token in special]
         return tokens, frozenset(ends[:1])
 
+    def _rendered(
+        self, messages: Sequence[Message], render: Callable[[Sequence[Message]], tuple[str, list[Span]]]
+    ) -> tuple[list[int], list[Span], list[Span]]:
+        """Return tokens, the characters that each is of, and the characters of answers."""
+        if any(self._special_text.search(message["content"]) for message in messages):
+            return self._with_special_text(messages, render)
+        text, spans = render(messages)
+        encoding = self._whole.encode(text, add_special_tokens=False)
+        return encoding.ids, encoding.offsets, spans
+
     def _with_special_text(
         self, messages: Sequence[Message], render: Callable[[Sequence[Message]], tuple[str, list[Span]]]
     ) -> tuple[list[int], list[Span], list[Span]]:
-        """Return tokens, the characters that each is of, and the characters of answers.
+        """Return the same, of messages that write special tokens. Characters are those of the text encoded.
 
-        Special tokens are found in the rendered text as the tokenizer does, before all else; but what
-        messages have of them is hidden then, each behind a character that no message has.
+        What messages have of them is hidden while the template renders, each behind a character that no
+        message has. Those that are found then are the template's, and stand-ins take their place. The text
+        is encoded as a whole: at a special token a tokenizer may leave out whitespace, or add none.
         """
         hidden: dict[str, str] = {}
         unused = _unused_characters(messages)
@@ -229,22 +250,14 @@ class TemplatedConversations:
 
         safe = [{**m, "content": self._special_text.sub(hide, m["content"])} for m in messages]
         text, spans = render(safe)
-        longer = np.cumsum([0, *(len(hidden.get(char, char)) for char in text)])
-        tokens: list[int] = []
-        places: list[Span] = []
-        end = 0
-        for match in chain(self._special_text.finditer(text), [None]):
-            piece = text[end : match.start() if match else len(text)]
-            shown = "".join(hidden.get(char, char) for char in piece)
-            encoding = self._ordinary.encode(shown, add_special_tokens=False)
-            tokens += encoding.ids
-            first = int(longer[end])
-            places += [(first + a, first + b) for a, b in encoding.offsets]
-            if match:
-                tokens.append(self._special[match[0]])
-                places.append((int(longer[match.start()]), int(longer[match.end()])))
-                end = match.end()
-        return tokens, places, [(int(longer[begin]), int(longer[end])) for begin, end in spans]
+        shown = [hidden.get(char, char) for char in text]
+        for match in self._special_text.finditer(text):
+            shown[match.start()] = self._stand_ins[match[0]]
+            shown[match.start() + 1 : match.end()] = [""] * (len(match[0]) - 1)
+        encoding = self._ordinary.encode("".join(shown), add_special_tokens=False)
+        tokens = [self._stands_for.get(token, token) for token in encoding.ids]
+        at = np.cumsum([0, *map(len, shown)]).tolist()
+        return tokens, encoding.offsets, [(at[begin], at[end]) for begin, end in spans]
 
 
 def stretches(places: npt.NDArray[np.int64], spans: Sequence[Span]) -> list[Span]:
