@@ -21,7 +21,7 @@ from nanotrain_core.data.text import Text
 from nanotrain_core.data.text_survey import survey
 from nanotrain_core.errors import DataError, RecipeError
 from nanotrain_core.models.ops import attention
-from nanotrain_core.testing import Case
+from nanotrain_core.testing import Case, run_ranks
 from nanotrain_core.testing.probe import make_engine, make_run
 
 END = 0
@@ -130,6 +130,7 @@ LAYOUTS = {
     "llama-cp2-tp2": ({**LLAMA, "kv_heads": 4}, {"cp": 2, "tp": 2}, [TP, {"use": "cp"}]),
     "deepseek-pp2-tp2": (DEEPSEEK, {"pp": 2, "tp": 2}, [TP]),
     "deepseek-dp2-ep2": (DEEPSEEK, {"dp": 2, "ep": 2}, [EP]),
+    "gpt-pp2": (GPT, {"pp": 2}, []),
     "deepseek-cp2-pp2": ({**DEEPSEEK, "mtp": 1}, {"cp": 2, "pp": 2}, [{"use": "cp"}]),
 }
 FIRST = ("llama-tp2-pp2", "deepseek-cp2", "gpt-tp2")
@@ -139,9 +140,13 @@ FIRST = ("llama-tp2-pp2", "deepseek-cp2", "gpt-tp2")
     "name", [name if name in FIRST else pytest.param(name, marks=pytest.mark.full) for name in LAYOUTS]
 )
 def test_every_layout_trains_as_one_process(name, files):
+    assert_trains_as_one_process(case_of(name, files))
+
+
+def case_of(name, files):
     model, topology, wrappers = LAYOUTS[name]
     recompute = [{"use": "recompute"}] if name in ("gpt-cp2", "deepseek-pp2-tp2") else []
-    case = Case(
+    return Case(
         "model",
         use=model["use"],
         config={key: value for key, value in model.items() if key != "use"},
@@ -154,7 +159,38 @@ def test_every_layout_trains_as_one_process(name, files):
         },
         name=name,
     )
-    assert_trains_as_one_process(case)
+
+
+class Logits(Monitor):
+    """Asks for logits of the new model, with and without documents."""
+
+    def __init__(self, tokens, begins):
+        self.tokens, self.begins = tokens, begins
+
+    def on_start(self, run):
+        self.found = run.logits(self.tokens, self.begins), run.logits(self.tokens)
+
+
+def logits_of(case, tokens, begins):
+    monitor = Logits(tokens, begins)
+    make_engine(case, {"run": {"steps": 1}}, callbacks=[monitor]).fit()
+    return monitor.found
+
+
+@pytest.mark.parametrize(
+    "name", ["gpt-pp2", "gpt-cp2", pytest.param("deepseek-cp2-pp2", marks=pytest.mark.full)]
+)
+def test_monitors_get_the_logits_of_documents_on_every_rank(name, files):
+    case = case_of(name, files)
+    tokens = torch.from_numpy(np.random.default_rng(0).integers(1, 256, (2, 12)))
+    tokens[0, [4, 5]] = tokens[1, 9] = END
+    begins = torch.from_numpy(document_begins(np.pad(tokens, ((0, 0), (0, 1))), END))
+    (part,) = make_run(case.alone(), {}).stages.values()
+    masked, plain = (part(tokens, Batch(tokens, begins=each)).value for each in (begins, None))
+    for found in run_ranks(logits_of, case.world_size, case, tokens, begins):
+        torch.testing.assert_close(found, (masked, plain), atol=1e-9, rtol=0)
+    torch.testing.assert_close(masked[:, :5], plain[:, :5], atol=1e-9, rtol=0)
+    assert (masked - plain)[0, 6:].abs().max() > 1e-3
 
 
 def masked(files):

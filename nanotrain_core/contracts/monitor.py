@@ -63,8 +63,9 @@ class RunInfo:
     """This rank's model parts."""
     placed: Sequence[PlacedParameter]
     data: Any
-    logits: Callable[[torch.Tensor], torch.Tensor]
-    """Collective: the model's logits [B, S, V] for tokens [B, S], on every rank of any layout."""
+    logits: Callable[..., torch.Tensor]
+    """``logits(tokens, begins=None)``, collective: the model's logits [B, S, V] for tokens [B, S], on every
+    rank of any layout. With ``begins`` [B, S] as ``Batch.begins``, documents are masked from one another."""
     progress: Progress
     """This rank's position in the step, and how long its phases took."""
     weights: Callable[[], Iterator[tuple[torch.Tensor, Placement]]]

@@ -263,9 +263,12 @@ class Executor:
         return sums
 
     @torch.no_grad()
-    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return logits [B, S, V] for tokens [B, S] on every rank. Collective over the pipeline."""
-        outputs = self.through(Batch(tokens))
+    def logits(self, tokens: torch.Tensor, begins: torch.Tensor | None = None) -> torch.Tensor:
+        """Return logits [B, S, V] for tokens [B, S] on every rank. Collective over the pipeline.
+
+        ``begins`` [B, S] masks documents from one another: see :attr:`Batch.begins`.
+        """
+        outputs = self.through(Batch(tokens, begins=begins))
         if len(set(self.owners)) == 1:
             alone = outputs[self.final].value
             assert alone is not None

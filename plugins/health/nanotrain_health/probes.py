@@ -62,8 +62,9 @@ class Probes(Monitor):
             self.untold = False
         if self.shifted is not None:
             metrics.scalar("probes/shifted", self.shifted)
-        logits_BSV = self.run.logits(self.batch.tokens)
-        metrics.scalar("probes/leak", leak(logits_BSV, self.run.logits(self.changed)))
+        begins = self.batch.begins
+        logits_BSV = self.run.logits(self.batch.tokens, begins)
+        metrics.scalar("probes/leak", leak(logits_BSV, self.run.logits(self.changed, begins)))
         flat, targets = logits_BSV.flatten(0, 1), self.batch.targets
         for name, value in predictions(flat, None if targets is None else targets.flatten(), self.config.top):
             metrics.scalar(f"probes/{name}", value)
@@ -119,9 +120,13 @@ def wide(x: torch.Tensor) -> torch.dtype:
 
 
 def cut(batch: Batch, length: int) -> Batch:
-    """Return the first ``length`` tokens of all sequences, with their targets."""
-    targets = None if batch.targets is None else batch.targets[:, :length].contiguous()
-    return attrs.evolve(batch, tokens=batch.tokens[:, :length].contiguous(), targets=targets)
+    """Return the first ``length`` tokens of all sequences, with their targets and documents."""
+
+    def first(whole_BS: torch.Tensor | None) -> torch.Tensor | None:
+        return None if whole_BS is None else whole_BS[:, :length].contiguous()
+
+    tokens = batch.tokens[:, :length].contiguous()
+    return attrs.evolve(batch, tokens=tokens, targets=first(batch.targets), begins=first(batch.begins))
 
 
 def fixed_batch(run: RunInfo, sequences: int) -> Batch:

@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from nanotrain_core.api.torch import IGNORE, RollbackReport, counting_routers
+from nanotrain_core.api.torch import IGNORE, RollbackReport, Shard, counting_routers
 from nanotrain_core.testing import Case
 from nanotrain_core.testing.probe import make_engine
 
@@ -79,6 +79,31 @@ def test_probes_work_on_few_logits_at_a_time(monkeypatch):
     size = (x - x.mean(-1, keepdim=True)).flatten(1).norm(dim=1)
     change = (x - other[:2, :20].double()).flatten(1).norm(dim=1)
     assert seen.item() == pytest.approx((change / size).mean().item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("length", [16, 7])
+def test_a_probe_s_documents_do_not_see_one_another(length, tmp_path):
+    """Of data that masks them: its loss is then the one that validation measures."""
+    for number in range(60):
+        (tmp_path / f"{number}.txt").write_text("abcdefgh"[number % 5 :])
+    case = Case(
+        "monitor",
+        use="probes",
+        config={"every": 1, "sequences": 3, "length": length},
+        overrides={
+            "model": {"vocab": 256, "positions": "learned", "max_length": 16, "init_std": 0.5},
+            "data": {"use": "text", "paths": [str(tmp_path)], "mask_documents": True},
+        },
+    )
+    told = Told()
+    engine = make_engine(case, {"run": {"steps": 1}}, callbacks=[told])
+    engine.fit()
+    batch = probes.cut(engine.run.feed.data.validation_batch(0, 3, Shard()), length)
+    assert batch.begins.shape == batch.tokens.shape
+    assert batch.begins.any()
+    (part,) = engine.run.stages.values()
+    loss = part(batch.tokens, batch).losses["lm"] / batch.target_tokens()
+    assert told.reports[0].values["probes/loss"] == pytest.approx(loss.item(), rel=1e-6)
 
 
 def test_the_norm_of_the_balancing_bias_leaves_out_a_frozen_weight():
