@@ -48,14 +48,18 @@ def resolved(
         RecipeError: the model cannot be spread like that.
     """
     tables = tables_for(source, degrees, registry)
-    if scores:
-        tables["data"], tables["evaluation"] = source.tables["data"], _evaluated(source)
     layout = Degrees(degrees, tables["topology"], registry)
     ranks = ranks or layout.fewest_ranks() or prod(degrees.values())
     layout.check(ranks)
     tables["topology"] = {**tables["topology"], **layout.keys}
     tables["run"]["ranks"] = ranks
     tables["batch"]["sequences"] = ranks * degrees.get("pp", 1)  # a schedule may want one for each stage
+    if scores:
+        tables["data"], tables["evaluation"] = source.tables["data"], source.tables["evaluation"]
+        # Which sequences are evaluated depends on the size of the run's batches.
+        sequences = tables["batch"]["sequences"] = source.tables["batch"]["sequences"]
+        # Where ranks' shares differ by one, the last microbatch of one sequence would be empty on some.
+        tables["batch"]["microbatch"] = 1 if sequences % ranks == 0 else 2
     path = Path(folder, "sample.toml")
     path.write_text(tomli_w.dumps(tables), encoding="utf-8")
     try:
@@ -87,13 +91,6 @@ def tables_for(source: Source, degrees: Mapping[str, int], registry: Registry) -
         "monitor": [],
         "data": data,
     }
-
-
-def _evaluated(source: Source) -> Tables:
-    """Return ``[evaluation]`` with the sequences that the run evaluates: its own, in whole global batches."""
-    saved, batch = source.tables.get("evaluation", {}), source.tables["batch"]["sequences"]
-    wanted = saved.get("sequences", 0)
-    return {**saved, "sequences": -(-wanted // batch) * batch}
 
 
 def wrappers(saved: Sequence[Tables], degrees: Mapping[str, int], registry: Registry) -> Iterator[Tables]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -56,22 +57,42 @@ def find(path: Path, step: int | None, tokenizer: str | None, registry: Registry
 
 
 def _of_phase(tables: dict[str, Any], meta: Mapping[str, Any], registry: Registry) -> dict[str, Any]:
-    """Return a recipe without phases, with the model and the length of the one that it was saved in.
+    """Return a recipe without phases, with the model of the one it was saved in and what that validates on.
 
     Data that is split by pieces of the longest sequence of any phase keeps them: with shorter pieces another
     part would be held out, which the run may have trained on.
     """
     if "phase" not in tables:
         return tables
-    length = meta["data"].get("length", tables["batch"]["length"])
-    batch, data, rest = {**tables["batch"], "length": length}, tables["data"], {**tables}
+    data, rest = tables["data"], {**tables}
     phases = rest.pop("phase")
+    batch = _validated(tables["batch"], phases, meta["data"].get("tokens_before", 0))
     offers = registry.offers("data", data["use"])  # sampling needs it only for the tokenizer
     if offers and "piece_length" in attrs.fields_dict(offers[0][1].config):
         changed = [phase["batch"]["length"] for phase in phases if "length" in phase.get("batch", {})]
         longest = max(data.get("piece_length", 0), tables["batch"]["length"], *changed)
         rest["data"] = {**data, "piece_length": longest}
     return {**rest, "model": _plain(meta["model"]), "batch": batch}
+
+
+def _validated(batch: Mapping[str, Any], phases: Sequence[Mapping[str, Any]], tokens: int) -> dict[str, Any]:
+    """Return ``[batch]`` as the run validated in the step after ``tokens``.
+
+    As :meth:`~nanotrain_core.api.PhaseTimeline.validated_at`, which needs a typed recipe and with it all
+    plugins of the run.
+    """
+    validated, now, begins = {**batch}, {**batch}, 0
+    for phase in phases:
+        if tokens < begins:
+            break
+        changes = phase.get("batch", {})
+        ramps = {key: value for key, value in changes.items() if isinstance(value, Mapping)}
+        now |= changes | {key: ramp.get("start", now[key]) for key, ramp in ramps.items()}
+        if now["length"] != validated["length"]:
+            validated = {**now}
+        now |= {key: ramp["end"] for key, ramp in ramps.items()}
+        begins = phase.get("until_tokens", math.inf)
+    return validated
 
 
 def _weights_alone(folder: Path, step: int | None, tokenizer: str | None, registry: Registry) -> Source:

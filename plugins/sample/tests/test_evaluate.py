@@ -71,29 +71,69 @@ def test_a_validation_loss_is_that_of_the_run(trained, capsys):
     assert text["bits_per_byte"] == pytest.approx(last["bits_per_byte"], abs=1e-12)
 
 
+def train_in_phases(folder, around, steps):
+    """Train on one half of a text of some 2,500 bytes; return the folder of the run."""
+    (folder / "train.txt").write_text(" ".join(f"{number * number % 97}" for number in range(900)))
+    data = {"use": "text", "paths": [str(folder / "train.txt")], "suffixes": [".txt"]}
+    data["validation_fraction"] = 0.5
+    engine = make_engine(
+        Case("checkpoint", use="simple", overrides={"model": MODEL, "data": data, **around}),
+        {"run": {"steps": steps}, "monitor": [{"use": "jsonl"}]},
+        folder=folder,
+    )
+    engine.fit()
+    return folder
+
+
+def evaluations(folder):
+    """Return the rows of a run's evaluations by step."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {row["step"]: row for row in rows if row["event"] == "evaluation"}
+
+
 def test_what_is_held_out_is_the_same_in_a_phase_of_shorter_sequences(tmp_path, capsys):
     """Pieces of the longest phase are held out: with shorter ones eval read what the run trains on."""
-    words = " ".join(f"{number * number % 97}" for number in range(900))
-    (tmp_path / "train.txt").write_text(words)
     around = {
-        "model": MODEL,
-        "data": {"use": "text", "paths": [str(tmp_path / "train.txt")], "suffixes": [".txt"]},
         "batch": {"sequences": 2, "length": 12},
         "evaluation": {"sequences": 4, "every": 1},
         "checkpoint": {"use": "simple", "every": 1, "keep": 9},
         "phase": [{"until_tokens": 48}, {"batch": {"length": 48}}],
     }
-    engine = make_engine(
-        Case("checkpoint", use="simple", overrides=around),
-        {"run": {"steps": 3}, "monitor": [{"use": "jsonl"}]},
-        folder=tmp_path,
-    )
-    engine.fit()
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    losses = {row["step"]: row["loss"] for row in rows if row["event"] == "evaluation"}
+    folder = train_in_phases(tmp_path, around, steps=3)
+    losses = {step: row["loss"] for step, row in evaluations(folder).items()}
     for step in (1, 3):
-        (text,) = found(capsys, tmp_path, "--step", step)["texts"]
+        (text,) = found(capsys, folder, "--step", step)["texts"]
         assert text["loss"] == pytest.approx(losses[step], abs=1e-9), step
+
+
+def test_a_phase_that_sets_the_length_sets_the_batch_that_is_evaluated(tmp_path, capsys):
+    """Of 10 sequences in batches of 5; then of 6 at first, 12; then of 7, 14."""
+    phases = [
+        {"until_tokens": 96, "batch": {"sequences": 2}},
+        {"until_tokens": 250, "batch": {"length": 16, "sequences": {"start": 6, "end": 3}}},
+        {"until_tokens": 400, "batch": {"sequences": 9}},
+        {"batch": {"length": 12, "sequences": 7}},
+    ]
+    around = {"batch": {"sequences": 5, "length": 48}, "evaluation": {"sequences": 10, "every": 1}}
+    checkpoint = {"use": "simple", "every": 1, "keep": 9}
+    folder = train_in_phases(tmp_path, {**around, "checkpoint": checkpoint, "phase": phases}, steps=5)
+    expected = evaluations(folder)
+    tokens = [10 * 48, 12 * 16, 12 * 16, 12 * 16, 14 * 12]
+    assert [expected[step]["tokens"] for step in range(1, 6)] == tokens
+    for step in (1, 3, 4, 5):
+        (text,) = found(capsys, folder, "--step", step)["texts"]
+        assert text["tokens"] == expected[step]["tokens"], step
+        assert text["loss"] == pytest.approx(expected[step]["loss"], abs=1e-9), step
+
+
+@pytest.mark.full  # three ranks are started
+def test_ranks_that_do_not_divide_the_batch_evaluate_the_same_sequences(tmp_path, capfd):
+    around = {"batch": {"sequences": 4, "length": 12}, "evaluation": {"sequences": 7}}
+    folder = train_in_phases(tmp_path, {**around, "checkpoint": {"use": "simple"}}, steps=1)
+    row = evaluations(folder)[1]
+    (text,) = found(capfd, folder, "--degree", "dp=3")["texts"]
+    assert text["tokens"] == row["tokens"] == 8 * 12
+    assert text["loss"] == pytest.approx(row["loss"], abs=1e-9)
 
 
 @pytest.mark.parametrize("stride", [16, 5, 1])
