@@ -9,8 +9,11 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from nanotrain_sample.evaluate import tasks
+from nanotrain_sample.evaluate.measure import read_text
+from nanotrain_sample.evaluate.scorer import Score
 from nanotrain_sample.evaluate.windows import windows
 
+from nanotrain_core.api.text import make_tokenizer
 from nanotrain_core.batch import Batch
 from nanotrain_core.cli import main
 from nanotrain_core.testing import Case
@@ -153,6 +156,17 @@ def test_every_byte_of_a_file_is_scored_after_those_before_it(trained, capsys, s
     assert text["loss"] == pytest.approx(total / len(content), abs=1e-9)
     assert text["perplexity"] == pytest.approx(math.exp(total / len(content)), rel=1e-9)
     assert text["bits_per_byte"] == pytest.approx(total / len(content) / math.log(2), abs=1e-9)
+
+
+@pytest.mark.parametrize(("content", "scored"), [("abcd", 3), ("\u00e9", 2)])
+def test_a_first_token_that_is_not_scored_has_no_bytes(tmp_path, content, scored):
+    """A part of a character counts with the token that completes it."""
+    (tmp_path / "text.txt").write_text(content, encoding="utf-8")
+    codec = make_tokenizer("bytes")
+    codec.separator = None
+    text = read_text(tmp_path / "text.txt", codec, 8, 8)
+    bits = text.measured([Score(-scored * math.log(2), greedy=False)]).bits_per_byte
+    assert bits == pytest.approx(1)
 
 
 @settings(deadline=None)

@@ -68,6 +68,7 @@ class Text:
 
     name: str
     bytes: int
+    """Of the tokens that are scored."""
     requests: tuple[Request, ...]
 
     def measured(self, scores: Sequence[Score]) -> Measured:
@@ -91,7 +92,10 @@ def read_text(path: Path, codec: TextCodec, length: int, stride: int) -> Text:
         raise DataError(f"--text {path}: {problem.strerror}") from None
     except UnicodeDecodeError as problem:
         raise DataError(f"--text {path}: no UTF-8 at byte {problem.start}; expected a text") from None
-    found = tuple(windows(codec.encode(text), length, stride, codec.separator))
+    tokens = codec.encode(text)
+    found = tuple(windows(tokens, length, stride, codec.separator))
     if not found:
         raise DataError(f"--text {path}: there is nothing to predict in it; expected a text of some tokens")
-    return Text(str(path), len(content), found)
+    unscored = codec.decode(tokens[:1]) if codec.separator is None else ""
+    # A part of a character, decoded as U+FFFD, counts with the token that completes it.
+    return Text(str(path), len(content) - len(unscored.rstrip("\ufffd").encode()), found)
