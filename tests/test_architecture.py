@@ -182,7 +182,7 @@ SMALL = {
     "cli": 1625,
     "compile": 680,
     "contracts": 655,
-    "data": 785,
+    "data": 795,
     "hf": 860,
     "launch": 1545,
     "layout": 1150,

@@ -10,6 +10,7 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
+from tokenizers.processors import TemplateProcessing
 
 from nanotrain_core.batch import IGNORE, Shard
 from nanotrain_core.builtin.configs import TextConfig
@@ -469,6 +470,19 @@ def test_a_special_token_that_a_document_writes_of_is_text(words, tmp_path):
     assert ours.separator in tokenizer.encode(text).ids  # what the library does unless it is told
     assert ours.encode_special(text) == tokenizer.encode(text).ids
     assert ours.encode(text) == plain
+
+
+@pytest.mark.parametrize(
+    ("template", "prefix"), [("<bos> $A", (9,)), ("<bos> $A <eos>", (9,)), ("$A <eos>", ()), ("$A", ())]
+)
+def test_the_prefix_is_what_a_tokenizer_puts_before_a_text(tmp_path, template, prefix):
+    tokenizer = Tokenizer(WordLevel({"<unk>": 0, "one": 1, "<bos>": 9, "<eos>": 8}, unk_token="<unk>"))
+    special = [("<bos>", 9), ("<eos>", 8)]
+    tokenizer.post_processor = TemplateProcessing(single=template, special_tokens=special)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    made = make_tokenizer(str(tmp_path / "tokenizer.json"))
+    assert made.prefix == prefix
+    assert made.encode("one") == [1]
 
 
 def test_a_missing_tokenizer_file_names_the_nearest_one(corpus, words):

@@ -5,7 +5,7 @@ Torch-free, except :func:`draw`. Files of the core may move; these names stay.
 
 from typing import TYPE_CHECKING, Any
 
-from nanotrain_core.data.codec import EncodesSpecial, HasConversations, HasTokenizer, TextCodec
+from nanotrain_core.data.codec import EncodesSpecial, HasConversations, HasPrefix, HasTokenizer, TextCodec
 from nanotrain_core.data.documents import Source as TextSource
 from nanotrain_core.data.documents import missing_path
 from nanotrain_core.data.hashed_tokens import HASH, PIECE, HashedTokens, Tokens, piece_hashes
@@ -22,6 +22,7 @@ __all__ = [
     "PIECE",
     "EncodesSpecial",
     "HasConversations",
+    "HasPrefix",
     "HasTokenizer",
     "HashedTokens",
     "Split",

@@ -32,6 +32,14 @@ class EncodesSpecial(Protocol):
 
 
 @runtime_checkable
+class HasPrefix(Protocol):
+    """Optional interface of a tokenizer that says which special tokens it puts before a text, such as BOS."""
+
+    @property
+    def prefix(self) -> tuple[int, ...]: ...
+
+
+@runtime_checkable
 class HasTokenizer(Protocol):
     """Optional interface of a data component whose tokens are text: decoding text requires no data."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -145,6 +146,13 @@ class TokenizerFile:
         """Return the tokens of ``text``, in which the text of a special token becomes that token."""
         other = type(self._tokenizer).from_str(self._tokenizer.to_str())  # which parses them, the default
         return list(other.encode(text, add_special_tokens=False).ids)
+
+    @property
+    def prefix(self) -> tuple[int, ...]:
+        """The special tokens that the file puts before a text, such as BOS; :meth:`encode` adds none."""
+        example = self._tokenizer.encode("a")
+        added = takewhile(lambda pair: pair[1], zip(example.ids, example.special_tokens_mask, strict=True))
+        return tuple(token for token, _ in added)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the tokens of each text, using all processors."""

@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
     from nanotrain_core.api.ranks import Ranks
     from nanotrain_sample.output import Asked
     from nanotrain_sample.ranks import degrees_of, run_on_ranks
-    from nanotrain_sample.source import find, fitting_codec
+    from nanotrain_sample.source import find, fitting_codec, prefix_of
     from nanotrain_sample.write import SampleJob
 
     degrees = degrees_of(args.degree)
@@ -111,7 +111,10 @@ def run(args: argparse.Namespace) -> int:
                 fitting(text, tokens, how) for text, (tokens, _) in zip(texts, asked_for, strict=True)
             )
         else:
-            prompts = tuple(encoded(text, codec, how, special=args.special_tokens) for text in texts)
+            prefix = prefix_of(source, codec)
+            prompts = tuple(
+                encoded(text, codec, how, special=args.special_tokens, prefix=prefix) for text in texts
+            )
         asked = Asked(
             weights=str(source.path),
             prompts=prompts,
@@ -169,8 +172,10 @@ def how_of(args: argparse.Namespace, found: Resolution, codec: TextCodec) -> How
     )
 
 
-def encoded(text: str, codec: TextCodec, how: How, *, special: bool = False) -> tuple[int, ...]:
-    """Return the tokens of a prompt.
+def encoded(
+    text: str, codec: TextCodec, how: How, *, special: bool = False, prefix: tuple[int, ...] = ()
+) -> tuple[int, ...]:
+    """Return the tokens of a prompt, after those of ``prefix`` unless it begins with them.
 
     Raises:
         NanotrainError: there are none, or more than the model reads; or special tokens are asked for, and
@@ -183,6 +188,8 @@ def encoded(text: str, codec: TextCodec, how: How, *, special: bool = False) -> 
         tokens = encode(text)
     except DataError as problem:
         raise DataError(f"{problem}; --tokenizer FILE names a tokenizer") from None
+    if tuple(tokens[: len(prefix)]) != prefix:
+        tokens = [*prefix, *tokens]
     return fitting(text, tokens, how)
 
 

@@ -11,7 +11,7 @@ import attrs
 import tomli
 
 from nanotrain_core.api import CheckpointError, NanotrainError, Recipe, Registry, Resolution, find_checkpoints
-from nanotrain_core.api.text import HasTokenizer, TextCodec, make_tokenizer
+from nanotrain_core.api.text import HasPrefix, HasTokenizer, TextCodec, make_tokenizer
 from nanotrain_core.api.torch import open_weights
 
 #: Files that tell a folder of weights alone: ours, and Hugging Face's.
@@ -161,3 +161,11 @@ def fitting_codec(found: Resolution, tokenizer: str | None) -> TextCodec:
             "it was trained with another tokenizer"
         )
     return codec
+
+
+def prefix_of(source: Source, codec: TextCodec) -> tuple[int, ...]:
+    """Return the tokens that stand before every text, such as BOS: for weights alone those of the tokenizer.
+
+    Data of a run have none, so its model has not been trained with them.
+    """
+    return codec.prefix if "data" not in source.tables and isinstance(codec, HasPrefix) else ()

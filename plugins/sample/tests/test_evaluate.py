@@ -174,7 +174,7 @@ def test_a_first_token_that_is_not_scored_has_no_bytes(tmp_path, content, scored
 def test_windows_score_each_token_once_within_the_length(count, length, data, with_start):
     stride = data.draw(st.integers(1, length))
     tokens = list(range(1, count + 1))
-    asked = list(windows(tokens, length, stride, 0 if with_start else None))
+    asked = list(windows(tokens, length, stride, [0] if with_start else []))
     scored = [token for request in asked for token in request.tokens[-request.scored :]]
     assert scored == (tokens if with_start else tokens[1:])
     assert all(request.scored < len(request.tokens) <= length + 1 for request in asked)

@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     from nanotrain_sample.evaluate.job import Asked, ScoreJob, ValidationJob
     from nanotrain_sample.evaluate.tasks import check_installed
     from nanotrain_sample.ranks import ForwardJob, degrees_of, run_on_ranks
-    from nanotrain_sample.source import find, fitting_codec
+    from nanotrain_sample.source import find, fitting_codec, prefix_of
 
     if args.task:
         check_installed()
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
         common["weights"] = str(source.path)
         if not scores:
             return ValidationJob(**common, tokenizer=None, json=args.json)
-        fitting_codec(found, source.tokenizer)  # refuses one that does not fit, before ranks start
+        codec = fitting_codec(found, source.tokenizer)  # refuses one that does not fit, before ranks start
         model = registry.build(found.recipe.model)
         length = length_of(args.length, source.length, model.max_length)
         asked = Asked(
@@ -74,6 +74,7 @@ def run(args: argparse.Namespace) -> int:
             limit=args.limit,
             length=length,
             stride=stride_of(args.stride, length),
+            prefix=prefix_of(source, codec),
             json=args.json,
         )
         return ScoreJob(**common, tokenizer=source.tokenizer, asked=asked)

@@ -40,7 +40,12 @@ class Generation:
 
 
 def generation_of(
-    context: str, arguments: Mapping[str, Any], codec: TextCodec, length: int, where: str
+    context: str,
+    arguments: Mapping[str, Any],
+    codec: TextCodec,
+    length: int,
+    where: str,
+    prefix: Sequence[int] = (),
 ) -> Generation:
     """Return what lm_eval asks for.
 
@@ -50,6 +55,7 @@ def generation_of(
         codec: of the model.
         length: tokens that the model reads at once.
         where: begins error messages.
+        prefix: tokens that stand before every text, such as BOS.
 
     Raises:
         NanotrainError: an argument has no counterpart here, or the text may be as long as the
@@ -84,13 +90,15 @@ def generation_of(
         vocab=codec.vocab_size,
         ends=frozenset() if separator is None else frozenset({separator}),
     )
-    question = codec.encode(context)[tokens - length :] or [empty_context(codec)]
+    question = [*prefix, *codec.encode(context)][tokens - length :] or [empty_context(codec, prefix)]
     until = arguments.get("until") or ()
     return Generation(Prompt(tuple(question), how), (until,) if isinstance(until, str) else tuple(until))
 
 
-def empty_context(codec: TextCodec) -> int:
-    """Return what stands for an empty context: the token that ends documents, or a line's end."""
+def empty_context(codec: TextCodec, prefix: Sequence[int]) -> int:
+    """Return what stands for an empty context: BOS, else the token that ends documents, or a line's end."""
+    if prefix:
+        return prefix[-1]
     return codec.encode("\n")[0] if codec.separator is None else codec.separator
 
 

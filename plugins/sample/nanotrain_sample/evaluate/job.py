@@ -32,6 +32,8 @@ class Asked:
     """Tokens that the model reads at once."""
     stride: int
     """Tokens of a file that one window scores."""
+    prefix: tuple[int, ...] = ()
+    """Tokens that stand before every text, such as BOS."""
     json: bool = False
 
 
@@ -51,7 +53,7 @@ class ScoreJob(ForwardJob):
         asked, codec = self.asked, answers.codec
         measured, tasks = list[Measured](), dict[str, Any]()
         for path in asked.texts:
-            text = read_text(Path(path), codec, asked.length, asked.stride)
+            text = read_text(Path(path), codec, asked.length, asked.stride, asked.prefix)
             measured.append(text.measured(answers.scores(text.requests)))
         if asked.tasks:
             from nanotrain_sample.evaluate.tasks import run_tasks
@@ -62,6 +64,7 @@ class ScoreJob(ForwardJob):
                 codec,
                 answers,
                 length=asked.length,
+                prefix=asked.prefix,
                 few_shot=asked.few_shot,
                 limit=asked.limit,
             )

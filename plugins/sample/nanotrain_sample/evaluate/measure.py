@@ -79,8 +79,8 @@ class Text:
         return Measured(name=self.name, tokens=tokens, loss=total / tokens, bits_per_byte=bits)
 
 
-def read_text(path: Path, codec: TextCodec, length: int, stride: int) -> Text:
-    """Return a file as requests.
+def read_text(path: Path, codec: TextCodec, length: int, stride: int, prefix: Sequence[int] = ()) -> Text:
+    """Return a file as requests, after the tokens of ``prefix`` or what ends documents.
 
     Raises:
         DataError: it cannot be read, is not UTF-8, or has no two tokens.
@@ -93,9 +93,10 @@ def read_text(path: Path, codec: TextCodec, length: int, stride: int) -> Text:
     except UnicodeDecodeError as problem:
         raise DataError(f"--text {path}: no UTF-8 at byte {problem.start}; expected a text") from None
     tokens = codec.encode(text)
-    found = tuple(windows(tokens, length, stride, codec.separator))
+    start = prefix or ([] if codec.separator is None else [codec.separator])
+    found = tuple(windows(tokens, length, stride, start))
     if not found:
         raise DataError(f"--text {path}: there is nothing to predict in it; expected a text of some tokens")
-    unscored = codec.decode(tokens[:1]) if codec.separator is None else ""
+    unscored = "" if start else codec.decode(tokens[:1])
     # A part of a character, decoded as U+FFFD, counts with the token that completes it.
     return Text(str(path), len(content) - len(unscored.rstrip("\ufffd").encode()), found)

@@ -34,6 +34,7 @@ def run_tasks(
     answers: Answers,
     *,
     length: int,
+    prefix: Sequence[int],
     few_shot: int | None,
     limit: int | None,
 ) -> dict[str, Any]:
@@ -45,6 +46,7 @@ def run_tasks(
         codec: of the model.
         answers: scores and generates on all ranks.
         length: of what the model reads at once.
+        prefix: tokens that stand before every text, such as BOS.
         few_shot: examples before each question; None: as the task says.
         limit: questions of each task, at most.
 
@@ -63,7 +65,7 @@ def run_tasks(
             raise NanotrainError(f"--task {name}: lm_eval knows no such task{did_you_mean(name, known)}")
     try:
         found = simple_evaluate(
-            model=adapter(codec, answers, length),
+            model=adapter(codec, answers, length, prefix),
             tasks=[*names],
             num_fewshot=few_shot,
             limit=limit,
@@ -80,7 +82,7 @@ def run_tasks(
     return dict(found)
 
 
-def adapter(codec: TextCodec, answers: Answers, length: int) -> Any:
+def adapter(codec: TextCodec, answers: Answers, length: int, prefix: Sequence[int]) -> Any:
     """Return the model as ``lm_eval`` knows models."""
     from lm_eval.api.model import TemplateLM
     from tqdm import tqdm  # which lm_eval needs
@@ -91,11 +93,11 @@ def adapter(codec: TextCodec, answers: Answers, length: int) -> Any:
         @property
         def eot_token_id(self) -> int:
             """Return what stands for an empty context."""
-            return empty_context(codec)
+            return empty_context(codec, prefix)
 
         def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-            """Return the tokens of a text."""
-            return codec.encode(string)
+            """Return the tokens of a text, after BOS unless ``add_special_tokens`` is false."""
+            return [*(() if add_special_tokens is False else prefix), *codec.encode(string)]
 
         def _loglikelihood_tokens(
             self, requests: Sequence[tuple[Any, list[int], list[int]]], **kwargs: Any
@@ -105,17 +107,15 @@ def adapter(codec: TextCodec, answers: Answers, length: int) -> Any:
 
         def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
             """Return the log-likelihood of whole documents, in windows of what the model reads at once."""
-            each = [
-                [*windows(codec.encode(request.args[0]), length, length, self.eot_token_id)]
-                for request in requests
-            ]
+            start = prefix or [self.eot_token_id]
+            each = [[*windows(codec.encode(request.args[0]), length, length, start)] for request in requests]
             scores = iter(answers.scores([request for asked in each for request in asked]))
             return [sum(next(scores).log_probability for _ in asked) for asked in each]
 
         def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
             """Return what the model writes after each context, up to the first of the task's stop strings."""
             asked = [
-                generation_of(context, arguments, codec, length, f"--task {request.task_name}")
+                generation_of(context, arguments, codec, length, f"--task {request.task_name}", prefix)
                 for request in requests
                 for context, arguments in [request.args]
             ]

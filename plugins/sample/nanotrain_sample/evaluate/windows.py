@@ -15,22 +15,22 @@ class Request:
     scored: int
 
 
-def windows(tokens: Sequence[int], length: int, stride: int, start: int | None) -> Iterator[Request]:
+def windows(tokens: Sequence[int], length: int, stride: int, start: Sequence[int]) -> Iterator[Request]:
     """Yield requests that score each token of a document once.
 
     Args:
         tokens: of the document.
         length: that the model reads at once, at most.
         stride: how many tokens a request scores: all others of its window are context. From 1 to ``length``.
-        start: a token that stands before the first, as what ends a document; None: the first token is context
-            alone, and not scored.
+        start: tokens that stand before the first, such as BOS; empty: the first token is context alone, and
+            not scored.
 
     Source: the sliding window of Hugging Face's "Perplexity of fixed-length models".
 
-    >>> [(r.tokens, r.scored) for r in windows([1, 2, 3, 4, 5], 3, 2, 0)]
+    >>> [(r.tokens, r.scored) for r in windows([1, 2, 3, 4, 5], 3, 2, [0])]
     [((0, 1, 2), 2), ((1, 2, 3, 4), 2), ((2, 3, 4, 5), 1)]
     """
-    text = [*tokens] if start is None else [start, *tokens]
-    for begin in range(1, len(text), stride):
+    text = [*start, *tokens]
+    for begin in range(max(1, len(start)), len(text), stride):
         end = min(begin + stride, len(text))
         yield Request(tuple(text[max(0, end - 1 - length) : end]), end - begin)
