@@ -27,7 +27,8 @@ class AxisTraffic:
     bytes: int
     seconds: float
     exposed: float
-    """Seconds of these that no computation hides."""
+    """Seconds of these that are not hidden by the shares of ``[overlap]``. A phase that computes for less
+    time than its collectives need to be hidden exposes more: see :func:`~nanotrain_plan.timing.phase_time`."""
 
 
 def axis_of(ranks: Sequence[int], layout: Layout, *, of_experts: bool = False) -> str:
@@ -67,6 +68,22 @@ def ranks_along(axis: str, op: str, layout: Layout) -> tuple[int, ...]:
 #: Mesh dimensions by the key of ``[overlap]`` that says how much of their collectives is hidden.
 OVERLAP = {"dp": "dp", "edp": "dp", "tp": "tp", "etp": "ep", "ep": "ep", "cp": "cp", "pp": "pp"}
 
+#: Between two ranks of a pipeline.
+MESSAGES = ("send", "recv")
+
+#: Collectives that NCCL runs as rings (or trees), one for each NIC of a node.
+RINGS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce")
+
+
+@attrs.define(frozen=True, kw_only=True)
+class CollectiveTime:
+    """Seconds that the collectives of one phase take."""
+
+    exposed: float = 0.0
+    """Not hidden, by the shares of ``[overlap]``."""
+    hidden: float = 0.0
+    """The rest, if the phase computes for as long; messages left out."""
+
 
 class Links:
     """Times of collectives on the links of a hardware."""
@@ -102,8 +119,11 @@ class Links:
     def _time(self, found: Collective) -> float:
         """Return how long a collective takes by itself.
 
-        Bandwidth is that of the slowest link a ring over the ranks crosses; of an all-to-all, what leaves the
-        node takes the network and the rest NVLink, at once. Latency grows with the logarithm of the ranks.
+        Within a node, bandwidth is that of NVLink. Between nodes, NCCL runs as many rings at once as the
+        group has ranks in a node, each through the NIC of another one of them: together they have the
+        bandwidth of these NICs, at most NVLink's (331 GB/s were measured in an all-reduce over 4 nodes of 8
+        H100 with 8 x 50 GB/s). gloo runs one. Of an all-to-all, what leaves the node takes the network and
+        the rest NVLink, at once. Latency grows with the logarithm of the ranks.
         """
         links, n = self.hardware.links, len(found.ranks)
         node = self.hardware.devices_per_node
@@ -114,14 +134,31 @@ class Links:
             inside, outside = (local - 1) / n, (n - local) / n
             return latency + found.bytes * max(inside / intra, outside / inter)
         factor = {"all_reduce": 2 * (n - 1) / n, "all_gather": (n - 1) / n, "reduce_scatter": (n - 1) / n}
-        rate = intra if local == n else inter
+        rings = local if found.op in RINGS and not self.hardware.gloo else 1
+        rate = intra if local == n else min(intra, rings * inter)
         return latency + found.bytes * factor.get(found.op, 1.0) / rate
 
     def exposed(self, found: Collective) -> float:
-        """Return the seconds of :meth:`seconds` that computation does not hide."""
+        """Return the seconds of :meth:`seconds` that are not hidden where there is enough to compute."""
+        return self.seconds(found) * (1 - self._hidden_share(found))
+
+    def hidden(self, found: Collective) -> float:
+        """Return the seconds of :meth:`seconds` that the computation of the same action has to hide.
+
+        Of messages none: they are under way during other actions, too.
+        """
+        return 0.0 if found.op in MESSAGES else self.seconds(found) * self._hidden_share(found)
+
+    def _hidden_share(self, found: Collective) -> float:
         axes = [OVERLAP.get(axis, "") for axis in self.axis(found).split("+")]
         shares = [getattr(self.hardware.overlap, axis) for axis in axes if axis]
-        return self.seconds(found) * (1 - min(shares, default=0.0))
+        return min(shares, default=0.0)
+
+    def time(self, phase: Phase) -> CollectiveTime:
+        """Return what the collectives of a recorded phase take."""
+        return CollectiveTime(
+            exposed=sum(map(self.exposed, phase.collectives)), hidden=sum(map(self.hidden, phase.collectives))
+        )
 
 
 def phases_of(stages: Stages, pp_rank: int) -> Iterator[Phase]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 import attrs
 
 from nanotrain_core.api import Durations, Timeline, simulate
-from nanotrain_plan.comms import Links
+from nanotrain_plan.comms import CollectiveTime, Links
 from nanotrain_plan.dry.rank import Sort
 from nanotrain_plan.dry.recorder import Phase
 from nanotrain_plan.hardware import Hardware
@@ -55,9 +55,10 @@ class StepTime:
     """Of the actions of each stage."""
 
 
-def phase_time(phase: Phase, hardware: Hardware, exposed: float) -> PhaseTime:
-    """Return what a phase takes; ``exposed``: seconds of its collectives that are not hidden.
+def phase_time(phase: Phase, hardware: Hardware, collectives: CollectiveTime) -> PhaseTime:
+    """Return what a phase takes; ``collectives``: seconds of its own.
 
+    Computation hides collectives for as long as it takes itself: the rest of what would be hidden is exposed.
     Attention is counted over whole score matrices: half is masked, and a kernel leaves it out. Kernels run
     while the host launches the next, so of the two the slower one counts.
     """
@@ -69,8 +70,9 @@ def phase_time(phase: Phase, hardware: Hardware, exposed: float) -> PhaseTime:
         gemm=gemm,
         attention=phase.gemm_flops["attention"] / 2 / hardware.rate("attention"),
         memory=phase.moved / hardware.traffic,
-        communication=exposed,
     )
+    not_hidden = max(0.0, collectives.hidden - found.total)
+    found = attrs.evolve(found, communication=collectives.exposed + not_hidden)
     launching = phase.kernels / hardware.memory.fusion * hardware.launch_us * 1e-6
     return attrs.evolve(found, host=max(0.0, launching - found.total))
 
@@ -81,10 +83,10 @@ def uses_float8(stages: Stages) -> bool:
 
 
 def step_time(
-    stages: Stages, hardware: Hardware, exposed: Callable[[Phase], float] | None = None
+    stages: Stages, hardware: Hardware, collectives: Callable[[Phase], CollectiveTime] | None = None
 ) -> StepTime:
-    """Simulate a step; ``exposed``: seconds of a phase's collectives, if not of each recorded one."""
-    of = _timer(stages, hardware, exposed)
+    """Simulate a step; ``collectives``: what those of a phase take, if not the recorded ones."""
+    of = _timer(stages, hardware, collectives)
     times, busiest = _of_actions(stages, of)
     of_actions = durations(times, len(stages.parts))
     timeline = simulate(stages.actions, of_actions)
@@ -100,27 +102,32 @@ def step_time(
     )
 
 
-def least_time(stages: Stages, hardware: Hardware, exposed: Callable[[Phase], float] | None = None) -> float:
+def least_time(
+    stages: Stages, hardware: Hardware, collectives: Callable[[Phase], CollectiveTime] | None = None
+) -> float:
     """Return the seconds of a step whose busiest pipeline rank never waits."""
-    of = _timer(stages, hardware, exposed)
+    of = _timer(stages, hardware, collectives)
     return _of_actions(stages, of)[1].total + _longest_after(stages, of)
 
 
 def _timer(
-    stages: Stages, hardware: Hardware, exposed: Callable[[Phase], float] | None
+    stages: Stages, hardware: Hardware, collectives: Callable[[Phase], CollectiveTime] | None
 ) -> Callable[[Phase], PhaseTime]:
-    """Return what gives the time of a phase, and remembers it."""
-    links = Links(hardware, stages.layout)
+    """Return what gives the time of a phase, and remembers it.
 
-    def recorded(phase: Phase) -> float:
-        return sum(links.exposed(found) for found in phase.collectives)
-
+    What is around the actions overlaps with others than itself: all-gathers of updated weights with the next
+    forward pass. Its computation is no limit.
+    """
+    seconds = collectives or Links(hardware, stages.layout).time
+    around = {id(phase) for step in stages.steps.values() for phase in step.around.values()}
     known: dict[int, PhaseTime] = {}
-    seconds = exposed or recorded
 
     def of(phase: Phase) -> PhaseTime:
         if id(phase) not in known:
-            known[id(phase)] = phase_time(phase, hardware, seconds(phase))
+            found = seconds(phase)
+            if id(phase) in around:
+                found = attrs.evolve(found, hidden=0.0)
+            known[id(phase)] = phase_time(phase, hardware, found)
         return known[id(phase)]
 
     return of

@@ -23,7 +23,7 @@ from nanotrain_plan.blocks.probe import (
 )
 from nanotrain_plan.blocks.schedules import Lists, lists_of
 from nanotrain_plan.blocks.stages import Seconds, SummedPhase, make_step
-from nanotrain_plan.comms import Links
+from nanotrain_plan.comms import CollectiveTime, Links
 from nanotrain_plan.dry.rank import RankStep, Share, dry_recipe
 from nanotrain_plan.dry.recorder import Phase
 from nanotrain_plan.hardware import Hardware
@@ -76,7 +76,7 @@ class Composer:
             NotComposable: it must be planned in full.
         """
         stages = self.stages(recipe, layout)
-        return Estimate(list(all_ranks(stages, recipe)), step_time(stages, self.hardware, exposed_seconds))
+        return Estimate(list(all_ranks(stages, recipe)), step_time(stages, self.hardware, collective_time))
 
     def bound(self, recipe: Recipe, layout: Layout) -> Bound:
         """Return what a layout takes at least, without measuring W passes apart.
@@ -88,7 +88,7 @@ class Composer:
         """
         stages = self.stages(recipe, layout, apart=False)
         peaks = tuple(rank.peak for rank in all_ranks(stages, recipe))
-        return Bound(peaks, least_time(stages, self.hardware, exposed_seconds))
+        return Bound(peaks, least_time(stages, self.hardware, collective_time))
 
     def stages(self, recipe: Recipe, layout: Layout, *, apart: bool = True) -> Stages:
         """Return what ranks do in a step of the largest batch: see :func:`dry_stages`.
@@ -189,10 +189,10 @@ class Composer:
         return attrs.evolve(found, run=attrs.evolve(found.run, ranks=pp * within))
 
 
-def exposed_seconds(phase: Phase) -> float:
-    """Return the seconds of a phase's collectives that are not hidden."""
+def collective_time(phase: Phase) -> CollectiveTime:
+    """Return what the collectives of a phase take."""
     assert isinstance(phase, SummedPhase)
-    return phase.exposed
+    return phase.collective_time
 
 
 def _halves_of(lists: Lists, microbatches: int) -> list[Halves]:

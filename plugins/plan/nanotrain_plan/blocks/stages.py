@@ -10,7 +10,7 @@ import attrs
 from nanotrain_core.api import Costs, Layout, Part
 from nanotrain_plan.blocks.measured import Around, Block, Blocks, Pass, add_shares, layers_of
 from nanotrain_plan.blocks.work import Work
-from nanotrain_plan.comms import Links, ranks_along
+from nanotrain_plan.comms import CollectiveTime, Links, ranks_along
 from nanotrain_plan.dry.collectives import Collective
 from nanotrain_plan.dry.rank import RankStep, Share, Sort
 from nanotrain_plan.dry.recorder import Phase
@@ -20,8 +20,19 @@ from nanotrain_plan.dry.recorder import Phase
 class SummedPhase(Phase):
     """A phase that was put together: of its collectives the time is known, and not each of them."""
 
-    exposed: float = 0.0
-    """Seconds that no computation hides."""
+    collective_time: CollectiveTime = CollectiveTime()
+
+
+@attrs.define(frozen=True)
+class Linear:
+    """Seconds of a number of collectives."""
+
+    latency: float = 0.0
+    each_byte: float = 0.0
+
+    def __call__(self, count: float, size: float) -> float:
+        """Return the seconds of ``count`` collectives of ``size`` bytes together."""
+        return count * self.latency + size * self.each_byte
 
 
 class Seconds:
@@ -29,24 +40,30 @@ class Seconds:
 
     def __init__(self, links: Links) -> None:
         self.links = links
-        self._known: dict[tuple[str, str], tuple[float, float]] = {}
+        self._known: dict[tuple[str, str], tuple[Linear, Linear]] = {}
 
-    def exposed(self, work: Work) -> float:
-        """Return seconds that computation does not hide."""
-        total = 0.0
+    def time(self, work: Work) -> CollectiveTime:
+        """Return what the collectives of an action take."""
+        exposed = hidden = 0.0
         for key, count in work.count.items():
-            latency, each_byte = self._of(key)
-            total += count * latency + work.sent[key] * each_byte
-        return max(0.0, total)
+            of_exposed, of_hidden = self._of(key)
+            exposed += of_exposed(count, work.sent[key])
+            hidden += of_hidden(count, work.sent[key])
+        return CollectiveTime(exposed=max(0.0, exposed), hidden=max(0.0, hidden))
 
-    def _of(self, key: tuple[str, str]) -> tuple[float, float]:
+    def _of(self, key: tuple[str, str]) -> tuple[Linear, Linear]:
+        """Return the exposed and the hidden seconds of an operation along an axis."""
         if key not in self._known:
             axis, op = key
             ranks = ranks_along(axis, op, self.links.layout)
             if len(ranks) == 1:
-                return 0.0, 0.0
-            latency, with_bytes = (self.links.exposed(Collective(op, ranks, size)) for size in (0, 10**9))
-            self._known[key] = latency, (with_bytes - latency) / 1e9
+                return Linear(), Linear()
+            small, large = (Collective(op, ranks, size) for size in (0, 10**9))
+            exposed, hidden = (
+                Linear(seconds(small), (seconds(large) - seconds(small)) / 1e9)
+                for seconds in (self.links.exposed, self.links.hidden)
+            )
+            self._known[key] = exposed, hidden
         return self._known[key]
 
 
@@ -163,7 +180,7 @@ def _phase(name: str, work: Work, peak: float, seconds: Seconds) -> SummedPhase:
         gemm_flops=Counter({kind: max(0.0, flops) for kind, flops in work.gemm.items()}),
         moved=round(max(0.0, work.moved)),
         kernels=round(max(0.0, work.kernels)),
-        exposed=seconds.exposed(work),
+        collective_time=seconds.time(work),
     )
 
 

@@ -1,0 +1,69 @@
+"""Times of collectives and of phases, against numbers computed by hand."""
+
+import attrs
+import pytest
+from nanotrain_plan.comms import CollectiveTime, Links
+from nanotrain_plan.dry.collectives import Collective
+from nanotrain_plan.dry.recorder import Phase
+from nanotrain_plan.hardware import find_hardware
+from nanotrain_plan.timing import phase_time
+
+from nanotrain_core.api import Layout, View
+
+H100 = find_hardware("h100")
+#: 80% of 50 GB/s of a NIC, of 450 GB/s of NVLink.
+NIC, NVLINK = 40e9, 360e9
+
+
+def layout(**degrees):
+    names = tuple(degrees)
+    view = View(names, tuple(degrees.values()))
+    return Layout({"dense": view}, data_dims=tuple({*names} & {"dp", "cp"}), sequence_dims=())
+
+
+def without_latency(op, ranks, size, hardware=H100):
+    links = Links(hardware, layout(dp=64))
+    return links.seconds(Collective(op, ranks, size)) - links.seconds(Collective(op, ranks, 0))
+
+
+@pytest.mark.parametrize(
+    ("op", "ranks", "seconds"),
+    [
+        ("all_reduce", range(8), 2 * 7 / 8 / NVLINK),
+        ("all_reduce", range(32), 2 * 31 / 32 / (8 * NIC)),  # 8 rings, each through its own NIC
+        ("reduce_scatter", range(64), 63 / 64 / (8 * NIC)),
+        ("all_gather", range(0, 64, 4), 15 / 16 / (2 * NIC)),  # tp of 4: two ranks of a group in a node
+        ("all_reduce", range(0, 64, 8), 2 * 7 / 8 / NIC),  # tp of 8: one
+        ("all_to_all", range(64), 56 / 64 / NIC),  # of each rank by itself
+        ("send", (0, 8), 1 / NIC),
+        ("gather", range(16), 1 / NIC),  # the root's NIC receives all of it
+    ],
+)
+def test_bandwidth_between_nodes_is_that_of_the_nics_of_a_group(op, ranks, seconds):
+    assert without_latency(op, tuple(ranks), 10**9) == pytest.approx(1e9 * seconds, rel=1e-9)
+
+
+def test_rings_are_no_faster_than_nvlink_and_gloo_has_one():
+    h800 = attrs.evolve(H100, links=attrs.evolve(H100.links, intra_gb_s=200.0))
+    sizes = "all_gather", tuple(range(16)), 10**9
+    assert without_latency(*sizes, h800) == pytest.approx(15 / 16 / 160, rel=1e-9)  # 8 NICs have 320 GB/s
+    cpu = find_hardware("cpu")
+    assert without_latency(*sizes, cpu) == pytest.approx(15 / 16 / 0.8, rel=1e-9)
+
+
+def test_no_more_is_hidden_than_there_is_to_compute():
+    """An elementwise operator of 6.7 MB takes 1 us: 3350 GB/s x 0.8 x 2.5."""
+    phase = Phase("B0.0", 0, 0, moved=6_700_000)
+    compute = 6.7e6 / 6.7e12
+    for hidden, exposed in ((0.5 * compute, 0.0), (compute, 0.0), (3 * compute, 2 * compute)):
+        found = phase_time(phase, H100, CollectiveTime(exposed=1e-4, hidden=hidden))
+        assert found.communication == pytest.approx(1e-4 + exposed)
+
+
+def test_messages_of_a_pipeline_need_not_be_hidden_by_one_action():
+    links = Links(H100, layout(pp=2, dp=8))
+    send, gather = Collective("send", (0, 8), 10**9), Collective("all_gather", tuple(range(8)), 10**9)
+    assert links.exposed(send) == links.hidden(send) == 0.0
+    assert links.hidden(gather) == pytest.approx(0.9 * links.seconds(gather))
+    phase = Phase("B0.0", 0, 0, collectives=[send, gather])
+    assert links.time(phase) == CollectiveTime(exposed=links.exposed(gather), hidden=links.hidden(gather))
