@@ -28,7 +28,7 @@ class AxisTraffic:
     seconds: float
     exposed: float
     """Seconds of these that are not hidden by the shares of ``[overlap]``. A phase that computes for less
-    time than its collectives need to be hidden exposes more: see :func:`~nanotrain_plan.timing.phase_time`."""
+    time than that takes exposes more: see :func:`~nanotrain_plan.timing.phase_time`."""
 
 
 def axis_of(ranks: Sequence[int], layout: Layout, *, of_experts: bool = False) -> str:
@@ -67,6 +67,9 @@ def ranks_along(axis: str, op: str, layout: Layout) -> tuple[int, ...]:
 
 #: Mesh dimensions by the key of ``[overlap]`` that says how much of their collectives is hidden.
 OVERLAP = {"dp": "dp", "edp": "dp", "tp": "tp", "etp": "ep", "ep": "ep", "cp": "cp", "pp": "pp"}
+
+#: What gradient sync consists of.
+SUMS = ("all_reduce", "all_gather", "reduce_scatter")
 
 #: Between two ranks of a pipeline.
 MESSAGES = ("send", "recv")
@@ -150,9 +153,22 @@ class Links:
         return 0.0 if found.op in MESSAGES else self.seconds(found) * self._hidden_share(found)
 
     def _hidden_share(self, found: Collective) -> float:
+        if found.op in SUMS and self._of_data(self.axis(found)):
+            return self.hardware.overlap.dp
         axes = [OVERLAP.get(axis, "") for axis in self.axis(found).split("+")]
         shares = [getattr(self.hardware.overlap, axis) for axis in axes if axis]
         return min(shares, default=0.0)
+
+    def _of_data(self, axis: str) -> bool:
+        """Return whether gradients are summed along an axis: it contains data-parallel ranks.
+
+        Where ``cp`` is the only such dimension, its sums are taken for those of gradients, too: attention is
+        assumed to make all-to-alls or messages.
+        """
+        dense = self.layout.views["dense"]
+        spread = [dim for dim in dense.dims if dense.size(dim) > 1]
+        dims = spread if axis == "world" else axis.split("+")
+        return "dp" in dims or "edp" in dims or ("cp" in dims and "dp" not in spread)
 
     def time(self, phase: Phase) -> CollectiveTime:
         """Return what the collectives of a recorded phase take."""

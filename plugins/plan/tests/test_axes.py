@@ -1,4 +1,4 @@
-"""Along which mesh dimension a collective is told to be."""
+"""Along which mesh dimension a collective is told to be, and which share of it is hidden."""
 
 import pytest
 from nanotrain_plan.comms import Links
@@ -8,8 +8,11 @@ from nanotrain_plan.hardware import find_hardware
 from nanotrain_core.api import Layout, View
 
 
-def layout(*, dp=1, cp=1, ep=1, edp=1):
-    views = {"dense": View(("dp", "cp"), (dp, cp)), "expert": View(("edp", "ep"), (edp, ep))}
+def layout(*, pp=1, dp=1, cp=1, ep=1, edp=1):
+    views = {
+        "dense": View(("pp", "dp", "cp"), (pp, dp, cp)),
+        "expert": View(("pp", "edp", "ep"), (pp, edp, ep)),
+    }
     return Layout(views, data_dims=("dp", "cp", "edp", "ep"), sequence_dims=("cp",))
 
 
@@ -27,3 +30,23 @@ def layout(*, dp=1, cp=1, ep=1, edp=1):
 def test_an_all_to_all_is_that_of_shared_sequences_or_of_experts(degrees, ranks, axis):
     links = Links(find_hardware("h100"), layout(**degrees))
     assert links.axis(Collective("all_to_all", ranks, 1)) == axis
+
+
+@pytest.mark.parametrize(
+    ("degrees", "op", "ranks", "overlap"),
+    [
+        ({"dp": 2, "cp": 2, "edp": 4}, "reduce_scatter", (0, 1, 2, 3), 0.9),  # world
+        ({"dp": 2, "cp": 2, "pp": 2, "edp": 4}, "reduce_scatter", (0, 1, 2, 3), 0.9),  # dp+cp
+        ({"dp": 2, "cp": 2, "pp": 2, "edp": 4}, "all_gather", (0, 1, 2, 3), 0.9),
+        ({"dp": 2, "cp": 2, "edp": 4}, "all_gather", (0, 1), 0.0),  # keys and values along cp
+        ({"dp": 2, "cp": 2, "edp": 4}, "all_to_all", (0, 1), 0.0),
+        ({"cp": 4, "edp": 4}, "reduce_scatter", (0, 1, 2, 3), 0.9),  # no other dimension has replicas
+        ({"cp": 4, "edp": 4}, "all_to_all", (0, 1, 2, 3), 0.0),
+        ({"dp": 4, "cp": 2, "ep": 2, "edp": 4}, "reduce_scatter", (0, 2, 4, 6), 0.9),  # edp or dp
+        ({"dp": 4, "edp": 4}, "all_reduce", (0, 1, 2, 3), 0.9),
+    ],
+)
+def test_gradient_sync_along_several_axes_is_hidden_as_that_of_dp(degrees, op, ranks, overlap):
+    links = Links(find_hardware("h100"), layout(**degrees))
+    found = Collective(op, ranks, 10**9)
+    assert links.exposed(found) == pytest.approx((1 - overlap) * links.seconds(found))

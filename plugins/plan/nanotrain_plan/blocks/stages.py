@@ -20,7 +20,7 @@ from nanotrain_plan.dry.recorder import Phase
 class SummedPhase(Phase):
     """A phase that was put together: of its collectives the time is known, and not each of them."""
 
-    collective_time: CollectiveTime = CollectiveTime()
+    collective_time: CollectiveTime = attrs.field(factory=CollectiveTime)
 
 
 @attrs.define(frozen=True)
