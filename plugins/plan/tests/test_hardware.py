@@ -18,6 +18,15 @@ def test_shipped_files_are_whole_and_name_their_sources(name):
     assert ("Peaks" in head and "Achieved" in head) or name == "cpu"
 
 
+@pytest.mark.parametrize(
+    ("name", "gib"),
+    [("h100", 79.11), ("h800", 79.11), ("a100", 79.1), ("h200", 139.8), ("b200", 178.35), ("h100_hbm2e", 95)],
+)
+def test_memory_is_that_which_a_run_sees(name, gib):
+    """torch says how much a device has in GiB; on paper it has 80, 141 or 180 GB."""
+    assert find_hardware(name).memory_gb == pytest.approx(gib * 2**30 / 1e9, rel=1e-3)
+
+
 def test_an_unknown_name_is_told_the_nearest():
     with pytest.raises(HardwareError, match=r"no hardware is named 'h10'.*h100.*expected one of .*a100"):
         find_hardware("h10")
@@ -31,10 +40,10 @@ def test_a_missing_file_is_named():
 @pytest.mark.parametrize(
     ("old", "new", "told"),
     [
-        ("memory_gb = 80.0", "memory_gb = -1.0", r"memory_gb: expected a number above 0, got -1\.0"),
-        ("memory_gb = 80.0", 'memory_gb = "80"', r"memory_gb: expected a number, got '80'"),
-        ("memory_gb = 80.0", "", r"memory_gb: missing; expected a number"),
-        ("memory_gb = 80.0", "memory_gib = 80.0", r"memory_gib: no such key.*memory_gb"),
+        ("memory_gb = 84.9", "memory_gb = -1.0", r"memory_gb: expected a number above 0, got -1\.0"),
+        ("memory_gb = 84.9", 'memory_gb = "80"', r"memory_gb: expected a number, got '80'"),
+        ("memory_gb = 84.9", "", r"memory_gb: missing; expected a number"),
+        ("memory_gb = 84.9", "memory_gib = 80.0", r"memory_gib: no such key.*memory_gb"),
         ("gemm = 0.70", "gemm = 1.5", r"achieved\.gemm: expected a fraction from 0 to 1, got 1\.5"),
         ("gemm = 0.70", "gem = 0.70", r"achieved\.gem: no such key.*gemm"),
         ("float32 = 66.9", "float32 = 0", r"peak_tflops\.float32: expected a number above 0, got 0"),
