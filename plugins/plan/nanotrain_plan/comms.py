@@ -27,8 +27,8 @@ class AxisTraffic:
     bytes: int
     seconds: float
     exposed: float
-    """Seconds of these that are not hidden by the shares of ``[overlap]``. A phase that computes for less
-    time than that takes exposes more: see :func:`~nanotrain_plan.timing.phase_time`."""
+    """Seconds of these that are not hidden by the shares of ``[overlap]``. A backward pass that computes for
+    less time than that takes exposes more: see :func:`~nanotrain_plan.timing.phase_time`."""
 
 
 def axis_of(ranks: Sequence[int], layout: Layout, *, of_experts: bool = False) -> str:

@@ -115,17 +115,19 @@ def _timer(
 ) -> Callable[[Phase], PhaseTime]:
     """Return what gives the time of a phase, and remembers it.
 
-    What is around the actions overlaps with others than itself: all-gathers of updated weights with the next
-    forward pass. Its computation is no limit.
+    What a backward pass hides is limited by its own computation. What a forward pass hides may be hidden by
+    another microbatch's backward pass, as DualPipe hides all-to-alls, and the update's all-gathers overlap
+    with the next forward pass.
     """
     seconds = collectives or Links(hardware, stages.layout).time
-    around = {id(phase) for step in stages.steps.values() for phase in step.around.values()}
+    measured = (pair for step in stages.steps.values() for pair in step.measured.items())
+    backward = {id(phase) for (kind, *_), phase in measured if kind != "F"}
     known: dict[int, PhaseTime] = {}
 
     def of(phase: Phase) -> PhaseTime:
         if id(phase) not in known:
             found = seconds(phase)
-            if id(phase) in around:
+            if id(phase) not in backward:
                 found = attrs.evolve(found, hidden=0.0)
             known[id(phase)] = phase_time(phase, hardware, found)
         return known[id(phase)]
