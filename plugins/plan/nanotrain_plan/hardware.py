@@ -112,11 +112,13 @@ class Hardware:
         return (self.memory_gb - self.reserved_gb) * 1e9
 
     def rate(self, kind: str) -> float:
-        """Return FLOP/s that are reached: of a dtype's matrix products, or of ``attention``."""
-        if kind == "attention":
-            return self.peak("bfloat16") * self.achieved.attention
+        """Return FLOP/s that are reached by a dtype's matrix products."""
         fraction = self.achieved.gemm_float8 if kind == "float8" else self.achieved.gemm
         return self.peak(kind) * fraction
+
+    def attention_rate(self, dtype: str) -> float:
+        """Return FLOP/s that are reached by attention whose queries have a dtype."""
+        return self.peak(dtype) * self.achieved.attention
 
     def peak(self, kind: str) -> float:
         """Return FLOP/s on paper; of a dtype that the device has no units for, bfloat16's or float32's."""

@@ -103,7 +103,7 @@ class Plan:
         total = 0.0
         for pp_rank in range(self.stages.pp):
             for phase in phases_of(self.stages, pp_rank):
-                total += sum(phase.gemm_flops.values()) - phase.gemm_flops["attention"] / 2
+                total += sum(phase.gemm_flops.values()) - phase.attention_flops / 2
         return total * self.ranks / self.stages.pp / self.data.tokens_per_step
 
     @property

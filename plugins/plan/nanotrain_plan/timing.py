@@ -10,7 +10,7 @@ import attrs
 from nanotrain_core.api import Durations, Timeline, simulate
 from nanotrain_plan.comms import CollectiveTime, Links
 from nanotrain_plan.dry.rank import Sort
-from nanotrain_plan.dry.recorder import Phase
+from nanotrain_plan.dry.recorder import ATTENTION, Phase
 from nanotrain_plan.hardware import Hardware
 from nanotrain_plan.stages import Stages
 
@@ -62,13 +62,15 @@ def phase_time(phase: Phase, hardware: Hardware, collectives: CollectiveTime) ->
     Attention is counted over whole score matrices: half is masked, and a kernel leaves it out. Kernels run
     while the host launches the next, so of the two the slower one counts.
     """
-    gemm = 0.0
+    gemm = attention = 0.0
     for kind, flops in phase.gemm_flops.items():
-        if kind != "attention":
+        if kind.startswith(ATTENTION):
+            attention += flops / 2 / hardware.attention_rate(kind.removeprefix(ATTENTION))
+        else:
             gemm += flops / hardware.rate(kind)
     found = PhaseTime(
         gemm=gemm,
-        attention=phase.gemm_flops["attention"] / 2 / hardware.rate("attention"),
+        attention=attention,
         memory=phase.moved / hardware.traffic,
     )
     not_hidden = max(0.0, collectives.hidden - found.total)

@@ -2,9 +2,12 @@
 
 import attrs
 import pytest
+import torch
 from nanotrain_plan.comms import CollectiveTime, Links
 from nanotrain_plan.dry.collectives import Collective
-from nanotrain_plan.dry.recorder import Phase
+from nanotrain_plan.dry.kernels import attention
+from nanotrain_plan.dry.recorder import Phase, Recorder
+from nanotrain_plan.dry.values import Values
 from nanotrain_plan.hardware import find_hardware
 from nanotrain_plan.timing import phase_time
 
@@ -67,3 +70,17 @@ def test_messages_of_a_pipeline_need_not_be_hidden_by_one_action():
     assert links.hidden(gather) == pytest.approx(0.9 * links.seconds(gather))
     phase = Phase("B0.0", 0, 0, collectives=[send, gather])
     assert links.time(phase) == CollectiveTime(exposed=links.exposed(gather), hidden=links.hidden(gather))
+
+
+@pytest.mark.parametrize(("dtype", "peak"), [(torch.bfloat16, 989.4e12), (torch.float32, 66.9e12)])
+def test_attention_is_timed_at_the_peak_of_its_inputs_dtype(dtype, peak):
+    B, S, H, K = 1, 128, 2, 64
+    recorder = Recorder("meta", Values())
+    q = torch.empty(B, S, H, K, dtype=dtype, device="meta")
+    with torch.no_grad(), recorder:
+        attention(q, q, q)
+    products = 2 * 2 * B * H * S * S * K  # q k and scores v
+    assert recorder.phase.attention_flops == products
+    found = phase_time(recorder.phase, H100, CollectiveTime())
+    assert found.attention == pytest.approx(products / 2 / (peak * 0.55), rel=1e-9)
+    assert found.gemm == 0

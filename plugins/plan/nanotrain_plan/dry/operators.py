@@ -29,7 +29,7 @@ class Cost:
     """What a recorder notes of one call."""
 
     kind: str
-    """:data:`OTHER`, ``attention``, or the dtype of a matrix product."""
+    """:data:`OTHER`, the dtype of a matrix product, or ``attention`` and the dtype of queries."""
     flops: int
     moved: int
 

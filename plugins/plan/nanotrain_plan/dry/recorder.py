@@ -28,6 +28,9 @@ from nanotrain_plan.dry.values import Values
 #: Views and allocations: neither computes.
 _FREE = ("aten::empty", "aten::new_empty", "aten::detach", "aten::view", "aten::_unsafe_view", "aten::alias")
 
+#: What kinds of :attr:`Phase.gemm_flops` that are attention's begin with; the dtype of queries follows.
+ATTENTION = "attention "
+
 _ALLOCATIONS = ("aten::empty", "aten::new_empty", "aten::zeros", "aten::new_zeros")
 
 #: Pointwise functions of one tensor: a fused kernel computes their results again from what they were made of.
@@ -77,7 +80,7 @@ class Phase:
     callers: list[str] = attrs.field(factory=list)
     """Module whose forward was running, likewise."""
     gemm_flops: Counter[str] = attrs.field(factory=Counter)
-    """FLOPs of matrix products by dtype, and of ``attention``, of which half is masked."""
+    """FLOPs of matrix products by dtype, and of attention by :data:`ATTENTION` and dtype; half is masked."""
     flops_of: Counter[tuple[str, str]] = attrs.field(factory=Counter)
     """By the module whose forward runs, and by ``gemm`` or ``attention`` (whole scores). In a backward pass
     that is what it computes again."""
@@ -86,6 +89,11 @@ class Phase:
     moved: int = 0
     """Bytes that operators other than matrix products read and wrote."""
     kernels: int = 0
+
+    @property
+    def attention_flops(self) -> float:
+        """FLOPs of attention over whole score matrices, of all dtypes."""
+        return sum(flops for kind, flops in self.gemm_flops.items() if kind.startswith(ATTENTION))
 
     @property
     def transient(self) -> int:
@@ -248,7 +256,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         outputs, inputs = list(tensors_in(out)), [*tensors_in(args), *tensors_in(kwargs)]
         packet = func._overloadpacket
         if "_scaled_dot_product" in name and "_attention" in name:
-            return Cost("attention", _attention_flops(name, args), sum(map(_dense, (*inputs, *outputs))))
+            kind = ATTENTION + str(inputs[0].dtype)[6:]
+            return Cost(kind, _attention_flops(name, args), sum(map(_dense, (*inputs, *outputs))))
         if name == "aten::_grouped_mm":
             rows, right = args[:2]
             used = min(1.0, rows.shape[0] / right.shape[0]) if rows.dim() < right.dim() else 1.0
@@ -272,7 +281,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         else:
             phase.gemm_flops[cost.kind] += cost.flops
         if self._modules:
-            kind = cost.kind if cost.kind in (OTHER, "attention") else "gemm"
+            attends = cost.kind.startswith(ATTENTION)
+            kind = OTHER if cost.kind == OTHER else "attention" if attends else "gemm"
             phase.flops_of[self._modules[-1], kind] += cost.flops
             phase.bytes_of[self._modules[-1], kind] += cost.moved
 
