@@ -163,7 +163,7 @@ def assumptions(
 ) -> list[str]:
     """Return what the numbers rest on, for people to read."""
     a, o, links = hardware.achieved, hardware.overlap, hardware.links
-    eager = hardware.gloo or recipe.run.compile is False
+    eager = not stages.compiled
     found = [
         f"GEMMs reach {a.gemm:.0%} of the peak ({hardware.rate('bfloat16') / 1e12:.4g} TFLOP/s in bfloat16"
         + (f", {hardware.rate('float8') / 1e12:.4g} in FP8" if uses_float8(stages) else "")
@@ -177,7 +177,8 @@ def assumptions(
         *(["experts get equally many tokens"] if parameters.by_kind["experts"] else []),
         f"the host takes {hardware.launch_us:g} us to launch an operator"
         + (f", and torch.compile leaves one of {hardware.memory.fusion:g}" if not eager else "")
-        + "; a device that is faster waits for it",
+        + "; a device that is faster waits for it"
+        + (", but not in passes that a CUDA graph replays" if stages.captured else ""),
         f"{hardware.reserved_gb:g} GB of {hardware.memory_gb:g} are not the run's; tensors without an "
         "allocator's rounding and fragmentation",
     ]

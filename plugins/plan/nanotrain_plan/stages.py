@@ -35,6 +35,10 @@ class Stages:
     """Of one rank of each kind, by pipeline rank."""
     like: Sequence[int]
     """For each pipeline rank the one in :attr:`steps` that is of its kind."""
+    compiled: bool
+    """Whether the run compiles its layers, which a dry run of them does not."""
+    captured: bool
+    """Whether the run replays its forward and backward passes as a CUDA graph."""
 
     @property
     def pp(self) -> int:
@@ -96,7 +100,7 @@ def dry_stages(
     """
     if parts is not None:
         registry = ReplacedSchedule(registry, CutAlready(registry.build(recipe.schedule), parts))
-    recipe = dry_recipe(recipe, registry, host=host)
+    run, recipe = recipe.run, dry_recipe(recipe, registry, host=host)
     pp = layout.size("pp") if "pp" in layout.dims else 1
     model: Model = registry.build(recipe.model)
     schedule: Schedule = registry.build(recipe.schedule)
@@ -128,6 +132,8 @@ def dry_stages(
         microbatches=microbatches,
         steps=steps,
         like=like,
+        compiled=run.compile is not False and not host,
+        captured=run.cuda_graphs,
     )
 
 

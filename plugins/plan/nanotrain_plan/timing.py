@@ -120,10 +120,16 @@ def _timer(
     What a backward pass hides is limited by its own computation. What a forward pass hides may be hidden by
     another microbatch's backward pass, as DualPipe hides all-to-alls, and the update's all-gathers overlap
     with the next forward pass.
+
+    Operators that are not compiled are not fused. Passes that are replayed as a CUDA graph wait for no host.
     """
+    if not stages.compiled:
+        hardware = attrs.evolve(hardware, memory=attrs.evolve(hardware.memory, fusion=1.0))
+    of_graphs = attrs.evolve(hardware, launch_us=0.0)
     seconds = collectives or Links(hardware, stages.layout).time
-    measured = (pair for step in stages.steps.values() for pair in step.measured.items())
+    measured = [pair for step in stages.steps.values() for pair in step.measured.items()]
     backward = {id(phase) for (kind, *_), phase in measured if kind != "F"}
+    captured = {id(phase) for _, phase in measured} if stages.captured else set()
     known: dict[int, PhaseTime] = {}
 
     def of(phase: Phase) -> PhaseTime:
@@ -131,7 +137,7 @@ def _timer(
             found = seconds(phase)
             if id(phase) not in backward:
                 found = attrs.evolve(found, hidden=0.0)
-            known[id(phase)] = phase_time(phase, hardware, found)
+            known[id(phase)] = phase_time(phase, of_graphs if id(phase) in captured else hardware, found)
         return known[id(phase)]
 
     return of

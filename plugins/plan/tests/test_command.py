@@ -323,3 +323,21 @@ def test_a_phase_takes_as_long_as_a_recipe_with_its_batch(tmp_path, capsys):
     by_hand = 5 * step[6] + 3 * step[8] + 6 * step[12]
     assert plan["time"]["run"] == grow["seconds"] + rest["seconds"] == pytest.approx(by_hand, rel=1e-9)
     assert plan["data"]["tokens"] == 4032
+
+
+def test_eager_layers_move_more_and_graphs_wait_for_no_host(recipe, tmp_path, capsys):
+    """By the factor ``fusion``, 2.5; launches take 0 and then 1 s each, so that nothing else counts."""
+    path = tmp_path / "hardware.toml"
+
+    def busiest(launch, *words):
+        path.write_text(f"launch_us = {launch}\n" + shipped()["h100"].read_text())
+        return planned(capsys, recipe, "--hardware", str(path), *words)[1]["time"]["busiest"]
+
+    compiled, eager = (busiest(0, "--set", f"run.compile={each}") for each in ("true", "false"))
+    assert eager["memory"] == pytest.approx(2.5 * compiled["memory"], rel=1e-9)
+    assert eager["gemm"] == compiled["gemm"]
+    hosts = [busiest(1e6, "--set", f"run.compile={each}")["host"] for each in ("true", "false")]
+    assert hosts[1] == pytest.approx(2.5 * hosts[0], rel=1e-3)
+    replayed = busiest(1e6, "--set", "run.cuda_graphs=true")
+    assert replayed["host"] == 0.0
+    assert replayed["memory"] == compiled["memory"]

@@ -134,6 +134,8 @@ class Composer:
             sorts=sorts,
             steps=steps,
             like=like,
+            compiled=recipe.run.compile is not False and not self.hardware.gloo,
+            captured=recipe.run.cuda_graphs,
         )
 
     def _measure(self, recipe: Recipe, layout: Layout, halves: Halves, costs: Costs) -> Blocks:
