@@ -73,6 +73,20 @@ def test_a_last_microbatch_of_fewer_sequences_travels_between_stages_in_its_own_
     assert [each["bytes"] for each in sent] == [4 * 3 * 32 * 64] * 2
 
 
+def test_a_stage_waits_for_a_message_on_its_way(tmp_path):
+    """Of one microbatch nothing overlaps: F on both stages, then B on both, with a message in each direction.
+
+    A message of 16 x 64 float32 is 4096 bytes at 80% of 2.5 GB/s, after 100 us and a quarter of it more.
+    """
+    path = tmp_path / "one.toml"
+    path.write_text(RECIPE.replace("{layers}", "").replace("sequences = 4", "sequences = 1"))
+    found = resolve_recipe(str(path))
+    time = make_plan(found.recipe, found.registry, found.layout, find_hardware("cpu")).time
+    assert time.durations.p2p == pytest.approx(125e-6 + 4096 / 2e9)
+    busy = sum(time.timeline.busy(rank) for rank in (0, 1))
+    assert time.pipeline == pytest.approx(busy + 2 * time.durations.p2p)
+
+
 FOUR_RANKS = ("--set", "topology.pp=4", "--set", "schedule.layers=[2, 1, 1, 2]", "--ranks", "4")
 
 

@@ -86,6 +86,8 @@ class CollectiveTime:
     """Not hidden, by the shares of ``[overlap]``."""
     hidden: float = 0.0
     """The rest, if the phase computes for as long; messages left out."""
+    message: float = 0.0
+    """Of the longest message to another pipeline rank, from its start to its arrival."""
 
 
 class Links:
@@ -172,8 +174,11 @@ class Links:
 
     def time(self, phase: Phase) -> CollectiveTime:
         """Return what the collectives of a recorded phase take."""
+        sends = (self.seconds(found) for found in phase.collectives if found.op == "send")
         return CollectiveTime(
-            exposed=sum(map(self.exposed, phase.collectives)), hidden=sum(map(self.hidden, phase.collectives))
+            exposed=sum(map(self.exposed, phase.collectives)),
+            hidden=sum(map(self.hidden, phase.collectives)),
+            message=max(sends, default=0.0),
         )
 
 

@@ -90,7 +90,8 @@ def step_time(
     """Simulate a step; ``collectives``: what those of a phase take, if not the recorded ones."""
     of = _timer(stages, hardware, collectives)
     times, busiest = _of_actions(stages, of)
-    of_actions = durations(times, len(stages.parts))
+    message = _longest_message(stages, collectives or Links(hardware, stages.layout).time)
+    of_actions = durations(times, len(stages.parts), p2p=message)
     timeline = simulate(stages.actions, of_actions)
     after, pipeline = _longest_after(stages, of), timeline.makespan
     return StepTime(
@@ -164,6 +165,17 @@ def _of_actions(
     return times, busiest
 
 
+def _longest_message(stages: Stages, collectives: Callable[[Phase], CollectiveTime]) -> float:
+    """Return the seconds in which a microbatch in the middle travels between two stages, at most."""
+    phases = {
+        id(phase): phase
+        for pp_rank, sorts in enumerate(stages.sorts)
+        for sort in set(sorts.values())
+        for phase in [_between(stages, pp_rank, sort)]
+    }
+    return max((collectives(phase).message for phase in phases.values()), default=0.0)
+
+
 def _sum(spent: Iterable[tuple[PhaseTime, int]]) -> PhaseTime:
     spent = list(spent)
     return PhaseTime(**{kind: sum(n * getattr(time, kind) for time, n in spent) for kind in KINDS})
@@ -199,10 +211,11 @@ def _after(
     return extra + sum(around.values())
 
 
-def durations(times: Mapping[tuple[str, int], float], stages: int) -> Durations:
-    """Return the simulator's times of each stage."""
+def durations(times: Mapping[tuple[str, int], float], stages: int, p2p: float) -> Durations:
+    """Return the simulator's times of each stage; ``p2p``: seconds of a message between two of them."""
     return Durations(
         forward=tuple(times["F", stage] for stage in range(stages)),
         backward=tuple(times["B", stage] for stage in range(stages)),
         weight=tuple(times.get(("W", stage), 0.0) for stage in range(stages)),
+        p2p=p2p,
     )

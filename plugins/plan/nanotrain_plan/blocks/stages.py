@@ -44,12 +44,16 @@ class Seconds:
 
     def time(self, work: Work) -> CollectiveTime:
         """Return what the collectives of an action take."""
-        exposed = hidden = 0.0
+        exposed = hidden = message = 0.0
         for key, count in work.count.items():
             of_exposed, of_hidden = self._of(key)
             exposed += of_exposed(count, work.sent[key])
             hidden += of_hidden(count, work.sent[key])
-        return CollectiveTime(exposed=max(0.0, exposed), hidden=max(0.0, hidden))
+            if key[1] == "send" and count > 0.5:  # not what rounding leaves of a difference
+                ranks = ranks_along(*key, self.links.layout)
+                found = Collective("send", ranks, round(work.sent[key] / count))
+                message = max(message, self.links.seconds(found))
+        return CollectiveTime(exposed=max(0.0, exposed), hidden=max(0.0, hidden), message=message)
 
     def _of(self, key: tuple[str, str]) -> tuple[Linear, Linear]:
         """Return the exposed and the hidden seconds of an operation along an axis."""
