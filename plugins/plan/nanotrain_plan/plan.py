@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 
 from nanotrain_core.api import Layout, NanotrainError, PhaseTimeline, Recipe, Registry, Role, kept_eager
-from nanotrain_plan.budget import Checkpoints, HostMemory, checkpoints, host_memory
+from nanotrain_plan.budget import Checkpoints, HostMemory, checkpoints, host_memory, offloads_state
 from nanotrain_plan.comms import AxisTraffic, Links, phases_of, traffic
 from nanotrain_plan.data_use import DataUse, data_use
 from nanotrain_plan.hardware import Hardware
@@ -186,6 +186,13 @@ def assumptions(
     if moved:
         found.append(
             f"{size(moved)} of a microbatch's activations go to the host and back beside the computation"
+        )
+    if offloads_state(recipe):
+        found.append("the optimizer's update on the host, and its copies over PCIe, are not counted in time")
+    if getattr(recipe.data.config, "mask_documents", False) and not hardware.gloo:
+        found.append(
+            "attention is causal: mask_documents' mask over each sequence's scores, kept where a GPU has no "
+            "kernel for documents, and the work that it adds are not counted"
         )
     if hardware.cores:
         ranks = min(recipe.run.ranks, hardware.devices_per_node)

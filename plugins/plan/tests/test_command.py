@@ -341,3 +341,12 @@ def test_eager_layers_move_more_and_graphs_wait_for_no_host(recipe, tmp_path, ca
     replayed = busiest(1e6, "--set", "run.cuda_graphs=true")
     assert replayed["host"] == 0.0
     assert replayed["memory"] == compiled["memory"]
+
+
+def test_assumptions_name_what_takes_time_that_is_not_counted(recipe, capsys):
+    masked = 'data={use="text",paths=["corpus"],tokenizer="bytes",mask_documents=true}'
+    offloaded = 'optimizer={use="zero12",offload=true}'
+    pytest.importorskip("nanotrain_zero12")
+    for words, told in ((masked, "mask_documents' mask"), (offloaded, "its copies over PCIe")):
+        _, plan = planned(capsys, recipe, "--set", words)
+        assert told in str(plan["assumptions"])
