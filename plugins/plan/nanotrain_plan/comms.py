@@ -71,9 +71,6 @@ OVERLAP = {"dp": "dp", "edp": "dp", "tp": "tp", "etp": "ep", "ep": "ep", "cp": "
 #: What gradient sync consists of.
 SUMS = ("all_reduce", "all_gather", "reduce_scatter")
 
-#: Between two ranks of a pipeline.
-MESSAGES = ("send", "recv")
-
 #: Collectives that NCCL runs as rings (or trees), one for each NIC of a node.
 RINGS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce")
 
@@ -85,7 +82,7 @@ class CollectiveTime:
     exposed: float = 0.0
     """Not hidden, by the shares of ``[overlap]``."""
     hidden: float = 0.0
-    """The rest, if the phase computes for as long; messages left out."""
+    """Of gradient sync the rest, if the phase computes for as long."""
     message: float = 0.0
     """Of the longest message to another pipeline rank, from its start to its arrival."""
 
@@ -150,24 +147,27 @@ class Links:
     def hidden(self, found: Collective) -> float:
         """Return the seconds of :meth:`seconds` that the computation of the same action has to hide.
 
-        Of messages none: they are under way during other actions, too.
+        Those of gradient sync: buckets are waited for within the backward pass. Messages, and all-to-alls
+        where a schedule such as DualPipe overlaps two microbatches, are under way during other actions, too.
         """
-        return 0.0 if found.op in MESSAGES else self.seconds(found) * self._hidden_share(found)
+        return self.seconds(found) * self._hidden_share(found) if self._is_sync(found) else 0.0
 
     def _hidden_share(self, found: Collective) -> float:
-        if found.op in SUMS and self._of_data(self.axis(found)):
+        if self._is_sync(found):
             return self.hardware.overlap.dp
         axes = [OVERLAP.get(axis, "") for axis in self.axis(found).split("+")]
         shares = [getattr(self.hardware.overlap, axis) for axis in axes if axis]
         return min(shares, default=0.0)
 
-    def _of_data(self, axis: str) -> bool:
-        """Return whether gradients are summed along an axis: it contains data-parallel ranks.
+    def _is_sync(self, found: Collective) -> bool:
+        """Return whether a collective sums gradients, or gathers weights: along data-parallel ranks.
 
         Where ``cp`` is the only such dimension, its sums are taken for those of gradients, too: attention is
         assumed to make all-to-alls or messages.
         """
-        dense = self.layout.views["dense"]
+        if found.op not in SUMS:
+            return False
+        axis, dense = self.axis(found), self.layout.views["dense"]
         spread = [dim for dim in dense.dims if dense.size(dim) > 1]
         dims = spread if axis == "world" else axis.split("+")
         return "dp" in dims or "edp" in dims or ("cp" in dims and "dp" not in spread)
