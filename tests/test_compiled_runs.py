@@ -209,9 +209,9 @@ def count_deferred(plain, changes, gpu):
     """Return how many weight gradients waited for W passes, and which modules were compiled."""
     added, real, compiled = [], composing.compile_parts, []
 
-    def on_a_gpu(parts, recipe, registry, mesh, passes):
+    def on_a_gpu(parts, recipe, registry, mesh, placements, passes):
         stands = SimpleNamespace(device=torch.device("cuda"), layout=mesh.layout, rank=mesh.rank)
-        lines = real(parts, recipe, registry, stands if gpu else mesh, passes)
+        lines = real(parts, recipe, registry, stands if gpu else mesh, placements, passes)
         found = (taken_over_by(each) for part in parts for each in part.modules())
         compiled.extend(each for each in found if isinstance(each, CompiledFunction))
         return lines

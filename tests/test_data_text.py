@@ -486,7 +486,7 @@ def test_the_prefix_is_what_a_tokenizer_puts_before_a_text(tmp_path, template, p
 
 
 def test_a_missing_tokenizer_file_names_the_nearest_one(corpus, words):
-    message = refusal(corpus, tokenizer=str(words.with_name("tokenizer.json")))
+    message = refusal(corpus, tokenizer=str(words.with_name("tokeniser.json")))
     assert "tokenizer " in message
     assert "did you mean 'tokenizer.json'?" in message
 

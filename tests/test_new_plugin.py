@@ -120,7 +120,7 @@ def test_the_command_that_is_written_runs(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["x", "--kind", "optimizer"], "no kind 'optimizer' (did you mean 'optimizer'?); kinds: topology,"),
+        (["x", "--kind", "optimiser"], "no kind 'optimiser' (did you mean 'optimizer'?); kinds: topology,"),
         (["My-Plugin", "--kind", "data"], "'My-Plugin' cannot be the name of a module; expected lower-case"),
         (["My-Plugin", "--kind", "data"], ", for example my_plugin"),
         (["2fast", "--kind", "data"], ", for example my_2fast"),
