@@ -21,7 +21,7 @@ needs_compiler = pytest.mark.skipif(
 
 
 @needs_triton
-@pytest.mark.parametrize("name", ["test_permutation.py", "test_choice.py"])
+@pytest.mark.parametrize("name", ["test_permutation.py", "test_top_k.py"])
 def test_in_the_interpreter(name):
     run_in_interpreter(FOLDER / name, "-m", "not gpu")
 
