@@ -23,26 +23,21 @@ def ending_process_groups() -> Iterator[None]:
     try:
         yield
     except BaseException as problem:
-        if _backend() == "nccl":
-            code = Exit.INTERRUPTED if isinstance(problem, KeyboardInterrupt) else exit_code_of(problem)
-            atexit.register(_end_at_once, code)
-        else:
-            _destroy()
+        _end_groups(problem)
         raise
-    _destroy()
+    _end_groups(None)
 
 
-def _backend() -> str | None:
+def _end_groups(problem: BaseException | None) -> None:
     import torch.distributed as dist
 
-    return dist.get_backend() if dist.is_initialized() else None
-
-
-def _destroy() -> None:
-    import torch.distributed as dist
-
-    if dist.is_initialized():
+    if not dist.is_initialized():
+        return
+    if problem is None or dist.get_backend() != "nccl":
         dist.destroy_process_group()
+        return
+    code = Exit.INTERRUPTED if isinstance(problem, KeyboardInterrupt) else exit_code_of(problem)
+    atexit.register(_end_at_once, code)
 
 
 def _end_at_once(code: int) -> None:

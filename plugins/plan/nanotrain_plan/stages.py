@@ -77,6 +77,11 @@ class Stages:
         return self.stages_of(self.like[pp_rank])[self.stages_of(pp_rank).index(stage)]
 
 
+def compiles_layers(recipe: Recipe, *, host: bool) -> bool:
+    """Return whether a run on planned devices compiles its layers: on GPUs, unless the recipe says no."""
+    return recipe.run.compile is not False and not host
+
+
 def dry_stages(
     recipe: Recipe,
     registry: Any,
@@ -100,7 +105,7 @@ def dry_stages(
     """
     if parts is not None:
         registry = ReplacedSchedule(registry, CutAlready(registry.build(recipe.schedule), parts))
-    run, recipe = recipe.run, dry_recipe(recipe, registry, host=host)
+    recipe_of_run, recipe = recipe, dry_recipe(recipe, registry, host=host)
     pp = layout.size("pp") if "pp" in layout.dims else 1
     model: Model = registry.build(recipe.model)
     schedule: Schedule = registry.build(recipe.schedule)
@@ -132,8 +137,8 @@ def dry_stages(
         microbatches=microbatches,
         steps=steps,
         like=like,
-        compiled=run.compile is not False and not host,
-        captured=run.cuda_graphs,
+        compiled=compiles_layers(recipe_of_run, host=host),
+        captured=recipe_of_run.run.cuda_graphs,
     )
 
 

@@ -58,7 +58,7 @@ class StepTime:
 def phase_time(phase: Phase, hardware: Hardware, collectives: CollectiveTime) -> PhaseTime:
     """Return what a phase takes; ``collectives``: seconds of its own.
 
-    Computation hides collectives for as long as it takes itself: the rest of what would be hidden is exposed.
+    Computation hides gradient sync for as long as it takes itself; what is left of it is exposed.
     Attention is counted over whole score matrices: half is masked, and a kernel leaves it out. Kernels run
     while the host launches the next, so of the two the slower one counts.
     """
@@ -118,9 +118,8 @@ def _timer(
 ) -> Callable[[Phase], PhaseTime]:
     """Return what gives the time of a phase, and remembers it.
 
-    What a backward pass hides is limited by its own computation. What a forward pass hides may be hidden by
-    another microbatch's backward pass, as DualPipe hides all-to-alls, and the update's all-gathers overlap
-    with the next forward pass.
+    Gradient sync that a backward pass hides is limited by its own computation. The update's all-gathers are
+    not: they overlap with the next forward pass.
 
     Operators that are not compiled are not fused. Passes that are replayed as a CUDA graph wait for no host.
     """

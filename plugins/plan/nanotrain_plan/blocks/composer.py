@@ -28,7 +28,7 @@ from nanotrain_plan.dry.rank import RankStep, Share, dry_recipe
 from nanotrain_plan.dry.recorder import Phase
 from nanotrain_plan.hardware import Hardware
 from nanotrain_plan.memory import RankMemory, all_ranks
-from nanotrain_plan.stages import Kind, Stages, kind_of
+from nanotrain_plan.stages import Kind, Stages, compiles_layers, kind_of
 from nanotrain_plan.timing import StepTime, least_time, step_time
 
 #: Mesh dimensions whose degrees decide what a block does; the rest only say how often, and over whom it sums.
@@ -134,7 +134,7 @@ class Composer:
             sorts=sorts,
             steps=steps,
             like=like,
-            compiled=recipe.run.compile is not False and not self.hardware.gloo,
+            compiled=compiles_layers(recipe, host=self.hardware.gloo),
             captured=recipe.run.cuda_graphs,
         )
 
