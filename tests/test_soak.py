@@ -23,6 +23,14 @@ def test_faults_are_of_the_seed_one_in_each_part_of_the_run():
     assert "flip" not in {fault.order["act"] for fault in alone}  # nobody has the same weights
 
 
+def test_no_two_faults_are_in_consecutive_steps():
+    """A rank that is sent SIGTERM at step n may stop after step n + 1, where the next launch then begins."""
+    settings = Settings(recipe="small", ranks=4, steps=86, every=4)
+    steps = [fault.order["step"] for fault in draw(settings, 40, Random("7"))]
+    assert min(after - before for before, after in zip(steps, steps[1:], strict=False)) == 2
+    assert steps[0] >= 5 and steps[-1] < 85
+
+
 def test_a_launch_has_the_faults_up_to_one_that_ends_it():
     by_act = {fault.order["act"]: fault for fault in FAULTS}
     acts = ("kill", "stop", "terminate", "flip", "fail")

@@ -55,12 +55,15 @@ FAULTS = (
 def draw(settings: Settings, count: int, random: Random) -> list[Fault]:
     """Return ``count`` faults in the order of their steps: one in each of as many equal parts of the run.
 
-    The first comes after the first checkpoint, the last before the last step.
+    The first comes after the first checkpoint, the last before the last step. No two are in consecutive steps:
+    ranks that are sent SIGTERM may finish the next step before they stop, and the run is resumed after it.
     """
     first, last = settings.every + 1, settings.steps - 1
-    faults = []
+    faults: list[Fault] = []
     for number in range(count):
         begin, end = (first + (last - first) * n // count for n in (number, number + 1))
+        if faults:
+            begin = max(begin, faults[-1].order["step"] + 2)
         fault = random.choice([each for each in FAULTS if settings.ranks > 1 or each.order["act"] != "flip"])
         rank = fault.order.get("rank", random.randrange(settings.ranks))
         where = {"rank": rank, "step": random.randrange(begin, end)}
@@ -98,11 +101,12 @@ class Soaked:
 
     def text(self) -> str:
         """Return a sentence for the terminal."""
-        ends = "; ".join(self.outcome.problems) or "it ended with the weights of the undisturbed run"
+        if self.outcome.problems:
+            return f"not survived, after {self.seconds:.0f} s: {'; '.join(self.outcome.problems)}"
         return (
             f"{self.faults} faults in {self.seconds:.0f} s, one every {self.seconds / self.faults:.1f} s; "
             f"{self.outcome.steps_lost} steps lost; goodput {self.goodput:.0%} "
-            f"({self.undisturbed:.0f} s undisturbed): {ends}"
+            f"({self.undisturbed:.0f} s undisturbed): it ended with the weights of the undisturbed run"
         )
 
 
@@ -156,7 +160,7 @@ def soak(bench: Bench, count: int, seed: int) -> int:
         NanotrainError: the run has too few steps.
     """
     settings = bench.settings
-    if settings.steps < (least := settings.every + 2 + count):
+    if settings.steps < (least := settings.every + 2 + 2 * count):
         raise NanotrainError(
             f"--soak {count}: {settings.steps} steps are too few for so many faults after the first "
             f"checkpoint; expected --steps {least} or more"
