@@ -27,8 +27,9 @@ from nanotrain_core.testing.chaos import inject
 from nanotrain_core.testing.chaos.inject import VARIABLE, Order, read_ledger
 from nanotrain_core.testing.chaos.marks import row_marks
 
-#: Seconds after which a run that should have ended is killed, and its row has failed.
-LIMIT = 180.0
+#: Seconds after which a run that should have ended is killed, and its row has failed: this many, and more for
+#: each step.
+LIMIT, LIMIT_PER_STEP = 180.0, 1.0
 
 
 @attrs.define(frozen=True)
@@ -54,6 +55,11 @@ class Settings:
     every: int = 6
     """Steps between checkpoints."""
     hang_timeout: float = 12.0
+
+    @property
+    def limit(self) -> float:
+        """Seconds after which a run is killed."""
+        return LIMIT + LIMIT_PER_STEP * self.steps
 
 
 class Bench:
@@ -226,10 +232,10 @@ class Trial:
         on_fault: Callable[[int], None] | None = None,
         *,
         strikes: int = 1,
-        limit: float = LIMIT,
+        limit: float | None = None,
     ) -> Ended:
         """Wait for its end, at most ``limit`` seconds; ``on_fault`` is called at fault number ``strikes``."""
-        began = time.time()
+        began, limit = time.time(), limit or self.bench.settings.limit
         lines: list[tuple[float, str]] = []
 
         def read() -> None:
@@ -246,6 +252,9 @@ class Trial:
             time.sleep(0.05)
         if process.poll() is None:
             process.send_signal(signal.SIGKILL)
+            lines.append(
+                (time.time(), f"nanotrain chaos: it had not ended after {limit:g} seconds: killed\n")
+            )
         code = process.wait()
         reader.join(timeout=5)
         told = [at for at, line in lines if line.startswith("nanotrain:")]

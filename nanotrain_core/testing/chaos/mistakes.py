@@ -10,7 +10,7 @@ from math import prod
 from random import Random
 
 from nanotrain_core.errors import Exit
-from nanotrain_core.testing.chaos.bench import LIMIT, Ended, Trial
+from nanotrain_core.testing.chaos.bench import Ended, Trial
 from nanotrain_core.testing.chaos.row import RESUME, Row, expect, some_step
 
 
@@ -105,7 +105,7 @@ class Zombie(Row):
         order = {"act": "sleep", "step": some_step(trial, random), "amount": 2.0, "rank": -1}
         launcher, began = trial.start(order=order), time.time()
         try:
-            while not trial.struck() and time.time() < began + LIMIT:
+            while not trial.struck() and time.time() < began + trial.bench.settings.limit:
                 time.sleep(0.05)
             launcher.kill()
             yield from expect(trial.launch(words=RESUME), Exit.DONE)

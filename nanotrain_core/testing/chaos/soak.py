@@ -17,7 +17,7 @@ from typing import Any
 import attrs
 
 from nanotrain_core.errors import Exit, NanotrainError
-from nanotrain_core.testing.chaos.bench import LIMIT, Bench, Ended, Settings, Trial
+from nanotrain_core.testing.chaos.bench import Bench, Ended, Settings, Trial
 from nanotrain_core.testing.chaos.row import RESUME, Outcome, Row, judge
 
 #: Seconds after a launcher is killed until its ranks have ended by themselves.
@@ -146,7 +146,7 @@ class Soak(Row):
             process,
             (lambda pid: os.kill(pid, signal.SIGKILL)) if kills else None,
             strikes=len(group),
-            limit=LIMIT * (1 + len(group)),
+            limit=trial.bench.settings.limit * (1 + len(group)),
         )
         if kills:
             time.sleep(ORPHANS_END)
