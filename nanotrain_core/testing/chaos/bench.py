@@ -252,9 +252,7 @@ class Trial:
             time.sleep(0.05)
         if process.poll() is None:
             process.send_signal(signal.SIGKILL)
-            lines.append(
-                (time.time(), f"nanotrain chaos: it had not ended after {limit:g} seconds: killed\n")
-            )
+            lines.append((time.time(), f"nanotrain chaos: no end after {limit:g} seconds: killed\n"))
         code = process.wait()
         reader.join(timeout=5)
         told = [at for at, line in lines if line.startswith("nanotrain:")]

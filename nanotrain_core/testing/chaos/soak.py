@@ -55,8 +55,9 @@ FAULTS = (
 def draw(settings: Settings, count: int, random: Random) -> list[Fault]:
     """Return ``count`` faults in the order of their steps: one in each of as many equal parts of the run.
 
-    The first comes after the first checkpoint, the last before the last step. No two are in consecutive steps:
-    ranks that are sent SIGTERM may finish the next step before they stop, and the run is resumed after it.
+    The first comes after the first checkpoint, the last before the last step. No two are in consecutive
+    steps: ranks that are sent SIGTERM may finish the next step before they stop, and the run is resumed
+    after it.
     """
     first, last = settings.every + 1, settings.steps - 1
     faults: list[Fault] = []
