@@ -188,7 +188,7 @@ SMALL = {
     "layout": 1150,
     "models": 690,
     "moe": 365,
-    "metrics": 1160,
+    "metrics": 1215,
     "monitors": 1050,
     "optim": 685,
     "phases": 365,
@@ -198,7 +198,7 @@ SMALL = {
     "registry": 600,
     "run": 2215,
     "script": 520,
-    "watch": 385,
+    "watch": 390,
 }
 
 

@@ -16,6 +16,7 @@ from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.metrics.declared import Bins, of_ranks
 from nanotrain_core.metrics.gathered import MOST_WAITING, Gathered, Spec
 from nanotrain_core.metrics.pack import pack
+from nanotrain_core.metrics.table import Table
 from nanotrain_core.testing import Case, run_ranks
 from nanotrain_core.testing.collectives import CollectiveLog
 from nanotrain_core.testing.probe import make_engine
@@ -264,7 +265,7 @@ def gather():
         publish(found)
         if device.type == "meta":
             return found
-        sums = pack([spec], {"x": found}, device, [], []).tolist()
+        sums = pack(Table([spec]), {"x": found}, device, [], []).tolist()
         return dict(spec.read(sums[: spec.width], sums[spec.width])).get("x")
 
     return gathered
@@ -304,7 +305,7 @@ def test_a_number_on_the_host_joins_those_of_the_device(gather, reduce):
             found.scalar(torch.ones(1, device=device), torch.ones((), device="cpu"))
 
     found = gather(publish, device="meta", reduce=reduce)
-    waiting = [*found.device_most, *(each for some in found.device_sums.values() for each in some)]
+    waiting = [*found.unread.most, *(each for some in found.unread.sums.values() for each in some)]
     assert 0 < len(waiting) <= 2 * MOST_WAITING
     assert {(each.device.type, each.dtype) for each in waiting} == {("meta", torch.float64)}
 

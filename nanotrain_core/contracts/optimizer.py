@@ -33,10 +33,12 @@ class Block:
         Raises:
             PluginError: naming the block.
         """
-        shape, sizes = tuple(self.tensor.shape), {len(self.global_shape), len(self.offset), self.tensor.dim()}
-        bounds = zip(self.offset, shape, self.global_shape, strict=False)
-        if len(sizes) > 1 or any(not 0 <= begin <= begin + size <= whole for begin, size, whole in bounds):
-            text = f"shape {shape} at {tuple(self.offset)} is no part of {tuple(self.global_shape)}"
+        shape, offset, whole = self.tensor.shape, self.offset, self.global_shape
+        fits = len(shape) == len(offset) == len(whole)
+        for begin, size, end in zip(offset, shape, whole, strict=False):
+            fits = fits and 0 <= begin <= begin + size <= end
+        if not fits:
+            text = f"shape {tuple(shape)} at {tuple(offset)} is no part of {tuple(whole)}"
             raise PluginError(f"block {self.name} of a checkpoint: {text}")
 
     @classmethod

@@ -23,6 +23,8 @@ from nanotrain_core.metrics.declared import Metric, Names, check_distinct
 from nanotrain_core.metrics.gathered import Gathered, Spec
 from nanotrain_core.metrics.pack import pack
 from nanotrain_core.metrics.report import Histogram, MetricsReport
+from nanotrain_core.metrics.table import Table
+from nanotrain_core.metrics.tensor_statistics import histogram
 
 _CORE = Names(CORE)
 
@@ -48,7 +50,7 @@ class Sent:
     step: int
     values: Mapping[str, float]
     """The core's values, which every rank already has."""
-    table: Sequence[Spec]
+    table: Table
     news: Mapping[str, Gathered]
     """Values that this rank has published under new names."""
     texts: Mapping[str, tuple[str, Metric]]
@@ -80,13 +82,15 @@ class Board:
         """For each per-rank value, the ranks that have published it so far, by its name."""
         self._failed = [0.0] * len(declared)
         """How often each monitor failed on this rank since the last logged step."""
-        self.table: dict[str, Spec] = {}
-        """Names with a position, in order of position: the same on every rank."""
+        self.table = Table()
+        """Names with a position."""
         self._told_as: dict[str, str] = {}
         """For each value's name, the published name: for statistics a name with ``{statistic}``."""
         self._metrics: dict[str, Metric] = {}
         """The declaration of each value of the table."""
         self.gathered: dict[str, Gathered] = {}
+        self._unplaced: set[str] = set()
+        """Names of these that had no position when they were first published."""
         self.texts: dict[str, tuple[str, Metric]] = {}
         self._waiting: Sent | None = None
         self.late = mesh.device_is_async
@@ -100,14 +104,16 @@ class Board:
             PluginError: another monitor publishes it, or one of its statistics has a name of its own.
         """
         found = self.gathered.get(spec.name)
-        known = found.spec if found else self.table.get(spec.name, spec)
-        if known is not spec and known != spec:
-            raise PluginError(f"the metric '{spec.name}' is published by two monitors of this run")
+        known = found.spec if found else self.table.get(spec.name)
+        if known is None:
+            self._check_values(spec)
+            self._unplaced.add(spec.name)
+        elif known is not spec:
+            if known != spec:
+                raise PluginError(f"the metric '{spec.name}' is published by two monitors of this run")
+            if found is None:
+                self.table.adopt(spec)  # from now on an identity check suffices
         if found is None:
-            if spec.name not in self.table:
-                self._check_values(spec)
-            elif known is not spec:
-                self.table[spec.name] = spec  # from now on an identity check suffices
             found = self.gathered[spec.name] = Gathered(spec, self.mesh.device)
         return found
 
@@ -159,13 +165,16 @@ class Board:
         """Discard values in flight and later ones: the run rolls back to before them."""
         self._waiting = None
         self.gathered, self.texts = {}, {}
+        self._unplaced.clear()
 
     def _send(self, step: int, values: Mapping[str, float]) -> Sent:
         gathered, self.gathered = self.gathered, {}
         texts, self.texts = self.texts, {}
-        news = {name: each for name, each in gathered.items() if not self._has_place(each.spec)}
-        placed = {name: each for name, each in gathered.items() if name not in news}
-        table = tuple(self.table.values())
+        # On a device, an earlier step's names may have been given positions meanwhile.
+        table, unplaced = self.table, sorted(self._unplaced)
+        self._unplaced.clear()
+        news = {name: gathered[name] for name in unplaced if table.get(name) != gathered[name].spec}
+        placed = {name: each for name, each in gathered.items() if name not in news} if news else gathered
         header, self._failed = [float(bool(news or texts)), *self._failed], [0.0] * len(self.owners)
         numbers, arrived = self._reduce(table, placed, header), None
         if self.mesh.device.type != "cpu":
@@ -174,10 +183,6 @@ class Board:
             arrived.record()
         return Sent(step, values, table, news, texts, numbers, arrived)
 
-    def _has_place(self, spec: Spec) -> bool:
-        known = self.table.get(spec.name)
-        return known is spec or known == spec
-
     def _read(self, sent: Sent) -> MetricsReport:
         """Return a step's report; agree on new names, if any rank has one."""
         if sent.arrived is not None:
@@ -185,26 +190,27 @@ class Board:
         numbers, count = sent.numbers.tolist(), len(self.owners)
         news, failures, ranks = numbers[0], numbers[1 : 1 + count], numbers[len(numbers) - count :]
         failed = {n for n, times in enumerate(failures) if times}
-        found = self._decode(sent.table, numbers[1 + count :], failed)
+        values, histograms = self._decode(sent.table, numbers[1 + count :], failed)
         texts: dict[str, tuple[str, Metric]] = {}
         if news:
             added, texts = self._agree(sent)
             rest = self._reduce(added, sent.news, [0.0] * (1 + count)).tolist()
-            found |= self._decode(added, rest[1 + count :], failed)
+            new_values, new_histograms = self._decode(added, rest[1 + count :], failed)
+            values, histograms = values | new_values, histograms | new_histograms
         said = {name: metric for name, (_, metric) in texts.items()}
         metrics = self._metrics | said if said else self._metrics
-        published = frozenset([*found, *texts])
+        published = frozenset([*values, *histograms, *texts])
         return MetricsReport(
             step=sent.step,
-            values={**sent.values, **{n: each for n, each in found.items() if isinstance(each, float)}},
-            histograms={name: each for name, each in found.items() if isinstance(each, Histogram)},
+            values={**sent.values, **values},
+            histograms=histograms,
             texts={name: text for name, (text, _) in texts.items()},
             metrics={**_declared(sent.values), **{name: metrics[name] for name in published}},
             failed={self.owners[n]: int(ranks[n]) for n in sorted(failed)},
             published=published,
         )
 
-    def _agree(self, sent: Sent) -> tuple[list[Spec], dict[str, tuple[str, Metric]]]:
+    def _agree(self, sent: Sent) -> tuple[Table, dict[str, tuple[str, Metric]]]:
         """Gather new names and texts, assign positions to the names, and return both. Collective.
 
         Raises:
@@ -212,13 +218,12 @@ class Board:
         """
         mine = ([each.spec for each in sent.news.values()], sent.texts)
         everyone: list[tuple[list[Spec], dict[str, tuple[str, Metric]]]] = self.mesh.gather(mine)
-        known = {spec.name: spec for spec in sent.table}
         added: dict[str, Spec] = {}
         texts: dict[str, tuple[str, Metric]] = {}
         for rank, (specs, said) in enumerate(everyone):
             texts = {**said, **texts}  # of several ranks the first
             for spec in specs:
-                agreed = known.get(spec.name) or added.setdefault(spec.name, spec)
+                agreed = sent.table.get(spec.name) or added.setdefault(spec.name, spec)
                 if agreed != spec:
                     raise PluginError(
                         f"ranks publish the metric '{spec.name}' differently: {spec.metric} on rank {rank}, "
@@ -227,12 +232,12 @@ class Board:
         new = [added[name] for name in sorted(added)]
         for spec in new:
             self._check_values(spec)
-        self.table |= {spec.name: spec for spec in new}
+        self.table = Table([*(spec for _, _, spec in self.table.places.values()), *new])
         self._metrics |= {name: spec.metric_of(name, self.names) for spec in new for name in spec.names}
-        return new, texts
+        return Table(new), texts
 
     def _reduce(
-        self, table: Sequence[Spec], gathered: Mapping[str, Gathered], header: Sequence[float]
+        self, table: Table, gathered: Mapping[str, Gathered], header: Sequence[float]
     ) -> torch.Tensor:
         """Return the result of :func:`pack` over all ranks. Two all-reduces, at the same time.
 
@@ -241,29 +246,34 @@ class Board:
         """
         ranks = [float(self.mesh.rank) if times else -math.inf for times in header[1:]]
         numbers = pack(table, gathered, self.mesh.device, header, ranks)
-        length = len(numbers) - len(table) - len(ranks)
+        length = len(numbers) - len(table.places) - len(ranks)
         self.mesh.all_reduce_sum_and_max(numbers[:length], numbers[length:])
         return numbers
 
     def _decode(
-        self, table: Sequence[Spec], numbers: Sequence[float], failed: Collection[int]
-    ) -> dict[str, float | Histogram]:
-        """Return the values of all names of ``table`` that any rank published, except those of monitors that
-        ``failed``."""
-        first, most = 0, len(numbers) - len(self.owners) - len(table)  # where maxima begin: after all sums
-        found: dict[str, float | Histogram] = {}
-        for number, spec in enumerate(table):
-            end = first + spec.width
-            # Most names are scalars, and most names of a run are published in few of its steps.
+        self, table: Table, numbers: Sequence[float], failed: Collection[int]
+    ) -> tuple[dict[str, float], dict[str, Histogram]]:
+        """Return the numbers, and the histograms, of all names of ``table`` that any rank published, except
+        those of monitors that ``failed``."""
+        most = table.width  # where maxima begin: after all sums
+        values: dict[str, float] = {}
+        histograms: dict[str, Histogram] = {}
+        for number, first, spec in table.places.values():
+            if spec.counter is not None and not numbers[first + spec.counter]:
+                continue  # most names of a run are published in few of its steps
+            if spec.owner in failed:
+                continue
             if spec.is_number:
-                if (count := numbers[first + 1]) and spec.owner not in failed:
-                    found[spec.name] = spec.scalar(numbers[first], count, numbers[most + number])
-            elif (
-                any(sums := numbers[first:end]) and spec.owner not in failed and self._is_complete(spec, sums)
-            ):
-                found.update(spec.read(sums, numbers[most + number]))
-            first = end
-        return found
+                values[spec.name] = spec.scalar(numbers[first], numbers[first + 1], numbers[most + number])
+                continue
+            sums = numbers[first : first + spec.width]
+            if not any(sums) or not self._is_complete(spec, sums):
+                continue
+            if spec.metric.bins is not None:
+                histograms[spec.name] = histogram(spec.metric.bins.edges, sums)
+            else:
+                values.update(spec.read(sums, numbers[most + number]))
+        return values, histograms
 
     def _is_complete(self, spec: Spec, sums: Sequence[float]) -> bool:
         """Return whether all ranks that have published this per-rank value before did so now: a value of some

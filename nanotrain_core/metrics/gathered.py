@@ -9,8 +9,7 @@ import attrs
 import torch
 
 from nanotrain_core.metrics.declared import OVER, Metric, Names, Statistic
-from nanotrain_core.metrics.report import Histogram
-from nanotrain_core.metrics.tensor_statistics import BROKEN, COUNT, SQUARES, derive, histogram
+from nanotrain_core.metrics.tensor_statistics import BROKEN, COUNT, SQUARES, derive
 
 Number = float | torch.Tensor
 
@@ -44,6 +43,8 @@ class Spec:
     """The number of sums it takes; each name also takes one maximum."""
     is_number: bool = attrs.field(init=False, eq=False, repr=False)
     """Whether it is one scalar of the run: no histogram, and neither a tensor's nor a per-rank value."""
+    counter: int | None = attrs.field(init=False, eq=False, repr=False)
+    """The index of the sum that is 0 if no rank published; None if none of them shows it alone."""
 
     @width.default
     def _width(self) -> int:
@@ -57,6 +58,10 @@ class Spec:
     def _is_number(self) -> bool:
         return self.metric.kind == "scalar" and not self.statistics and not self.ranks
 
+    @counter.default
+    def _counter(self) -> int | None:
+        return COUNT if self.statistics else 1 if self.is_number else None
+
     @property
     def broken(self) -> int:
         """The index of the sum that counts NaN maxima, since a maximum over ranks may lose them."""
@@ -67,12 +72,9 @@ class Spec:
         found = declared[self.owner].find(name) if self.statistics or self.ranks else self.metric
         return found or attrs.evolve(self.metric, name=name)
 
-    def read(self, sums: Sequence[float], most: float) -> Iterator[tuple[str, float | Histogram]]:
-        """Yield names and values of the whole run; none if no rank published."""
-        if self.metric.bins is not None:
-            if any(sums):
-                yield self.name, histogram(self.metric.bins.edges, sums)
-        elif self.ranks:
+    def read(self, sums: Sequence[float], most: float) -> Iterator[tuple[str, float]]:
+        """Yield names and values of the whole run; none if no rank published. Not of a histogram."""
+        if self.ranks:
             yield from zip(self.names, over_ranks(sums[: self.ranks], sums[self.ranks :]), strict=False)
         elif self.statistics:
             if sums[COUNT]:
@@ -109,6 +111,19 @@ def over_ranks(sums: Sequence[float], counts: Sequence[float]) -> tuple[float, .
     return values[most], sum(values.values()) / len(values), values[middle], float(most)
 
 
+@attrs.define(eq=False)
+class Unread:
+    """Values of one name in tensors that have not been read."""
+
+    sums: dict[int, list[torch.Tensor]] = attrs.field(factory=dict)
+    """By the index of the first."""
+    most: list[torch.Tensor] = attrs.field(factory=list)
+    norms: list[torch.Tensor] = attrs.field(factory=list)
+    """Norms whose squares are summed."""
+    ends: list[torch.Tensor] = attrs.field(factory=list)
+    """Minimum and maximum elements, of which the largest magnitude counts."""
+
+
 class Gathered:
     """Sums and a maximum of one name; device values stay there, without synchronization.
 
@@ -119,26 +134,23 @@ class Gathered:
         self.spec, self.device = spec, device
         self.sums = [0.0] * spec.width
         self.most = -math.inf
-        self.device_sums: dict[int, list[torch.Tensor]] = {}
-        """By the index of the first."""
-        self.device_most: list[torch.Tensor] = []
-        self.device_norms: list[torch.Tensor] = []
-        """Norms whose squares are summed."""
-        self.device_ends: list[torch.Tensor] = []
-        """Minimum and maximum elements, of which the largest magnitude counts."""
-
-    @property
-    def waits(self) -> bool:
-        """Whether there are values in tensors that have not been read."""
-        return bool(self.device_sums or self.device_norms or self.device_most or self.device_ends)
+        self.unread: Unread | None = None
+        """None as long as every value was in host memory, as most are."""
 
     def scalar(self, value: Number, weight: Number) -> None:
         """Add one value in its current state; ``weight`` is its weight in a mean."""
-        reduce, value = self.spec.metric.reduce, self._copy(value)
+        reduce = self.spec.metric.reduce
+        if isinstance(value, torch.Tensor):
+            value = self._copy(value)
         if reduce == "mean":
-            weight = self._copy(weight)
-            self.add(0, _product(value, weight))
-            self.add(1, weight)
+            if isinstance(weight, torch.Tensor):
+                weight = self._copy(weight)
+            if isinstance(value, torch.Tensor) or isinstance(weight, torch.Tensor):
+                self.add(0, _product(value, weight))
+                self.add(1, weight)
+            elif weight:
+                self.sums[0] += value * weight
+                self.sums[1] += weight
             return
         if reduce == "sum":
             self.add(0, value)
@@ -151,26 +163,30 @@ class Gathered:
 
     def add(self, place: int, value: Number) -> None:
         """Add a scalar, or a float64 vector that is not modified later, from ``place`` on."""
-        if isinstance(value, torch.Tensor) and value.is_cpu and value.numel() == 1:
-            value = read(value)
         if not isinstance(value, torch.Tensor):
             self.sums[place] += value
             return
-        waiting = self.device_sums.setdefault(place, [])
+        if value.is_cpu and value.numel() == 1:
+            self.sums[place] += read(value)
+            return
+        waiting = self._unread().sums.setdefault(place, [])
         waiting.append(value.to(self.device, non_blocking=True))
         if len(waiting) > MOST_WAITING:
             waiting[:] = [torch.stack(waiting).sum(0)]
 
-    def norms(self, found: Sequence[torch.Tensor]) -> None:
-        """Add norms of parts of a tensor, scalars that are not modified later."""
-        if found and found[0].is_cpu:
-            self.sums[SQUARES] += sum(read(each) ** 2 for each in found)
+    def norms(self, found: Sequence[float] | Sequence[torch.Tensor]) -> None:
+        """Add norms of parts of a tensor, numbers or scalar tensors that are not modified later."""
+        for each in found:
+            if isinstance(each, torch.Tensor):
+                self._unread().norms.append(each.to(self.device, non_blocking=True))
+            else:
+                self.sums[SQUARES] += each * each
+        if self.unread is None:
             return
-        self.device_norms += [each.to(self.device, non_blocking=True) for each in found]
-        if len(self.device_norms) > MOST_WAITING:
-            wide = torch.stack([each.double() for each in self.device_norms])
-            self.add(SQUARES, wide.square().sum())
-            self.device_norms.clear()
+        waiting = self.unread.norms
+        if len(waiting) > MOST_WAITING:
+            self.add(SQUARES, torch.stack([each.double() for each in waiting]).square().sum())
+            waiting.clear()
 
     def ends(self, least: torch.Tensor, largest: torch.Tensor) -> None:
         """Add the minimum and the maximum element of a tensor, scalars that are not modified later."""
@@ -178,26 +194,31 @@ class Gathered:
             self.top(abs(read(least)))
             self.top(abs(read(largest)))
             return
-        self.device_ends += [each.to(self.device, non_blocking=True) for each in (least, largest)]
-        if len(self.device_ends) > MOST_WAITING:
-            self.top(torch.stack([each.double() for each in self.device_ends]).abs().amax())
-            self.device_ends.clear()
+        waiting = self._unread().ends
+        waiting += [each.to(self.device, non_blocking=True) for each in (least, largest)]
+        if len(waiting) > MOST_WAITING:
+            self.top(torch.stack([each.double() for each in waiting]).abs().amax())
+            waiting.clear()
 
     def top(self, value: Number) -> None:
         """Add a candidate for the maximum; a tensor is float64, and is not modified later."""
         if isinstance(value, torch.Tensor):
-            self.device_most.append(value.to(self.device, non_blocking=True))
-            if len(self.device_most) > MOST_WAITING:
-                self.device_most[:] = [torch.stack(self.device_most).amax()]
+            waiting = self._unread().most
+            waiting.append(value.to(self.device, non_blocking=True))
+            if len(waiting) > MOST_WAITING:
+                waiting[:] = [torch.stack(waiting).amax()]
         elif math.isnan(value):
             self.sums[self.spec.broken] += 1
         else:
             self.most = max(self.most, value)
 
-    def _copy(self, value: Number) -> Number:
+    def _unread(self) -> Unread:
+        if self.unread is None:
+            self.unread = Unread()
+        return self.unread
+
+    def _copy(self, value: torch.Tensor) -> Number:
         """Return a tensor's value as a float64 copy: the caller may modify or free the tensor."""
-        if not isinstance(value, torch.Tensor):
-            return value
         if value.is_cpu:
             return read(value)
         own = value.detach().reshape(()).to(torch.float64, copy=True)

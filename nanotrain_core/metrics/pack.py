@@ -9,14 +9,15 @@ from typing import TypeVar
 
 import torch
 
-from nanotrain_core.metrics.gathered import Gathered, Spec
+from nanotrain_core.metrics.gathered import Gathered
+from nanotrain_core.metrics.table import Table
 from nanotrain_core.metrics.tensor_statistics import SQUARES
 
 Place = TypeVar("Place")
 
 
 def pack(
-    table: Sequence[Spec],
+    table: Table,
     gathered: Mapping[str, Gathered],
     device: torch.device,
     header: Sequence[float],
@@ -27,29 +28,30 @@ def pack(
 
     A name that this rank did not publish adds nothing.
     """
-    sums, most = [*header], [-math.inf] * len(table)
+    # An array: with a list, torch would check each number's type.
+    numbers = array("d", [*header])
+    numbers.extend(table.empty)
+    numbers.extend(array("d", ranks))
+    before = len(header)
+    after = before + table.width  # where maxima begin
     values: list[tuple[range, torch.Tensor]] = []
     norms: list[tuple[range, torch.Tensor]] = []
     tops: list[tuple[tuple[int, int], torch.Tensor]] = []
     ends: list[tuple[tuple[int, int], torch.Tensor]] = []
-    for number, spec in enumerate(table):
-        mine, first = gathered.get(spec.name), len(sums)
-        if mine is None:
-            sums += [0.0] * spec.width
+    for name, mine in gathered.items():
+        number, first, spec = table.places[name]
+        first += before
+        numbers[first : first + spec.width] = array("d", mine.sums)
+        numbers[after + number] = mine.most
+        if (unread := mine.unread) is None:
             continue
-        sums += mine.sums
-        most[number] = mine.most
-        if not mine.waits:
-            continue
-        for place, vectors in mine.device_sums.items():
+        for place, vectors in unread.sums.items():
             values += [(range(first + place, first + place + x.numel()), x) for x in vectors]
-        norms += [(range(first + SQUARES, first + SQUARES + 1), x) for x in mine.device_norms]
+        norms += [(range(first + SQUARES, first + SQUARES + 1), x) for x in unread.norms]
         at = (number, first + spec.broken)
-        tops += [(at, x) for x in mine.device_most]
-        ends += [(at, x) for x in mine.device_ends]
-    # From an array: with a list, torch would check each number's type.
-    host = torch.frombuffer(array("d", [*sums, *most, *ranks]), dtype=torch.float64)
-    buffer = host.to(device, non_blocking=True)
+        tops += [(at, x) for x in unread.most]
+        ends += [(at, x) for x in unread.ends]
+    buffer = torch.frombuffer(numbers, dtype=torch.float64).to(device, non_blocking=True)
     squares = [(where, x.square()) for where, x in _wide(norms)]
     highest = [*_wide(tops), *((where, x.abs()) for where, x in _wide(ends))]
     places = [place for places, _ in values for place in places]
@@ -61,8 +63,8 @@ def pack(
         broken = x.isnan()
         places += [place for _, place in where]
         added.append(broken.double())
-        numbers = _index([len(sums) + number for number, _ in where], device)
-        buffer.scatter_reduce_(0, numbers, x.masked_fill(broken, -math.inf), "amax")
+        tops_of = _index([after + number for number, _ in where], device)
+        buffer.scatter_reduce_(0, tops_of, x.masked_fill(broken, -math.inf), "amax")
     if added:
         buffer.index_add_(0, _index(places, device), torch.cat(added))
     return buffer

@@ -195,7 +195,9 @@ class Metrics:
             for name in dict.fromkeys(name for name, _ in full)
         }
         wide = torch.float64 if "std" in of else torch.float32
-        norms = norms_of(tensors, wide) if {"norm", "rms", "std"} & {*of} else [[]] * len(full)
+        norms: Sequence[Sequence[Any]] = [[]] * len(full)
+        if {"norm", "rms", "std"} & {*of}:
+            norms = norms_of(tensors, wide)
         for (name, _), each, own in zip(full, tensors, norms, strict=True):
             gathered = several[name]
             gathered.add(COUNT, each.numel())

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -26,9 +27,14 @@ SUM, SQUARES, NONFINITE, COUNT, BROKEN = range(5)
 
 
 @torch.no_grad()
-def norms_of(tensors: Sequence[torch.Tensor], least: torch.dtype = torch.float32) -> list[list[torch.Tensor]]:
-    """Return the 2-norms of each tensor's chunks, scalars of ``least`` or wider: their squares are summed."""
-    found: list[list[torch.Tensor]] = [[] for _ in tensors]
+def norms_of(
+    tensors: Sequence[torch.Tensor], least: torch.dtype = torch.float32
+) -> list[list[float]] | list[list[torch.Tensor]]:
+    """Return the 2-norms of each tensor's chunks, in ``least`` or wider: their squares are summed.
+
+    All tensors are on one device. Norms are numbers if that is the host, otherwise scalars on the device.
+    """
+    found: list[list[Any]] = [[] for _ in tensors]
     for dtype in {each.dtype for each in tensors}:  # one kernel per dtype
         of_dtype = [(n, each) for n, each in enumerate(tensors) if each.dtype == dtype]
         pieces = [(n, chunk) for n, each in of_dtype for chunk in chunks_for_norm([each])]
@@ -36,7 +42,8 @@ def norms_of(tensors: Sequence[torch.Tensor], least: torch.dtype = torch.float32
         norms = torch._foreach_norm(
             [run for _, run in pieces], 2.0, **({} if wide == dtype else {"dtype": wide})
         )
-        for (n, _), norm in zip(pieces, norms, strict=True):
+        read = torch.stack(norms).tolist() if norms[0].is_cpu else norms
+        for (n, _), norm in zip(pieces, read, strict=True):
             found[n].append(norm)
     return found
 

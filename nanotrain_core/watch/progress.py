@@ -127,3 +127,8 @@ class Progress:
         for (part, kind), seconds in clock.seconds.items():
             setattr(found.setdefault(part, Spent()), kind or "seconds", seconds)
         return found
+
+    def measured_in(self, part: str) -> Spent:
+        """Return the time spent in one part, as in :meth:`measured`."""
+        spent = self.spent if self.waits.device is None else self.measured()
+        return spent.get(part, Spent()).since(None)

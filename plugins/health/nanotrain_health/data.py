@@ -30,7 +30,8 @@ class DataWatcher(Watcher):
     def before_update(self, update: UpdateReport) -> None:
         """Count the tokens of every step, and publish in logged ones."""
         metrics = self.scene.metrics
-        effective: float | torch.Tensor | None = update.counts.get("lm")
+        counted = update.counts.get("lm")
+        effective = counted.item() if counted is not None and counted.is_cpu else counted
         if effective is not None:
             self.effective = self.effective + effective
         if not update.logged:

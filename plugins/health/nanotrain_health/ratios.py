@@ -41,14 +41,19 @@ class Ratios(Watcher):
         found = {}
         if len(self.skipped) >= SKIPS_KNOWN:
             found["optimizer/skip_rate"] = sum(self.skipped) / len(self.skipped)
-        weights = _by_word(values, "weights/norm/")
-        found |= self._of_weights(weights)
-        if values.get("skipped"):
-            return found
+        skipped = bool(values.get("skipped"))
         clip = clip_coefficient(values["grad_norm"], self.clip_norm)
-        found |= self._clipping(clip)
-        found |= self._of_gradients(_by_word(values, "gradients/norm/"), weights, values["lr"] * clip)
-        return found | self._of_updates(values, weights)
+        if not skipped:
+            found |= self._clipping(clip)
+        norms = {name: value for name, value in values.items() if "/norm/" in name}
+        if not norms:  # as in most logged steps
+            return found
+        weights = _by_word(norms, "weights/norm/")
+        found |= self._of_weights(weights)
+        if skipped:
+            return found
+        found |= self._of_gradients(_by_word(norms, "gradients/norm/"), weights, values["lr"] * clip)
+        return found | self._of_updates(norms, weights, values["lr"])
 
     def _clipping(self, clip: float) -> dict[str, float]:
         self.clipped.append(float(clip < 1))
@@ -89,17 +94,19 @@ class Ratios(Watcher):
             "updates/proxy_max": ordered[-1],
         }
 
-    def _of_updates(self, values: Mapping[str, float], weights: Mapping[str, float]) -> dict[str, float]:
-        changes = _by_word(values, "updates/norm/")
+    def _of_updates(
+        self, norms: Mapping[str, float], weights: Mapping[str, float], lr: float
+    ) -> dict[str, float]:
+        changes = _by_word(norms, "updates/norm/")
         ratios = _over(changes, weights, 1.0)
         if not ratios:
             return {}
         found = {f"updates/ratio/{name}": value for name, value in ratios.items()}
         whole = _norm(changes.values()) / _norm(weights[name] for name in ratios)
         found["updates/ratio"] = whole
-        if self.full_lr and values["lr"]:
-            found["updates/ratio_at_full_lr"] = whole * self.full_lr / values["lr"]
-        each, of = (_by_word(values, f"{what}/parameters/norm/") for what in ("updates", "weights"))
+        if self.full_lr and lr:
+            found["updates/ratio_at_full_lr"] = whole * self.full_lr / lr
+        each, of = (_by_word(norms, f"{what}/parameters/norm/") for what in ("updates", "weights"))
         return found | {f"updates/parameters/ratio/{name}": x for name, x in _over(each, of, 1.0).items()}
 
     def _layers(self, found: Mapping[str, float]) -> list[float]:

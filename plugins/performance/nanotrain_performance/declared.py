@@ -91,7 +91,8 @@ LESS = "use a smaller batch.microbatch, activation checkpointing (recompute), or
 #: 1.3 a step for the first hundred steps of ``deepseek_4d_small``, and no more then.
 GROWS = 2.0
 
-#: Logged steps from one report of every rank's memory to the next; the last step has one, too.
+#: Logged steps from one report of every rank's memory, and of what holds it, to the next; the last step has
+#: one, too.
 RANKS_EVERY = 10
 
 MEMORY: tuple[Metric, ...] = (
@@ -131,9 +132,9 @@ MEMORY: tuple[Metric, ...] = (
         summary="times that torch's allocator emptied its cache since the last logged step, all ranks",
         rule=Rule(warn_above=0.0, high=f"the device is full: each retry waits for it to become idle; {LESS}"),
     ),
-    *_memory("memory/weights", "memory of the model's parts on a rank, including buffers"),
-    *_memory("memory/gradients", "memory of gradients before the update, including buckets"),
-    *_memory("memory/optimizer", "memory of optimizer state and master weights on the device"),
+    *_memory("memory/weights", "memory of the model's parts on a rank, including buffers", every=RANKS_EVERY),
+    *_memory("memory/gradients", "memory of gradients before the update, with buckets", every=RANKS_EVERY),
+    *_memory("memory/optimizer", "optimizer state and master weights on the device", every=RANKS_EVERY),
     *_memory(
         "memory/activations",
         "the peak minus weights, gradients and optimizer: activations, and temporary buffers",

@@ -13,7 +13,6 @@ from nanotrain_core.api.torch import (
     Monitor,
     RollbackReport,
     RunInfo,
-    Spent,
     StepReport,
 )
 from nanotrain_performance import GoodputConfig
@@ -94,9 +93,9 @@ class Goodput(Monitor):
 
     def _beside(self) -> dict[str, float]:
         """Return seconds so far: of what a GPU waits for data, by its clock, of the rest by the host's."""
-        spent = dict(self.run.progress.spent)
-        spent["data"] = self.run.progress.measured().get("data", Spent())
-        return {part: spent[part].seconds if part in spent else 0.0 for part in BESIDE}
+        progress = self.run.progress
+        beside = {part: spent.seconds for part in BESIDE if (spent := progress.spent.get(part)) is not None}
+        return {**dict.fromkeys(BESIDE, 0.0), **beside, "data": progress.measured_in("data").seconds}
 
     def _enter(self, step: int, *, event: bool = False) -> None:
         if self.ledger is None:

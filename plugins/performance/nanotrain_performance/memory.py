@@ -74,8 +74,6 @@ class Memory(Monitor):
             self._put("host_growth", self.on_host.per_step)
         if self.total:
             self._put("device_growth", self.on_device.per_step)
-        for name, size in self.accounts.items():
-            self._put(name, size / MiB)
         now = time.monotonic()
         if now - self.looked >= OFTEN:
             self.looked = now
@@ -87,6 +85,8 @@ class Memory(Monitor):
         if self.in_use is not None:
             self.run.metrics.scalar("memory/host_fraction", self.in_use)
         if self.reported % RANKS_EVERY == 0 or report.step == self.run.steps:
+            for name, size in self.accounts.items():
+                self._put(name, size / MiB)
             self._ranks()
         self.reported += 1
 

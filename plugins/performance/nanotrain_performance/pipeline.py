@@ -31,7 +31,7 @@ class Pipeline(Monitor):
         self.rank = run.mesh.coordinate("pp") if len(run.schedule) > 1 else None
         self.schedule: Sequence[Sequence[Action]] | None = None
         run.progress.time_device(run.device)
-        self.passes = run.progress.measured().get(PASSES)
+        self.passes = run.progress.measured_in(PASSES)
         self.before: float | None = None
         self.window: deque[float] = deque(maxlen=WINDOW)
 
@@ -44,8 +44,8 @@ class Pipeline(Monitor):
 
     def on_step(self, report: StepReport) -> None:
         """Publish the bubble of this rank's stages, and its own work."""
-        now = self.run.progress.measured().get(PASSES)
-        if self.rank is not None and now is not None:
+        now = self.run.progress.measured_in(PASSES)
+        if self.rank is not None:
             passes, name = now.since(self.passes), f"rank-{self.rank}"
             if passes.seconds > 0:
                 self.run.metrics.scalar(f"pipeline/bubble/measured/{name}", passes.messages / passes.seconds)

@@ -45,7 +45,7 @@ class Throughput(Monitor):
         """Whether the first logged step is over: until then data is opened, and layers compile."""
         self.last: tuple[float, float] | None = None
         self.paced: tuple[float, int] | None = None
-        self.effective: torch.Tensor | None = None
+        self.effective: float | torch.Tensor | None = None
         """Tokens that the loss does not ignore, since the last logged step; None where nobody counts them."""
 
     def _peak(self) -> float | None:
@@ -64,7 +64,8 @@ class Throughput(Monitor):
         self.last = now, beside
         self.steps += 1
         if (counted := update.counts.get("lm")) is not None:
-            self.effective = counted if self.effective is None else self.effective + counted
+            number = counted.item() if counted.is_cpu else counted  # on a device it is not waited for
+            self.effective = number if self.effective is None else self.effective + number
 
     def on_step(self, report: StepReport) -> None:
         """Publish."""
