@@ -22,7 +22,7 @@ from nanotrain_core.contracts import (
     StepStats,
     UpdateReport,
 )
-from nanotrain_core.errors import CheckpointError, PluginError
+from nanotrain_core.errors import CheckpointError, NanotrainError, PluginError
 from nanotrain_core.layout.parameters_in_flight import install_ready_hooks
 from nanotrain_core.moe.routing import balance, counting_routers
 from nanotrain_core.optim.lr_schedule import Scheduler, lr_scheduler
@@ -157,8 +157,10 @@ class RuntimeEngine:
             return self._fit(train_loader, val_loader, steps)
 
     def _fit(self, train_loader: Loader | None, val_loader: Loader | None, steps: int | None) -> EndReport:
+        if steps is None and not self.steps:
+            raise TypeError("fit needs steps=..., the total number of optimizer steps")
         self.run.feed.use(train_loader, val_loader)
-        self.steps = steps or self.steps
+        self.steps = self.steps if steps is None else steps
         self.stop.clear()
         self.run.gradients.zero()
         self.executor.check_model()
@@ -177,7 +179,11 @@ class RuntimeEngine:
         info = run_info(self)
         self.throughput.restart(self.step, self.run.feed.tokens)
         log.begin(name=self.run.name, steps=self.steps, ranks=info.world_size)
-        self.events.start(info, self.monitoring.board, self.monitoring.collectives)
+        try:
+            self.events.start(info, self.monitoring.board, self.monitoring.collectives)
+        except BaseException:
+            self.monitoring.taps.remove()
+            raise
         self.monitoring.taps.left_out = self.events.left_out
         try:
             with self.stop.on_signals():
@@ -351,6 +357,8 @@ class RuntimeEngine:
         """Open the run folder's checkpoints and restore the requested one."""
         run = self.run
         if run.checkpoint is None or self.folder is None:
+            if self.resume not in (None, "auto"):
+                raise CheckpointError(f"resume = {self.resume!r} needs the run folder: pass folder=...")
             return
         folder = self.folder / "checkpoints"
         run.checkpoint.open(folder, run.mesh)
@@ -368,7 +376,11 @@ class RuntimeEngine:
         run = self.run
         assert run.checkpoint is not None
         state = capture_state(self)
-        saved = run.checkpoint.load(which, attrs.evolve(state, accept=lambda m: restore_meta(self, m)))
+        try:
+            saved = run.checkpoint.load(which, attrs.evolve(state, accept=lambda m: restore_meta(self, m)))
+        except NanotrainError:
+            restore_meta(self, state.meta)  # that of the refused checkpoint may have been applied
+            raise
         if saved is None:
             return False
         go_on_from(self, saved, state.blocks)

@@ -49,6 +49,10 @@ class Fails(Monitor):
             one = torch.ones(1)
             self.run.mesh.all_reduce(one)
             assert one.item() == 2
+        elif self.how == "sums":
+            sums, most = torch.ones(1), torch.full((1,), float(self.run.rank))
+            self.run.mesh.all_reduce_sum_and_max(sums, most)
+            assert (sums.item(), most.item()) == (2, 1)
         elif self.how == "gather":
             assert self.run.mesh.gather(self.run.rank) == [0, 1]
         elif self.how == "norms" and update is not None:
@@ -97,6 +101,7 @@ def alone():
     [
         ("mesh", "on_before_update"),
         ("gather", "on_step"),
+        ("sums", "on_step"),
         ("norms", "on_before_update"),
         ("group", "on_before_update"),
         ("logits", "on_step"),

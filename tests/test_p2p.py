@@ -6,12 +6,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from nanotrain_core.errors import PluginError
 from nanotrain_core.layout.layout import Layout, Span, View
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.messages import EdgeMessages
 from nanotrain_core.layout.transport import Transport
 from nanotrain_core.models.kernels import installed_kernels
-from nanotrain_core.pipeline.p2p import StageP2P
+from nanotrain_core.pipeline.p2p import StageP2P, describe
 from nanotrain_core.testing.collectives import CollectiveLog
 from nanotrain_core.testing.pool import run_ranks
 
@@ -31,6 +32,20 @@ def installed():
 
 
 WAYS = {"memory": installed, "tags": Transport, "groups": Groups}
+
+
+@pytest.mark.parametrize(
+    ("tensor", "found"),
+    [
+        (torch.ones(2, dtype=torch.int8), "torch.int8 with 1 dim"),
+        (torch.ones([1] * 7), "torch.float32 with 7 dim"),
+    ],
+)
+def test_hidden_states_that_no_message_can_carry_are_refused(tensor, found):
+    with pytest.raises(
+        PluginError, match=f"a stage's hidden states are of {found}.*expected at most 6 dimensions"
+    ):
+        describe(tensor)
 
 
 def pass_through(owners, way, stages_that_share):

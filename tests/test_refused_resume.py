@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from nanotrain_core.errors import NanotrainError
+from nanotrain_core.checkpoint.simple import open_weights
+from nanotrain_core.errors import CheckpointError, NanotrainError
 from nanotrain_core.testing import Case
 from nanotrain_core.testing.probe import make_engine
 from nanotrain_core.testing.saving import load, open_state, save_steps
@@ -26,6 +27,7 @@ def engine(folder, kind, changes, **options):
         ({"run": {"seed": 8}}, "the checkpoint was trained on other data"),
         ({"batch": {"length": 4}}, "the checkpoint was trained on other data"),
         ({"precision": {"use": "bf16"}}, "expected BF16"),
+        ({"optimizer": {"use": "sgd"}}, "exp_avg"),
     ],
 )
 def test_by_another_model_or_other_data(tmp_path, kind, changes, text):
@@ -34,6 +36,7 @@ def test_by_another_model_or_other_data(tmp_path, kind, changes, text):
     before = [placed.parameter.detach().clone() for placed in other.run.placed]
     with pytest.raises(NanotrainError, match=text):
         other.fit()
+    assert (other.step, other.run.feed.tokens) == (0, 0)
     for placed, old in zip(other.run.placed, before, strict=True):
         assert torch.equal(placed.parameter, old), placed.placement.name
     assert other.run.checkpoint.steps() == [1, 2, 3, 4]
@@ -41,6 +44,24 @@ def test_by_another_model_or_other_data(tmp_path, kind, changes, text):
     again.fit()
     assert again.run.checkpoint.steps() == [1, 2, 3, 4]
     assert len(list((tmp_path / "checkpoints").glob("superseded-*/*"))) == 2
+
+
+def test_after_its_progress_was_applied(tmp_path, monkeypatch):
+    """The run had the step and the position in the data of a checkpoint that it had refused."""
+    engine(tmp_path, "simple", {}).fit()
+    other = engine(tmp_path, "simple", {}, resume="2")
+    monkeypatch.setattr("nanotrain_core.checkpoint.simple.left_over", lambda *_: "planted")
+    with pytest.raises(NanotrainError, match="planted"):
+        other.fit()
+    assert (other.step, other.run.feed.tokens) == (0, 0)
+
+
+@pytest.mark.parametrize("resume", ["latest", "2", "elsewhere"])
+def test_without_the_run_folder(resume):
+    """It had trained from random weights."""
+    with pytest.raises(CheckpointError, match=f"resume = '{resume}' needs the run folder: pass folder="):
+        make_engine(CASE, {"run": {"steps": 1}}, resume=resume).fit()
+    assert make_engine(CASE, {"run": {"steps": 1}}, resume="auto").fit().step == 1
 
 
 @pytest.mark.parametrize("kind", ["simple", "sharded_v2"])
@@ -51,3 +72,12 @@ def test_steps_of_more_digits_are_later_ones(tmp_path, kind):
     assert load(case, tmp_path, "99999999").meta["step"] == 99_999_999
     checkpoint, _ = open_state(case, tmp_path)
     assert checkpoint.steps() == [99_999_999]
+
+
+def test_the_newest_weights_of_a_folder_are_those_of_the_highest_step(tmp_path):
+    """As text ``step-99999999`` comes after ``step-100000000``, and ``step-best`` after both."""
+    save_steps(Case("checkpoint", use="simple", config={"keep": 9}), tmp_path, [99_999_999, 100_000_000])
+    newest = tmp_path / "step-100000000.safetensors"
+    (tmp_path / "step-best.safetensors").write_bytes(newest.read_bytes())
+    with pytest.raises(CheckpointError, match=f"^{newest} does not say of which model its weights are"):
+        open_weights(tmp_path)

@@ -340,3 +340,27 @@ def test_a_model_of_dtensors_is_refused():
     """On one rank it trained: unclipped, with gradients that were never zeroed."""
     (text,) = run_ranks(sharded, 1)
     assert text.startswith("parameter 0.weight is a DTensor, as of fully_shard: scripts train")
+
+
+def test_a_script_says_how_many_steps_to_train():
+    """Without, it had trained none, and said that it was done."""
+    model = nn.Linear(4, 4)
+    engine = RuntimeEngine(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(TypeError, match=r"fit needs steps=\.\.\., the total number of optimizer steps"):
+        engine.fit(make_loader())
+
+
+class StrictlyFails(Monitor):
+    """Taps the model, and then refuses to start."""
+
+    def on_start(self, run):
+        run.tap(lambda name, output: None, ["0"])
+        raise NanotrainError("planted")
+
+
+def test_a_monitor_that_refuses_to_start_leaves_no_tap_on_the_model():
+    model = nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 11))
+    engine = RuntimeEngine(model, torch.optim.SGD(model.parameters(), lr=0.1), callbacks=[StrictlyFails()])
+    with pytest.raises(NanotrainError, match="planted"):
+        engine.fit(make_loader(), steps=1)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())

@@ -257,7 +257,7 @@ def read_block(file: Any, block: Block) -> torch.Tensor:
 def open_weights(path: Path) -> SavedWeights | None:
     """Open a checkpoint, or the newest of a run folder, for its weights; None if it has another format."""
     folders = (path, path / "checkpoints")
-    files = [file for folder in folders for file in sorted(folder.glob("step-*.safetensors"))]
+    files = [folder / f"step-{step:08d}.safetensors" for folder in folders for step in saved_steps(folder)]
     path = files[-1] if files else path
     if not path.is_file() or path.suffix != ".safetensors":
         return None

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
+from nanotrain_core.errors import PluginError
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.messages import MessageKey, Way
 
@@ -101,7 +102,17 @@ class StageP2P:
 
 
 def describe(tensor: torch.Tensor) -> torch.Tensor:
-    """Encode dtype, number of dimensions and shape as a tensor of fixed size."""
+    """Encode dtype, number of dimensions and shape as a tensor of fixed size.
+
+    Raises:
+        PluginError: another dtype than :data:`DTYPES`, or too many dimensions.
+    """
+    if tensor.dtype not in DTYPES or tensor.dim() > MOST_DIMS:
+        found = f"of {tensor.dtype} with {tensor.dim()} dimensions"
+        names = ", ".join(map(str, DTYPES))
+        raise PluginError(
+            f"a stage's hidden states are {found}; expected at most {MOST_DIMS} dimensions and one of {names}"
+        )
     header = [DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
     return torch.tensor(header + [0] * (MOST_DIMS + 2 - len(header)), device=tensor.device)
 

@@ -76,7 +76,7 @@ def _expect_room(needed: int, what: str, recipe: Recipe, mesh: Mesh) -> None:
     )
     everyone = mesh.gather((needed, total))
     found = {f"rank {rank}": pair for rank, pair in enumerate(everyone)}
-    one_host = os.environ.get("LOCAL_WORLD_SIZE") == str(mesh.world_size) > "1"
+    one_host = mesh.world_size > 1 and os.environ.get("LOCAL_WORLD_SIZE") == str(mesh.world_size)
     if one_host and (device.type == "cpu" or recipe.run.share_device):
         found = {f"all {mesh.world_size} ranks": (sum(taken for taken, _ in everyone), total)}
     for whose, (taken, most) in found.items():

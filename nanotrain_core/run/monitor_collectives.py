@@ -174,7 +174,7 @@ class MonitorMesh(Mesh):
         vars(self).update(vars(mesh))
         data = len(mesh.layout.members(mesh.rank, self._data))
         members = {"all_reduce": self._members, "gather": self._members, "all_reduce_data": lambda *_: data}
-        for name in ("all_reduce", "all_reduce_data", "gather", "barrier"):
+        for name in ("all_reduce", "all_reduce_data", "all_reduce_sum_and_max", "gather", "barrier"):
             setattr(self, name, collectives.before(getattr(mesh, name), members.get(name)))
 
     def _members(self, value: Any = None, *dims: str, **options: Any) -> int:
