@@ -1,4 +1,4 @@
-"""Alerts: commands, webhooks and files that learn when a run goes wrong.
+"""Alerts: runs a command, calls a webhook or appends to a file when a run goes wrong.
 
 The plugin's entry module: every ``nanotrain`` command imports it, so it never imports torch.
 """
@@ -28,9 +28,9 @@ class Target:
     its standard input, and in the variables `NANOTRAIN_ALERT_TEXT`, `_RUN`, `_STEP`, `_LEVEL`, `_METRIC` and
     `_VALUE`."""
     webhook: str = ""
-    """An address that is sent the alert as JSON, by POST. Slack and Mattermost show its key `text`."""
+    """A URL to which the alert is sent as JSON, by POST. Slack and Mattermost show its key `text`."""
     file: str = ""
-    """Which the alert is appended to, as a line of JSON. A relative path is in the run folder."""
+    """A file to which the alert is appended, as a line of JSON. A relative path is in the run folder."""
 
 
 @attrs.define(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class AlertRule:
     event: Literal["start", "end", "failed", "rollback", "save_failed"] | None = None
     """`end` is one without a failure, also after a stop request."""
     text: str = ""
-    """Said before the rest, as whom to call."""
+    """Text to put before the alert, such as whom to call."""
     to: Target | None = None
     """Unset: the monitor's own `to`."""
 

@@ -1,7 +1,7 @@
-"""The ``alerts`` monitor: compares metrics and events with rules, and tells who wants to know.
+"""The ``alerts`` monitor: compares metrics and events with rules, and delivers alerts.
 
 Everything happens in the thread of its sink, on rank 0: a webhook that does not answer delays the next alert,
-and no step. A process that is killed tells nobody; who must learn of that asks the scheduler.
+but no step. A killed process sends no alert: only the scheduler can report that.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from nanotrain_core.api.torch import (
 
 @attrs.define
 class State:
-    """What is known of a rule and one name that it fits."""
+    """The state of one rule for one metric or event that it matches."""
 
     in_a_row: int = 0
     sent: float = -math.inf
-    """When, by the monotonic clock."""
+    """Time of the last alert, by the monotonic clock."""
     left_out: int = 0
 
 
@@ -149,7 +149,7 @@ class Alerts(Sink):
 def verdict(
     rule: AlertRule, name: str, value: float, metric: Metric | None, usual: float | None = None
 ) -> tuple[str, str] | None:
-    """Return what to say of a value, and how bad it is; None where the rule says nothing of it."""
+    """Return (sentence, level) if the rule holds for a value, otherwise None."""
     unit = f" {metric.unit}" if metric and metric.unit != "1" else ""
     said = f"{name} is {value:.4g}{unit}"
     if rule.above is None and rule.below is None:

@@ -15,8 +15,8 @@ import attrs
 
 from nanotrain_alerts import Target
 
-#: Seconds that a program may run, and that an address may take to answer: less than a run waits for at its
-#: end, so that what hangs does not keep the last alert back.
+#: Timeouts in seconds of a program, and of an answer to a webhook: less than a run waits at its end, so that
+#: a delivery that hangs does not hold back the last alert.
 COMMAND_TIMEOUT, WEBHOOK_TIMEOUT = 20.0, 10.0
 #: How often an address is tried.
 TRIES = 2

@@ -1,7 +1,7 @@
 """A prepared folder, open for reading: tokens of all shards end to end, mapped into memory.
 
-Mapped pages are of the host, whichever process reads them: ranks share them, and the kernel gives them up for
-others. A process has beside them one byte for each 64 KiB of tokens that it read of, which notes what was
+Mapped pages belong to the host's page cache: ranks share them, and the kernel can evict them. In addition, a
+process holds one byte for each 64 KiB of tokens in the shards that it has read, which records what was
 compared with its hash, and the hashes of the shards that are open.
 """
 

@@ -47,10 +47,10 @@ def pieces_of(
 
 
 def check_alike(config: ShardsConfig | StreamingConfig, manifests: Sequence[Manifest]) -> None:
-    """Check that all sources were made with one tokenizer, and end documents if these are to be told apart.
+    """Check that sources have the same tokenizer, and an end-of-document token if documents are masked.
 
     Raises:
-        DataError: two were not, or one does not, by their names.
+        DataError: naming two sources with different tokenizers, or one without such a token.
     """
     check_one_tokenizer(config.paths, manifests)
     for path, other in zip(config.paths, manifests, strict=True):

@@ -1,4 +1,4 @@
-"""Threads that do ahead of time what will be asked for, and keep nobody waiting at an end."""
+"""Threads that run tasks before their results are needed, and do not delay the end of the process."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from nanotrain_core.api import DataError
 
 
 class Prefetch:
-    """Does tasks in the order they are given, each once at a time.
+    """Runs tasks in the order they are given; a task that is still queued or running is not added again.
 
-    Threads are daemons: a process that ends leaves what is not done. What fails is silent here, and told when
-    it is asked for.
+    Threads are daemons: tasks that are not done when the process ends are dropped. A DataError is not
+    reported here: it is raised when the result is needed.
     """
 
     def __init__(self, threads: int) -> None:
@@ -24,7 +24,7 @@ class Prefetch:
         self._started = False
 
     def put(self, key: Hashable, task: Callable[[], object]) -> None:
-        """Do a task, unless one of its key is waiting."""
+        """Queue a task, unless one with the same key is queued or running."""
         if not self._started:
             self._started = True
             for number in range(self._threads):

@@ -82,7 +82,7 @@ class Streaming(Shards):
 
     name = "streaming"
     config: StreamingConfig
-    #: Bytes of sequences held out that a rank keeps: these are of all shards, and evaluated again and again.
+    #: Most bytes of held-out sequences that a rank keeps: each evaluation reads them, from all shards.
     HELD = 2**26
 
     def __init__(self, config: StreamingConfig) -> None:
@@ -123,7 +123,7 @@ class Streaming(Shards):
         return batch
 
     def _fetch_ahead(self, sequences: int, shard: Shard) -> None:
-        """Let threads fetch what this rank's rows of the next batches are in, but for what they were told."""
+        """Queue the shards of this rank's rows in the next batches, without batches queued before."""
         end = self.position + sequences * self.config.fetch_ahead
         begin = self._asked_to if self.position <= self._asked_to <= end else self.position
         self._asked_to = end

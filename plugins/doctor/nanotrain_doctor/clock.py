@@ -1,6 +1,6 @@
-"""The clocks of this host, and how far those of hosts are apart.
+"""Checks of the clocks of this host, and of the offsets between clocks of several hosts.
 
-Training waits by the monotonic clock. The wall clock dates logs, metrics and checkpoints.
+Timeouts in training use the monotonic clock. The wall clock dates logs, metrics and checkpoints.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any, Protocol
 from nanotrain_doctor.findings import Finding, bad, good, note, warning
 
 Clock = Callable[[], float]
-#: Seconds by which the wall clock may be off the monotonic one while the doctor looks.
+#: Seconds by which the wall clock may deviate from the monotonic one during the checks.
 STEP = 0.05
-#: Seconds by which hosts may differ: logs of one step are then still in order.
+#: Seconds by which clocks of hosts may differ: logs of one step are then still in order.
 APART = 1.0
-#: Seconds since 1970 before which this was not written: 2025-01-01.
+#: Earliest plausible time, 2025-01-01, in seconds since 1970: this code is not older.
 WRITTEN = 1735689600.0
 
 
@@ -73,7 +73,7 @@ def ask_offsets(
 ) -> dict[int, tuple[float, float]]:
     """Return (seconds ahead of this clock, uncertainty) of the clocks of ``ranks``: on rank 0.
 
-    As NTP does: each says its time between two of ours, and the quickest of some rounds counts.
+    As in NTP: each rank's time is read between two of this clock's, and the fastest of several rounds counts.
     """
     found = {}
     for rank in ranks:

@@ -4,8 +4,8 @@ No table of processor models: the number of cores, the clock and the vector inst
 tells them. A virtual machine may count half a core (one of two hardware threads) as a whole one, and the
 highest clock is that of one busy core, so that only a small part of the peak is a reason for concern.
 
-Of memory there is nothing to expect: its modules and channels are for root to read, and for nobody in a
-virtual machine.
+There is no expected memory bandwidth: memory modules and channels can be read only by root, and not at all
+in a virtual machine.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from nanotrain_doctor.findings import Finding, good, note, warning
 #: fused multiply-adds (FMA) of 8 numbers; with AVX-512 at least one of 16, and in some processors two.
 PER_CYCLE = {"AVX2": 2 * 2 * 8, "AVX512": 2 * 16}
 
-#: Of the peak: from here on it is good, and below that something is wrong. Between these it is not told apart
-#: from a processor that shares its cores.
+#: Fractions of the peak: from the first on a rate is good, and below the second something is wrong. A rate in
+#: between may also be due to a processor that shares its cores.
 ENOUGH, TOO_LITTLE = 0.5, 0.2
 
 

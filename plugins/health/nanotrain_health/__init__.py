@@ -1,4 +1,4 @@
-"""Health of a training run: the metrics that it should show, and what is wrong with it in plain sentences.
+"""Training health: monitors that publish diagnostic metrics and report problems in plain sentences.
 
 The plugin's entry module: every ``nanotrain`` command imports it, so it never imports torch.
 """
@@ -35,8 +35,8 @@ class HealthConfig:
     """`minimal`: loss, data and clipping, available on the host. `standard`: norms by layer, and the first,
     middle and last layer in detail. `debug`: all layers, every parameter, histograms."""
     every: int = attrs.field(default=TENSORS_EVERY, validator=Range(1))
-    """Steps between readings of tensors, which are read in logged steps alone; each logged one of the first
-    20 is read. Loss, data and clipping are reported in every logged step."""
+    """Steps between readings of tensors. They are read only in logged steps, and in every logged one of the
+    first 20 steps. Loss, data and clipping are reported in every logged step."""
     queries: int = attrs.field(default=4, validator=Range(0))
     """Queries of each sequence whose attention is computed; 0: none."""
     ema: float = attrs.field(default=0.98, validator=Range(0.0, 1.0, above=True, below=True))
@@ -62,9 +62,9 @@ class ProbesConfig:
     every: int = attrs.field(default=50, validator=Range(1))
     """Steps between probes, each two forward passes."""
     sequences: int = attrs.field(default=2, validator=Range(2))
-    """Of the batch: the first of the validation data."""
+    """Sequences in the batch: the first ones of the validation data."""
     length: int = attrs.field(default=256, validator=Range(2))
-    """Tokens of each, from its first on, at most batch.length. Every rank holds the logits of two such
+    """Tokens read of each, from its first on, at most batch.length. Every rank holds the logits of two such
     batches at once: 2 x 256 with a vocabulary of 129,280 are 265 MB in bfloat16."""
     top: int = attrs.field(default=10, validator=Range(1))
     """k of the top-k probability mass."""

@@ -1,4 +1,4 @@
-"""The residual stream after watched layers, and what their norms return.
+"""Statistics of the residual stream after each monitored layer, and of the outputs of norms.
 
 Shapes: B batch, S sequence, D width.
 """
@@ -11,12 +11,12 @@ import torch
 
 from nanotrain_health.watcher import Scene, Watcher
 
-#: Times the root mean square of its token from which an element is an outlier.
+#: An element is an outlier if its magnitude exceeds this many times the root mean square of its token.
 OUTLIER = 10.0
 
 
 class Activations(Watcher):
-    """Looks at what modules return."""
+    """Publishes statistics of module outputs: of monitored layers, and of norms."""
 
     def __init__(self, scene: Scene) -> None:
         super().__init__(scene)

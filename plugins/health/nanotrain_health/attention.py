@@ -1,7 +1,7 @@
-"""Attention of monitored layers: its largest logit and its entropy, over a few queries of every sequence.
+"""Attention statistics of monitored layers: largest logit and entropy, over a few queries of each sequence.
 
-Softmax is inside of the kernels that compute attention, so scores of these queries are computed once more, by
-what attention was called with: rotated queries and keys, of this rank's heads.
+Attention kernels apply softmax internally and return no scores, so the scores of these queries are computed
+again from the inputs of the attention call: the rotated queries and keys of this rank's heads.
 
 Shapes: B batch, S sequence, H query heads, G key heads, N query heads for each of these, R queries that are
 read, K and V sizes of a query and of a value head.
@@ -18,7 +18,7 @@ from nanotrain_health.watcher import Scene, Watcher
 
 
 class Attention(Watcher):
-    """Is told of the calls of attention, on any kernels, also inside of compiled layers."""
+    """Taps the attention calls of monitored layers, with any kernels, and inside compiled layers as well."""
 
     def __init__(self, scene: Scene) -> None:
         super().__init__(scene)
@@ -52,16 +52,17 @@ def attended(
     queries: int,
     begins_BS: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the largest logit, the mean entropy in nats, and its mean share of what is possible.
+    """Return the largest logit, the mean entropy in nats, and the mean ratio of entropy to its maximum.
 
-    Scores are made in the tensors' dtype and softmax in float32 at least. Few operators: each costs more than
-    its numbers do.
+    The maximum is the logarithm of the number of tokens that a query sees. Scores are computed in the dtype
+    of the tensors, and softmax in at least float32. The code uses few operators: launching one takes longer
+    than its arithmetic on so few numbers.
 
     Args:
         q_BSHK, k_BSGK: as attention is called with them: H is a multiple of G.
-        scale: what products are multiplied by, 1 / sqrt(K) by default.
-        queries: of how many of each sequence, see :func:`positions`.
-        begins_BS: where the document of each token begins, if it sees no other.
+        scale: factor of the dot products, 1 / sqrt(K) by default.
+        queries: number of queries per sequence, see :func:`positions`.
+        begins_BS: where each token's document begins, if tokens attend only to their own document.
     """
     length, groups = k_BSGK.shape[1:3]
     wide = torch.promote_types(q_BSHK.dtype, torch.float32)
@@ -83,20 +84,23 @@ def attended(
 
 
 def share(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return what makes of entropies the mean share of what is possible, [..., R], of so many tokens seen."""
-    several = seen > 1  # who sees itself alone can do nothing else
+    """Return weights [..., R]: the sum of weight times entropy is the mean ratio of entropy to log(seen).
+
+    ``seen`` is the number of tokens that each query sees. The mean is over queries that see more than one.
+    """
+    several = seen > 1  # a query that sees only itself always has entropy 0
     possible = seen.to(dtype).log().masked_fill(~several, 1.0)
     return several / possible / several.sum(-1, keepdim=True).clamp(min=1)
 
 
 class Positions(NamedTuple):
-    """Which queries of a sequence are read, and what follows from where they are."""
+    """The queries that are read of a sequence, with the causal mask and the weights for their positions."""
 
     rows_R: torch.Tensor
     mask_RS: torch.Tensor
     """0, and minus infinity at the tokens after a query."""
     share_R: torch.Tensor
-    """What makes of their entropies the mean share of what is possible: of attending to all tokens alike."""
+    """Weights that give the mean ratio of entropy to that of uniform attention, see :func:`share`."""
 
 
 @lru_cache(maxsize=16)

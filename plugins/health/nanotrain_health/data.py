@@ -1,4 +1,4 @@
-"""Data: how many tokens were seen, how many of them teach something, and where the run is in its data."""
+"""Data metrics: effective tokens (those that the loss does not ignore), and the position in the data."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ PER_UPDATE = "data/effective_tokens_per_update"
 
 
 class DataWatcher(Watcher):
-    """Counts where the run computes: nothing waits."""
+    """Counts effective tokens on the run's device, so that the host need not wait for the counts."""
 
     def __init__(self, scene: Scene) -> None:
         super().__init__(scene)
         self.effective: float | torch.Tensor = 0.0
         self.usual = Average(scene.config.ema)
         self.tokens: dict[int, int] = {}
-        """Of the batches of logged steps whose metrics are not yet known, by step: phases change them."""
+        """Step -> tokens of its batch, for logged steps whose metrics are pending: phases change it."""
         data = scene.run.data
         self.data = data if isinstance(data, SequenceData) else None
         self.mixed = data if isinstance(data, MixesSources) else None

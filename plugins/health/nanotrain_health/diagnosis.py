@@ -1,8 +1,9 @@
-"""Diagnosis: the rules of all metrics of a run, those of other monitors included, as sentences.
+"""Diagnosis: evaluates the declared rules of all metrics, those of other monitors included.
 
-A trouble is a declared metric whose values are too low, or too high, or no numbers: of a metric of each layer
-one trouble for all layers. It begins when it has lasted for some logged steps, and ends when it has not been
-there for as many: a value at its limit makes no stream of messages. Each is said once.
+A trouble is a declared metric whose values are too low, too high or NaN; for a metric of each layer there is
+one trouble for all layers. A trouble begins once it has been present for some logged steps, and ends once it
+has been absent for some, so that a value that hovers at its limit does not produce a stream of messages. Its
+beginning and its end are each reported once, as a sentence.
 """
 
 from __future__ import annotations
@@ -22,40 +23,41 @@ from nanotrain_core.api.torch import MetricsReport
 
 Side = Literal["low", "high"]
 
-#: Logged steps for which something bad must last, if that is less than what is worth a warning.
+#: Logged steps for which a bad value must last before it is reported, unless ``patience`` is less.
 BAD_LASTS = 2
-#: Of gradients that overflow nothing but that is worth a word; a loss scale that is too large makes some.
+#: Metric groups that are not judged in a step that was skipped under loss scaling: too large a loss scale
+#: makes gradients overflow, and then only the overflow itself is worth reporting.
 OF_GRADIENTS = frozenset({"gradients", "updates", "weights"})
 
 
 @attrs.define
 class Trouble:
-    """Something that is wrong, or begins to be."""
+    """A problem that has been reported, or has not lasted long enough to be."""
 
     metric: str
     """As declared: ``attention/max_logit/{block}``."""
     side: Side
     seen: int = 0
-    """Logged steps in a row in which it was there; since it was said, in which it was not."""
+    """Consecutive logged steps in which it was present; once it is reported, in which it was absent."""
     said: bool = False
     what: str = ""
-    """What was said when it began, without its advice."""
+    """The sentence that reported it, without the advice."""
     since: int = 0
-    """The step of that."""
+    """The step at which it was reported."""
 
 
 @attrs.define(frozen=True)
 class Said:
-    """A sentence on what begins or ends."""
+    """A sentence about a trouble that begins or ends."""
 
     text: str
-    """With the step that it begins with."""
+    """The sentence, which starts with the step."""
     over: bool = False
     """Whether a trouble has ended: no warning."""
 
 
 class Diagnosis:
-    """Judges reports, which are the same on every rank; so is what it says."""
+    """Judges metric reports. They are the same on every rank, and so are the resulting sentences."""
 
     def __init__(self, patience: int) -> None:
         """``patience``: logged steps for which a value must be worth a warning."""
@@ -65,7 +67,7 @@ class Diagnosis:
         """Values of metrics whose rule is relative to the usual."""
 
     def judge(self, report: MetricsReport) -> list[Said]:
-        """Take a report; return sentences on what begins and what ends with it."""
+        """Judge a report; return sentences about the troubles that begin or end with it."""
         judged = [
             (name, metric, metric.rule, value)
             for name, metric in report.metrics.items()
@@ -98,7 +100,7 @@ class Diagnosis:
         ]
 
     def _there(self, key: tuple[str, Side], found: Sequence[Found], step: int) -> str:
-        """Note a trouble; return what it says if it has just lasted long enough."""
+        """Count a trouble that is present; return its sentence if it now lasts long enough, else ``""``."""
         trouble = self.troubles.setdefault(key, Trouble(*key))
         if trouble.said:
             trouble.seen = 0
@@ -116,7 +118,7 @@ class Diagnosis:
         return sentence
 
     def _gone(self, trouble: Trouble, step: int) -> str:
-        """Note that a trouble is not there; return that it is over if it has not been for long enough."""
+        """Count a trouble that is absent; return a sentence if it is now over, else ``""``."""
         if not trouble.said:
             del self.troubles[trouble.metric, trouble.side]
             return ""
@@ -163,7 +165,7 @@ class Found:
     usual: float | None
     bad: bool
     rank: float | None = None
-    """Of a number that each rank has, the rank with the largest."""
+    """For a per-rank metric, the rank with the largest value."""
 
     @property
     def distance(self) -> float:

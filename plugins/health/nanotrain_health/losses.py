@@ -11,7 +11,7 @@ from nanotrain_health.watcher import Scene, Watcher
 
 
 class Average:
-    """An exponential moving average over steps, of which some are left out."""
+    """An exponential moving average over steps, some of which may be missing."""
 
     def __init__(self, decay: float) -> None:
         self.decay = decay
@@ -19,7 +19,7 @@ class Average:
         self.step = 0
 
     def add(self, value: float, step: int) -> None:
-        """Take the value of a step, for those since the last one; what is not finite is none."""
+        """Add a step's value, which also stands for missing steps before it; ignored if it is not finite."""
         if not math.isfinite(value):
             return
         kept = self.decay ** max(1, step - self.step)
@@ -41,9 +41,9 @@ class Losses(Watcher):
     def __init__(self, scene: Scene) -> None:
         super().__init__(scene)
         self.average, self.tokens = Average(scene.config.ema), Average(scene.config.ema)
-        """Of the training loss, and of its next-token term."""
+        """Averages of the training loss, and of its next-token term."""
         self.phase: float | None = None
-        """Of the run: another one may weigh the terms of the loss otherwise."""
+        """The run's phase: another phase may weight the terms of the loss differently."""
 
     def derive(self, report: MetricsReport) -> Mapping[str, float]:
         """Compare the loss of a logged step with its average before, and take it in."""
@@ -88,5 +88,5 @@ class Losses(Watcher):
 
 
 def perplexity(loss: float) -> float:
-    """Return exp of a loss in nats, infinite where that is no number of Python."""
+    """Return exp(loss) of a loss in nats, infinity where a float would overflow."""
     return math.exp(loss) if loss < 700 else math.inf

@@ -1,4 +1,4 @@
-"""The ``moe`` monitor: how tokens are spread over the experts of each layer, and what ranks send for them.
+"""The ``moe`` monitor: load balance of the experts in each layer, and bytes sent in all-to-alls.
 
 Shapes: E experts.
 """
@@ -21,14 +21,14 @@ from nanotrain_core.api.torch import (
 )
 from nanotrain_health import MoEConfig
 
-#: What the moving average of loads keeps of itself in a logged step, and from how many on it is told.
+#: Decay of the moving average of loads per logged step, and fewest logged steps for publishing it.
 KEPT, KNOWN = 0.9, 10
-#: Share of the mean below which an expert starves.
+#: Fraction of the mean load below which an expert counts as starved.
 STARVED = 0.02
 
 
 class MoE(Monitor):
-    """Publishes what routers counted in a logged step: tokens of the whole batch."""
+    """Publishes the routers' token counts in logged steps, over the whole batch."""
 
     reads_weights = False
 
@@ -45,7 +45,7 @@ class MoE(Monitor):
             log.warning("monitor 'moe' has nothing to publish: the model has no experts")
         dense = {*run.mesh.layout.views["dense"].dims} - {"pp"}
         self.speaks = all(run.mesh.coordinate(dim) == 0 for dim in dense)
-        """Whether this rank publishes what all ranks of its stage know."""
+        """Whether this rank publishes the loads, which are the same on all ranks of its pipeline stage."""
         self.sent = bytes_sent(run.parts)
         self.recent: dict[str, torch.Tensor] = {}
         """Each expert's share of tokens [E], a moving average over logged steps, by router."""
@@ -68,13 +68,16 @@ class MoE(Monitor):
             self.sent[name] = total
 
     def on_rollback(self, report: RollbackReport) -> None:
-        """Tell histograms anew of steps that are made anew."""
+        """Start the histograms' intervals again, for the steps that are computed again."""
         self.begun, self.told = 0, 0
         self.sent = bytes_sent(self.run.parts)
 
     def _is_due(self, step: int) -> bool:
-        """Return whether a logged step has histograms: the first, then at intervals that double up to
-        ``loads_every``, as loads change most at first, and the run's last, for what it came to."""
+        """Return whether a logged step has histograms.
+
+        The first has, then steps at intervals that double up to ``loads_every``, since loads change most at
+        the beginning, and the last step of the run.
+        """
         every = self.config.loads_every
         if not every or not self.told:
             return every > 0
@@ -105,7 +108,7 @@ class MoE(Monitor):
 
 
 def spread(load_E: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return how a load is spread: the most and the least over the mean, its entropy, and experts without."""
+    """Return statistics of a load: maximum and minimum over the mean, entropy, number of empty experts."""
     share = share_of_tokens(load_E)
     return {
         "max_load": share.max() * len(share),
@@ -121,6 +124,6 @@ def share_of_tokens(load_E: torch.Tensor) -> torch.Tensor:
 
 
 def entropy(share_E: torch.Tensor) -> torch.Tensor:
-    """Return the entropy of shares over that of equal ones."""
+    """Return the entropy of shares, normalized by that of equal shares: from 0 to 1."""
     total: torch.Tensor = torch.special.entr(share_E).sum()
     return total / math.log(max(2, len(share_E)))

@@ -1,4 +1,4 @@
-"""The ``health`` monitor: what a training run should show, and what is wrong with it in plain sentences."""
+"""The ``health`` monitor: publishes training statistics, and reports problems in plain sentences."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from nanotrain_health.ratios import Ratios
 from nanotrain_health.tensors import Tensors
 from nanotrain_health.watcher import Watcher, scene_of
 
-#: What the host has anyway, and what is looked at in logged steps.
+#: Watchers of values that the run has anyway, and those that also read tensors in logged steps.
 MINIMAL: tuple[type[Watcher], ...] = (Losses, DataWatcher, Ratios)
 STANDARD = (*MINIMAL, Tensors, Activations, Attention)
 
 
 class Health(Monitor):
-    """Passes events on to one watcher for each subject, and judges what all monitors publish."""
+    """Forwards events to one watcher per subject, and judges the metrics of all monitors by their rules."""
 
     reads_weights = False
 
@@ -38,7 +38,7 @@ class Health(Monitor):
         self.watchers: dict[str, Watcher] = {}
         self.diagnosis = Diagnosis(config.patience)
         self.remembered: Mapping[str, Any] = {}
-        """What a checkpoint said before there were watchers."""
+        """State from a checkpoint, kept until the watchers exist."""
 
     def on_start(self, run: RunInfo) -> None:
         """Begin to watch, or go on."""
@@ -81,7 +81,7 @@ class Health(Monitor):
             self.run.metrics.text("health", " ".join(each.text for each in said))
 
     def on_rollback(self, report: RollbackReport) -> None:
-        """Look closely again."""
+        """Forget when tensors were last read: that may be a step which is computed again."""
         self.scene.looked = 0
         self.scene.begin(report.restored + 1)
 

@@ -1,8 +1,8 @@
-"""The ``probes`` monitor: what the model makes of one fixed batch, as training goes on.
+"""The ``probes`` monitor: the model's predictions on one fixed batch, repeated during training.
 
-The batch is the first of the validation data; data without any give random tokens of a stream of their own. A
-second pass changes the second half of all sequences but the last: the first half of a causal model's logits
-stays as it is.
+The batch is the first of the validation data, or without such data random tokens with a seed of their own. A
+second pass runs with the second half of every sequence but the last changed: the logits of a causal model for
+the first half must not change.
 
 Memory: the logits of both passes, 2 B S V in the model's dtype, plus transients of at most eight tensors of
 :data:`ELEMENTS` numbers, or of one position's, and the kept [P, V], in float32 at least. With the defaults
@@ -71,7 +71,7 @@ class Probes(Monitor):
         self._drift(flat)
 
     def _drift(self, flat_NV: torch.Tensor) -> None:
-        """Compare some rows with those of the last probe, which they take the place of."""
+        """Publish the KL divergence between the last probe and this one on some rows, and keep these rows."""
         before, size = self.last, rows_at_once(flat_NV)
         kept = flat_NV[:: -(-len(flat_NV) // KEPT)]
         self.last = kept.new_empty(kept.shape, dtype=wide(kept)) if before is None else before
@@ -88,7 +88,7 @@ class Probes(Monitor):
 def predictions(
     flat_NV: torch.Tensor, targets_N: torch.Tensor | None, top: int
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the mean loss over known targets; of all rows entropy, and the mass of the likeliest tokens.
+    """Yield (name, value): mean loss over known targets, mean entropy and mean top-k mass of all rows.
 
     Works on :data:`ELEMENTS` logits at a time.
     """
@@ -130,12 +130,12 @@ def cut(batch: Batch, length: int) -> Batch:
 
 
 def fixed_batch(run: RunInfo, sequences: int) -> Batch:
-    """Return the first sequences held out, without targets of data that hold out none.
+    """Return the first held-out sequences; if the data hold out none, random tokens without targets.
 
     The same on every rank, and on every layout.
 
     Raises:
-        NanotrainError: it is a script.
+        NanotrainError: the run is a script, whose loader has no fixed batch.
     """
     if not isinstance(run.recipe, Recipe):
         raise NanotrainError(
@@ -158,10 +158,10 @@ def changed(tokens: torch.Tensor, vocabulary: int) -> torch.Tensor:
 
 
 def leak(logits_BSV: torch.Tensor, others_BSV: torch.Tensor) -> torch.Tensor:
-    """Return by how much logits of the first half differ, over their size around their mean.
+    """Return the norm of the change in the first half's logits, relative to their norm around the mean.
 
-    Less twice what those of the last sequence do, of which no token differs: with one scale for a tensor, as
-    FP8 may have it, every row rounds by all others.
+    Twice the change of the last sequence, none of whose tokens differ, is subtracted: with per-tensor
+    scaling, as FP8 may use, the rounding of every row depends on all others. At least 0.
     """
     half, found = logits_BSV.shape[1] // 2, []
     rows = rows_at_once(logits_BSV)

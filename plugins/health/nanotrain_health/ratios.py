@@ -1,4 +1,4 @@
-"""What follows from norms: clipping, updates over weights, the first layer over the last one."""
+"""Metrics derived from norms: clipping, update-to-weight ratios, the first layer over the last one."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from nanotrain_core.api import PhaseTimeline
 from nanotrain_core.api.torch import MetricsReport
 from nanotrain_health.watcher import Scene, Watcher
 
-#: Logged steps that rates are over, and how many must be known.
+#: Logged steps in the windows of the clip and skip rates, and fewest logged steps for a skip rate.
 CLIPS, SKIPS, SKIPS_KNOWN = 100, 20, 10
 
 
 class Ratios(Watcher):
-    """Works on reduced numbers alone, on the host: the same on every rank."""
+    """Derives ratios from reduced metrics only, on the host: the same on every rank."""
 
     def __init__(self, scene: Scene) -> None:
         super().__init__(scene)
@@ -72,7 +72,7 @@ class Ratios(Watcher):
     def _of_gradients(
         self, gradients: Mapping[str, float], weights: Mapping[str, float], step: float
     ) -> dict[str, float]:
-        """Derive depth and the proxies; ``step``: what a plain step multiplies the gradient by."""
+        """Derive ratios of layers, and proxies of updates; ``step``: plain SGD's factor of a gradient."""
         layers = self._layers(gradients)
         found = _first_last("gradients/first_last", layers)
         if len(layers) > 1 and (middle := median(layers)) > 0:

@@ -1,7 +1,7 @@
-"""Gradients, weights, updates and optimizer state, by layer; in detail by parameter, with histograms.
+"""Gradients, weights, updates and optimizer state, by layer; at level ``debug`` also by parameter.
 
-Of several ranks that hold the same block one measures it, so that a pass over all weights costs a
-data-parallel rank its share.
+If several ranks hold the same block, one of them measures it: data-parallel ranks divide the pass over all
+weights among themselves.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ SLOTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 
 
 class Tensors(Watcher):
-    """Publishes norms; what follows from them is derived in :mod:`~nanotrain_health.ratios`.
+    """Publishes norms, from which :mod:`~nanotrain_health.ratios` derives further metrics.
 
-    Where the optimizer has masters their change is measured: that of bfloat16 weights is mostly rounding.
+    Updates are measured on master weights where the optimizer has them: the change of a bfloat16 weight is
+    mostly rounding error.
     """
 
     def __init__(self, scene: Scene) -> None:
         super().__init__(scene)
         self.before: list[torch.Tensor] = []
-        """Masters of monitored layers, as they were."""
+        """Copies of the master weights of monitored layers, from before the update."""
         self.has_masters = True
         """Whether this rank may have any: until an update has shown that there are none."""
 
@@ -56,7 +57,7 @@ class Tensors(Watcher):
             scene.metrics.scalar("optimizer/nonfinite", norms.isfinite().logical_not_().sum())
 
     def _masters(self) -> list[tuple[torch.Tensor, Placement]]:
-        """Return those of more bits than bfloat16 whose change is measured, on the device of the run."""
+        """Return the master weights that this rank measures: of 32 bits or more, on the device of the run."""
         run = self.scene.run
         return [
             (x, p)
@@ -65,7 +66,7 @@ class Tensors(Watcher):
         ]
 
     def _changes(self, update: UpdateReport) -> list[tuple[torch.Tensor, Placement]]:
-        """Return what masters changed by, and weights that have none; other monitors may keep more."""
+        """Return the changes of master weights, and of monitored weights that have no master."""
         masters = self._masters() if self.has_masters else []
         self.has_masters = bool(masters)
         found = [(torch.sub(x, old, out=old), p) for (x, p), old in zip(masters, self.before, strict=True)]

@@ -1,4 +1,4 @@
-"""What each part of the ``health`` monitor is: one subject each, with what the monitor knows of the run."""
+"""Base class of the ``health`` monitor's parts, one per subject, and the view of the run that they share."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ class Scene:
     run: RunInfo
     config: HealthConfig
     layers: tuple[str, ...]
-    """Of the whole model, in its order."""
+    """Names of all layers of the whole model, in order."""
     depth: tuple[str, ...]
-    """Those that follow one another from its first to its last, without a block beside them, as one for
+    """The layers of the model's trunk, from first to last: without separate blocks, such as one for
     multi-token prediction."""
     sentinels: frozenset[str]
-    """Those whose tensors are read: the first, middle and last one, or in detail all."""
+    """Layers whose tensors are read: the first, middle and last one, or all at level ``debug``."""
     norms: tuple[str, ...]
-    """Norms on this rank, of these layers and after the last one."""
+    """Norms on this rank: inside these layers, and outside of all layers, such as the final norm."""
 
     looking: bool = True
     """Whether tensors are read in the step under way, if it is logged."""
     looked: int = 0
-    """The last step in which they were."""
+    """The last step in which tensors were read."""
     _blocks: dict[str, str] = attrs.field(factory=dict)
     """What :meth:`block` has returned."""
 
@@ -73,7 +73,7 @@ class Scene:
         self.begin(update.step + 1)
 
     def block(self, parameter: str) -> str:
-        """Return the layer that a parameter is in; of others their module, as ``embed``."""
+        """Return the layer that contains a parameter; outside of layers its module, such as ``embed``."""
         if parameter not in self._blocks:
             inside = (each for each in self.layers if parameter.startswith(f"{each}."))
             module = parameter.rpartition(".")[0] or parameter
@@ -102,7 +102,7 @@ def _inside(name: str, layers: list[str]) -> bool:
 
 
 class Watcher:
-    """Watches one subject. All its methods may be left out."""
+    """Base class: observes one subject. Subclasses override the methods that they need."""
 
     def __init__(self, scene: Scene) -> None:
         self.scene = scene

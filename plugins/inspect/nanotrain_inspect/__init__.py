@@ -49,7 +49,7 @@ class ProfilerConfig:
     memory: bool = False
     """Record what operators allocate and free."""
     merge: int = attrs.field(default=16, validator=Range(0))
-    """Write one file with the traces of all profiled ranks, if they are so many at most; 0 never does."""
+    """Most profiled ranks whose traces are merged into one file; 0: never merge."""
     memory_snapshot: bool = True
     """Record the GPU's allocations, and write the newest to the run folder when memory runs out."""
 

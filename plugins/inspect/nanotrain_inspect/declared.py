@@ -6,7 +6,7 @@ from nanotrain_core.api import Metric
 
 Statistic = Literal["norm", "rms", "mean", "std", "max_abs"]
 
-#: Of tensors that ranks hold with placements, and of what modules return, each element counted once.
+#: Statistics of tensors with a placement, and of what modules return; each element counts once.
 PLACED: tuple[Statistic, ...] = ("norm", "rms", "mean", "std", "max_abs")
 RETURNED: tuple[Statistic, ...] = ("rms", "mean", "std", "max_abs")
 

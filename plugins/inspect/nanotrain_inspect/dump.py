@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 Placed = Iterable[tuple[torch.Tensor, Placement]]
 
-#: Bytes that a rank has of others at one time while tensors are gathered: every rank gets all of a round.
+#: Most bytes that a rank receives in one round of gathering tensors: every rank receives a whole round.
 AT_ONCE = 256 * 1024 * 1024
 
 
@@ -33,7 +33,7 @@ class Dump(Monitor):
     """Writes ``dumps/step-00000100/gradients.safetensors`` in the run folder, or publishes statistics.
 
     Weights, gradients and updates are whole tensors under their global names, the same on every layout.
-    Activations are what ranks have: each rank's share of the batch, and of what a wrapper splits, under
+    Activations are local to each rank: its part of the batch, and of tensors that a wrapper splits, under
     ``layers.0.attn@rank1.microbatch0``; replicas have the same.
     """
 

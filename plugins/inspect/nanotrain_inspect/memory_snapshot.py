@@ -13,10 +13,10 @@ KEPT = 100_000
 
 
 class MemorySnapshot:
-    """Has ``memory/rank3.pickle`` written in the run folder when an allocation fails on this rank's GPU.
+    """Writes ``memory/rank3.pickle`` in the run folder when an allocation fails on this rank's GPU.
 
-    It is for https://pytorch.org/memory_viz, which reads it in the browser. Stacks are Python's, of
-    allocations: 2 microseconds for each, by torch's account. C++ frames would take as long again.
+    The file is for https://pytorch.org/memory_viz, which reads it in the browser. Only the Python stacks of
+    allocations are recorded, 2 microseconds each according to torch; C++ frames would take as long again.
     """
 
     def __init__(self, folder: Path, rank: int) -> None:
@@ -28,7 +28,7 @@ class MemorySnapshot:
         internals._cuda_attach_out_of_memory_observer(self._write)
 
     def stop(self) -> None:
-        """Record no more, and release what was recorded. torch detaches no observer: it does nothing."""
+        """Stop recording and free the history. torch cannot detach the observer, which now does nothing."""
         if self.recording:
             self.recording = False
             memory: Any = torch.cuda.memory

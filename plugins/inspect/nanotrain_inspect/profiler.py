@@ -25,8 +25,8 @@ ROWS = 40
 class Profiler(Monitor):
     """Writes ``profile/steps-100-105/rank0.json.gz`` in the run folder, and a table of operators beside it.
 
-    A trace opens in https://ui.perfetto.dev. A step of it lasts from one update to the next: what monitors
-    and reports take is a part of it, as is the wait for ranks that are slower.
+    A trace opens in https://ui.perfetto.dev. Its steps last from one update to the next: they include the
+    time of monitors and reports, and of waiting for slower ranks.
     """
 
     reads_weights = False
@@ -59,7 +59,7 @@ class Profiler(Monitor):
             self._advance(update.step)
 
     def on_end(self, report: EndReport) -> None:
-        """Keep what there is of a run that ended early. Ranks of a failed run may be anywhere: no merging."""
+        """Write what was recorded so far; no merging if the run failed: ranks may be at different points."""
         if self.snapshot is not None:
             self.snapshot.stop()
         if self.profile is not None:

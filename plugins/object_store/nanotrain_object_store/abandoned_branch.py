@@ -1,7 +1,7 @@
-"""Which checkpoints of the store are of a branch that the run has left: kept until the store knows, too.
+"""Records which checkpoints of the store are of an abandoned branch, until the store is updated. Torch-free.
 
-A run that goes back while its store is down, and is killed, must not be given the branch it has left when it
-is started again. Torch-free.
+If a run rolls back while its store is down, and is then killed, its next start must not resume from the
+branch that it has abandoned.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Before a run looks for its checkpoints: the newest whole one of the store is brought to the disk.
+"""Fetches the newest complete checkpoint of the store to the disk, before a run looks for its checkpoints.
 
-All ranks take part: files are striped over them, to be compared or fetched.
+All ranks take part: the files to compare or to fetch are divided among them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from nanotrain_object_store.prefix import Prefix
 from nanotrain_object_store.store import Store, in_words
 from nanotrain_object_store.stored import Stored, find_local
 
-#: A file of the run folder: by it a run that is started again in its folder has its prefix still.
+#: File of the run folder with its id, by which a run that is started again in it still owns its prefix.
 ID = "object-store-id"
 #: Seconds that a start waits for a store that does not answer.
 PATIENCE = 20.0
@@ -112,10 +112,10 @@ def is_elsewhere(which: str) -> bool:
 
 
 def bring(store: Store, found: Sequence[Stored], restore: Restore) -> None:
-    """Have the checkpoint that the run will look for on the disk, if the store has it. Collective.
+    """Fetch the checkpoint that the run will look for, unless the disk has it or a newer one. Collective.
 
     Raises:
-        CheckpointError: on all ranks: it is in the store, and cannot be had whole.
+        CheckpointError: on all ranks: it could not be fetched undamaged, and the disk has no checkpoint.
     """
     which, mesh = restore.which, restore.mesh
     if which is None or is_elsewhere(which):
@@ -178,7 +178,7 @@ def _fetch(store: Store, stored: Stored, restore: Restore, *, instead: str) -> s
 
 
 def _agree(act: Callable[[], str], restore: Restore) -> str:
-    """Do ``act`` on every rank; return on all what the first rank with a problem says."""
+    """Call ``act`` on every rank; return the first rank's problem on all ranks, ``""`` if none has one."""
     try:
         said = act()
     except OSError as error:

@@ -78,9 +78,9 @@ def supersede(store: Store, after: int) -> list[int]:
 def expendable(listing: Listing, *, keep: int, newest: str, evaluated: int | None) -> list[str]:
     """Return the folders that retention may delete once ``newest`` is complete.
 
-    Those are complete ones but the ``keep`` newest and the newest up to step ``evaluated``, earlier uploads
-    of a step that has a later one, what uploads have left that were broken off, and what was left behind by a
-    rollback, as soon as the run has come as far again.
+    Those are complete checkpoints except the ``keep`` newest and the newest up to step ``evaluated``, earlier
+    uploads of a step that has a later one, remains of interrupted uploads, and checkpoints abandoned by a
+    rollback, once the run has reached their steps again.
     """
     complete = listing.complete()
     stay = newest_evaluated([*map(step_of, complete)], {"evaluated": evaluated})

@@ -34,9 +34,9 @@ class Flight:
         self.staged, self.entry, self.store = staged, entry, store
         self.sent: dict[str, Sent] = {}
         self.problem = ""
-        """Why it failed. Trouble that another try may end is none."""
+        """Why it failed for good; errors that another try may resolve are in :attr:`trouble`."""
         self.trouble = ""
-        """Why the store does not take it at present."""
+        """Why the store does not accept it at present."""
         self.completing = False
         """Whether all ranks' files are there, and the marker is next."""
         self.cancelled = threading.Event()

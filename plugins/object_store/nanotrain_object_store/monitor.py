@@ -1,4 +1,4 @@
-"""The monitor ``object_store``: hears of checkpoints, and has them uploaded while training goes on."""
+"""The monitor ``object_store``: uploads the run's checkpoints while training continues."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from nanotrain_object_store.store import Store
 from nanotrain_object_store.stored import find_local
 from nanotrain_object_store.uploads import Uploads
 
-#: Seconds that the end waits to give the prefix back.
+#: Seconds that the end of a run waits until the prefix is released.
 FAREWELL = 2.0
-#: Seconds between two looks at the last upload.
+#: Seconds between two checks of the last upload.
 BETWEEN = 0.1
 
 
@@ -58,7 +58,7 @@ class ObjectStore(Monitor):
     # --- before a checkpoint is looked for ------------------------------------------------------
 
     def on_before_restore(self, restore: Restore) -> None:
-        """Take the prefix, and bring the checkpoint that will be loaded."""
+        """Acquire the prefix, and fetch the checkpoint that will be loaded."""
         mesh, again = restore.mesh, self.prefix is not None
         url = self.config.url.replace("{folder}", restore.folder.parent.name)
         self.store = Store(url, part_mib=self.config.part_mib)
@@ -94,8 +94,8 @@ class ObjectStore(Monitor):
         first = run.first_step
         if not first:
             return
-        # What the prefix has from before is of another branch where the run comes from elsewhere, as
-        # the disk's own checkpoints are, which the format sets aside.
+        # If the run resumes from another path, earlier checkpoints of the prefix belong to another branch,
+        # like those in the run folder, which the checkpoint format sets aside.
         self.uploads.go_back(-1 if self._elsewhere else first)
         if first in self._in_store and not self._elsewhere:
             self._saved = self.uploads.uploaded = first
@@ -158,7 +158,7 @@ class ObjectStore(Monitor):
         """Wait for the last checkpoint to be in the store.
 
         Raises:
-            NotUploaded: it is not, and nobody starts this run again by itself.
+            NotUploaded: it is not, and the run will not be started again automatically.
         """
         uploads = self.uploads
         if uploads is None:
@@ -190,7 +190,7 @@ class ObjectStore(Monitor):
         until = time.monotonic() + limit
         uploads.advance()
         while uploads.under_way:
-            # Noted on all ranks alike: whoever watches for a rank that hangs sees that this is none.
+            # All ranks record progress, so that the watchdog does not report this wait as a hang.
             self.run.progress.note("checkpoint", step)
             uploads.advance(late=time.monotonic() > until)
             time.sleep(BETWEEN)

@@ -1,7 +1,8 @@
-"""Which run has a prefix: one at a time, told by name to any other. Torch-free.
+"""Ownership of a prefix: by one run at a time, which any other run names in its error. Torch-free.
 
-The object ``OWNER.json`` names the run, its host and process, and is renewed as a sign of life. Who finds it
-renewed within a lease does not start. Hosts' clocks differ, so none is compared: a lease is waited for.
+The object ``OWNER.json`` names the run, its host and its process, and is rewritten as a heartbeat. A run that
+sees the heartbeat of another one within a lease does not start. Hosts' clocks differ and are not compared:
+the run waits for the duration of the lease instead.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Taken(NanotrainError):
 
 
 class OthersPrefix(NanotrainError):
-    """Checkpoints of another run are there, or of this one that does not go on from them."""
+    """The prefix is another run's, or has checkpoints of this run although it begins anew."""
 
 
 def holds_checkpoints(store: Store, steps: Iterable[int]) -> OthersPrefix:
@@ -44,12 +45,12 @@ def holds_checkpoints(store: Store, steps: Iterable[int]) -> OthersPrefix:
 
 @attrs.define(frozen=True, kw_only=True)
 class Owner:
-    """Who says to have a prefix."""
+    """A run that claims a prefix, and its process."""
 
     run: str
     """Name of the run."""
     id: str
-    """Of its folder: a run that is started again in it has its prefix still."""
+    """Id of the run folder: a run that is started again in it still owns its prefix."""
     host: str = attrs.field(factory=socket.gethostname)
     pid: int = attrs.field(factory=os.getpid)
     start: str = attrs.field(factory=lambda: time.strftime("%Y-%m-%d %H:%M:%S"))
@@ -65,7 +66,7 @@ class Owner:
         return f"run '{self.run}', process {self.pid} on {self.host}, started {self.start}"
 
     def is_gone(self) -> bool:
-        """Return whether it certainly lives no more: it said so, or was of this host and is not there."""
+        """Return whether it has certainly ended: it is marked so, or its process on this host is gone."""
         if self.ended:
             return True
         if self.host != socket.gethostname() or self.pid == os.getpid():
@@ -79,10 +80,10 @@ class Owner:
 
 
 def read_owner(store: Store) -> Owner | None:
-    """Return who has the prefix; None if nobody says so.
+    """Return the owner of the prefix; None if there is none.
 
     Raises:
-        OthersPrefix: what is there is nothing that a run wrote.
+        OthersPrefix: the object was not written by a run.
     """
     data = store.read(OWNER, most=_LARGEST)
     if data is None:
@@ -110,7 +111,7 @@ def _short(text: str) -> str:
 
 
 def take(store: Store, own: Owner, *, lease: float, sleep: Callable[[float], object] = time.sleep) -> None:
-    """Have the prefix from now on. Waits up to ``lease`` seconds where another process may still have it.
+    """Acquire the prefix. Waits up to ``lease`` seconds if another process may still own it.
 
     Raises:
         Taken: a live run has it.

@@ -1,6 +1,6 @@
-"""What rank 0 does in the store for all ranks: has the prefix, publishes, takes out what was left, deletes.
+"""Rank 0's operations in the store: own the prefix, publish, delist abandoned checkpoints, delete old ones.
 
-A thread of its own gives signs of life, and does what could not be done while the store was down. Torch-free.
+A separate thread sends heartbeats, and repeats what failed while the store was down. Torch-free.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ BEATS = 3
 
 
 class Prefix:
-    """One run's prefix, from rank 0. Methods raise what the store does."""
+    """The prefix of one run, on rank 0. Methods raise the exceptions of the store."""
 
     def __init__(
         self, store: Store, own: Owner, *, keep: int, lease: float, folder: Path | None = None
     ) -> None:
-        """Stand before the store; ``folder`` is the run's."""
+        """Prepare without a request to the store; ``folder``: the run folder."""
         self.store, self.own, self.keep, self.lease = store, own, keep, lease
         self.refused = ""
         """Why the prefix is not this run's: another one has it."""
         self.claimed = False
         self.begins_anew = False
-        """Whether the run resumes from nothing: then there may be no checkpoints in its prefix."""
+        """Whether the run begins anew: then its prefix must not have any checkpoints."""
         self.left = LeftBranch(folder)
         self.sweep_problem = ""
         """What went wrong when old checkpoints were deleted, the last time; the next sweep mends it."""
@@ -127,10 +127,12 @@ class Prefix:
             self._wake.clear()
 
     def _tend(self) -> None:
-        """Do what is due. The lock is held.
+        """Acquire the prefix if that is still to do, send a heartbeat, and delist abandoned checkpoints.
+
+        The caller holds the lock.
 
         Raises:
-            NanotrainError: the prefix is another's, from now on for ever.
+            NanotrainError: the prefix belongs to another run; all later calls raise this as well.
         """
         if self.refused:
             raise NanotrainError(self.refused)
@@ -150,7 +152,7 @@ class Prefix:
                 self.left.done(after)
 
     def end(self, patience: float) -> None:
-        """Give the prefix back, within so many seconds: a next run need not wait for the lease."""
+        """Release the prefix within ``patience`` seconds: then the next run need not wait for the lease."""
         self._over.set()
         self._wake.set()
         if not self.claimed or self.refused:

@@ -1,4 +1,4 @@
-"""The uploads of a run, from one rank: one on its way at most, and the newest checkpoint that waits for it.
+"""The uploads of a run, on one rank: at most one in progress, and the newest checkpoint, which waits for it.
 
 All ranks take the same decisions, at points that all reach: after logged steps, saves and rollbacks.
 """
@@ -24,7 +24,7 @@ ATTEMPTS = 3
 
 
 class Uploads:
-    """Methods are collective, but for :meth:`abandon`."""
+    """The queue of uploads. All methods except :meth:`abandon` are collective."""
 
     def __init__(self, run: str, store: Store, prefix: Prefix | None, mesh: Mesh) -> None:
         """``prefix``: on rank 0 alone."""
@@ -35,7 +35,7 @@ class Uploads:
         self.uploaded: int | None = None
         """The newest step that this process knows to be in the store."""
         self.seconds: float | None = None
-        """That the last upload took; taken by who publishes it."""
+        """Duration of the last upload in seconds; set to None when it is published."""
         self.uploaded_at = time.monotonic()
         """When the newest checkpoint in the store was in place on the disk."""
         self.left_out = 0
@@ -72,7 +72,7 @@ class Uploads:
             self.prefix.leave_after(step)
 
     def advance(self, *, late: bool = False) -> None:
-        """See how far the upload is, and begin the next. ``late``, on rank 0: nothing waits for it longer."""
+        """Check the upload in progress, and begin the next. ``late``, on rank 0: give up waiting for it."""
         flight = self.flight
         if flight is None:
             self._begin_next()
@@ -145,7 +145,7 @@ class Uploads:
         staged.remove()
 
     def abandon(self) -> None:
-        """Wait for nothing any more."""
+        """Cancel the upload in progress, and discard the checkpoint that waits."""
         for flight in (self.flight, self.pending):
             if isinstance(flight, Flight):
                 flight.cancelled.set()

@@ -1,4 +1,4 @@
-"""Performance: monitors of what a step costs in time and memory, and of what a run's hours went into.
+"""Performance monitors: time and memory of a step, and how a run's wall-clock time was spent (goodput).
 
 The plugin's entry module: every ``nanotrain`` command imports it, so it never imports torch.
 """
@@ -17,9 +17,9 @@ class ThroughputConfig:
     """``[[monitor]] use = "throughput"``."""
 
     window: int = attrs.field(default=100, validator=Range(10, 100_000))
-    """Steps that the percentiles of a step's seconds are of."""
+    """Number of last steps over which percentiles of the step time are computed."""
     peak_tflops: float | None = attrs.field(default=None, validator=optional(Range(1e-6, 1e9)))
-    """Of one device, what MFU is a share of. None: the dense bfloat16 peak of a GPU that is known."""
+    """Peak of one device, relative to which MFU is computed. None: a known GPU's dense bfloat16 peak."""
 
 
 @attrs.define(frozen=True, kw_only=True)

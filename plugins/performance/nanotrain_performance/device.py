@@ -1,4 +1,4 @@
-"""The ``device`` monitor: what NVML tells of each rank's GPU."""
+"""The ``device`` monitor: utilization, memory, power, temperature and clock of each rank's GPU, by NVML."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Device(Monitor):
         self.config = config
         self.sampler: Sampler | None = None
         self.known: dict[str, float] = {}
-        """The last reading of each kind. Threads look when they may, and ranks publish in the same steps."""
+        """The last reading of each kind. Threads read at any time, but ranks publish in the same steps."""
 
     def on_start(self, run: RunInfo) -> None:
         """Begin to look at the GPU; warn on rank 0 if nothing can."""

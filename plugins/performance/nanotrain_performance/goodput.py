@@ -1,4 +1,4 @@
-"""The ``goodput`` monitor: the share of a run's hours that trained, what took the rest, and its saves."""
+"""The ``goodput`` monitor: share of wall-clock time spent training, what took the rest, and checkpoints."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from nanotrain_performance import GoodputConfig
 from nanotrain_performance.declared import LOST
 from nanotrain_performance.ledger import Ledger, read, write
 
-#: Parts of a run that are entered as what they are. All other time is that of steps.
+#: Parts of a run that the ledger counts separately. All other time counts as training steps.
 BESIDE = ("start", "data", "evaluation", "checkpoint")
-#: Seconds between what is told, but for events. A kill loses no more.
+#: Seconds between published values, unless an event occurs. A killed process loses no more than this.
 EVERY = 1.0
-#: Seconds between writes of the file, but for events; up to :data:`EVERY` where they would take more than
-#: this share of the time.
+#: Seconds between writes of the file, unless an event occurs; more, up to :data:`EVERY`, where writing would
+#: take more than this share of the time.
 WRITE_EVERY, WRITE_SHARE = 0.1, 0.001
 MiB = 2**20
 
@@ -92,7 +92,7 @@ class Goodput(Monitor):
             self._enter(report.step, event=True)
 
     def _beside(self) -> dict[str, float]:
-        """Return seconds so far: of what a GPU waits for data, by its clock, of the rest by the host's."""
+        """Return part -> seconds so far: ``data`` by the device's clock, other parts by the host's."""
         progress = self.run.progress
         beside = {part: spent.seconds for part in BESIDE if (spent := progress.spent.get(part)) is not None}
         return {**dict.fromkeys(BESIDE, 0.0), **beside, "data": progress.measured_in("data").seconds}
@@ -129,7 +129,7 @@ class Goodput(Monitor):
             put("checkpoint/age", ledger.seen - ledger.saved_at)
 
     def _measure(self, path: Path) -> None:
-        """Add up the bytes of a checkpoint; one that is gone meanwhile has none that are known."""
+        """Record the size of a checkpoint; remove the value if the checkpoint was deleted meanwhile."""
         try:
             files = [path] if path.is_file() else [each for each in path.rglob("*") if each.is_file()]
             self.saved["checkpoint/size"] = sum(each.stat().st_size for each in files) / MiB

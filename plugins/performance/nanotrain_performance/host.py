@@ -21,12 +21,12 @@ class Resident:
 
     total: int
     own: int
-    """Without what is a file's, or shared with other processes: data that is read through a mapped file is no
-    growth of the program."""
+    """Without pages of files, and without memory shared with other processes: reading data through a
+    memory-mapped file is not growth of the program."""
 
 
 class Statm:
-    """The kernel's counts of this process's pages, in a file that stays open: a look is one call."""
+    """The kernel's counts of this process's pages. Their file stays open: a reading is one system call."""
 
     def __init__(self) -> None:
         self._file = open(STATM, "rb", buffering=0) if os.path.exists(STATM) else None  # noqa: SIM115
@@ -52,7 +52,7 @@ def peak() -> int:
 
 
 def share_in_use(root: Path = Path("/")) -> float | None:
-    """Return the fraction in use of the host's memory, or of what a control group may have if that is more.
+    """Return the fraction of memory in use, of the host or of a control group's limit: the larger one.
 
     Memory that the system would give back, such as cached files, counts as free. None if nothing is known.
     """

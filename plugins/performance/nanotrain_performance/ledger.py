@@ -1,4 +1,4 @@
-"""What the hours of a run went into, since its first start: kept in the run folder. Torch-free."""
+"""Breakdown of a run's wall-clock time since its first start, kept in the run folder. Torch-free."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Ledger:
     """Seconds and counts of all attempts of a run."""
 
     began: float = attrs.field(factory=time.time)
-    """When the first attempt began, by the date."""
+    """Start of the first attempt, in seconds since 1970."""
     seen: float = attrs.field(factory=time.time)
-    """When the last entry was made. Within an attempt, by a clock that nobody sets."""
+    """Time of the last entry, in seconds since 1970. Within an attempt it advances by a monotonic clock."""
     first: int = 0
     """Steps done when the ledger began."""
     step: int = 0
@@ -31,7 +31,7 @@ class Ledger:
     saved_at: float = 0.0
     """When the newest checkpoint was complete; 0: never."""
     productive: float = 0.0
-    """Of steps that are kept, without waiting for data."""
+    """Seconds of steps that were kept, without waiting for data."""
     start: float = 0.0
     data: float = 0.0
     evaluation: float = 0.0
@@ -46,15 +46,15 @@ class Ledger:
         return max(self.seen - self.began, 1e-9)
 
     def pass_time(self, seconds: float, *, step: int, **beside: float) -> None:
-        """Enter ``seconds`` that have passed until ``step``, of them some ``beside`` training."""
+        """Add ``seconds`` that passed until ``step``; ``beside``: those not spent on training, by field."""
         for name, each in beside.items():
             setattr(self, name, getattr(self, name) + each)
-        # A device's clock is read late: what it waited before is taken from what counted as training.
+        # A device's clock is read late: its earlier waits were counted as training, and are subtracted now.
         self.productive = max(0.0, self.productive + seconds - sum(beside.values()))
         self.seen, self.step = self.seen + seconds, step
 
     def go_back(self, to: int) -> None:
-        """Enter that steps after ``to`` are made anew: their time is taken for the mean of all."""
+        """Record that steps after ``to`` are computed again, assuming that each took the mean of all."""
         lost = max(0, self.step - to)
         share = lost / (self.step - self.first) if lost else 0.0
         gone = self.productive * min(1.0, share)
@@ -79,8 +79,8 @@ def read(folder: Path) -> Ledger | None:
 
 
 def write(folder: Path, ledger: Ledger) -> None:
-    """Leave it for the next attempt: as a whole or not at all, but not through a power cut."""
+    """Write the ledger for the next attempt, atomically, but without fsync: a power failure may lose it."""
     temporary = folder / f".{FILE}"
-    with contextlib.suppress(OSError):  # of a full disk the run's saves tell
+    with contextlib.suppress(OSError):  # a full disk is reported by the run's saves
         temporary.write_text(json.dumps(attrs.asdict(ledger), indent=1), encoding="utf-8")
         os.replace(temporary, folder / FILE)

@@ -14,16 +14,16 @@ from nanotrain_performance.declared import RANKS_EVERY
 from nanotrain_performance.windows import Growth
 
 MiB = 2**20
-#: Seconds between two looks at the whole host, which are files to be read.
+#: Seconds between readings of the whole host's memory, each of which reads several files.
 SELDOM = 10.0
-#: Seconds between two looks at what hardly changes.
+#: Seconds between readings of values that hardly change.
 OFTEN = 1.0
-#: What of a rank's memory is reported for every rank, on a device and on a host.
+#: The peak that is reported for every rank: the first of these that is known, on a device or on a host.
 PEAKS = ("allocated_peak", "host_peak")
 
 
 class Memory(Monitor):
-    """Looks at every step for growth, and publishes in logged ones what allocator and system count."""
+    """Reads memory in every step to detect growth; publishes allocator and system counts in logged ones."""
 
     reads_weights = False
 
@@ -40,7 +40,7 @@ class Memory(Monitor):
             self.total = torch.cuda.get_device_properties(run.device).total_memory
         self.retries = torch.cuda.memory_stats(run.device)["num_alloc_retries"] if self.total else 0
         self.found: dict[str, float] = {}
-        """What was found at the last look. Ranks look by their own clocks, and publish in the same steps."""
+        """Values of the last reading. Ranks read by their own clocks, but publish in the same steps."""
         self.in_use: float | None = None
         self.accounts: dict[str, int] = {}
         self.accounted = 0
@@ -49,7 +49,7 @@ class Memory(Monitor):
         """Logged steps."""
 
     def on_before_update(self, update: UpdateReport) -> None:
-        """Look at the same point of every step, when gradients are there and activations are gone."""
+        """Read memory at the same point of every step: gradients exist, and activations are freed."""
         self.resident = self.statm.read()
         if self.resident is not None:
             self.on_host.add(self.resident.own / MiB)

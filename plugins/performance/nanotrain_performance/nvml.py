@@ -1,4 +1,4 @@
-"""Looks at a GPU through NVML every few seconds, in a thread: a look takes milliseconds. Torch-free."""
+"""Reads a GPU's state through NVML every few seconds, in a thread: it takes milliseconds. Torch-free."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MiB = 2**20
 
 
 class Sampler(threading.Thread):
-    """Keeps the mean of each reading since it was last asked."""
+    """Averages each kind of reading until :meth:`take` is called."""
 
     def __init__(self, nvml: ModuleType, uuid: str, every: float) -> None:
         """Find the GPU.
@@ -75,7 +75,7 @@ class Sampler(threading.Thread):
                     self._sums[name] = total + value, count + 1
 
     def take(self) -> dict[str, float]:
-        """Return the mean of each reading since the last call; nothing that was not read meanwhile."""
+        """Return the mean of each kind of reading since the last call, without kinds that have none."""
         with self._lock:
             sums, self._sums = self._sums, {}
         return {name: total / count for name, (total, count) in sums.items()}

@@ -1,4 +1,4 @@
-"""The ``pipeline`` monitor: how long ranks wait for other stages, against what the schedule has on paper."""
+"""The ``pipeline`` monitor: the measured pipeline bubble, and the ideal one of the schedule."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nanotrain_performance.windows import percentile
 
 PASSES = "forward and backward"
 WORK = (PASSES, "gradient sync", "optimizer")
-#: Steps whose median counts: a rank that is slow in few of them is not a slow one.
+#: Steps over which the median work of a rank is taken: one that is slow in a few steps is not a slow rank.
 WINDOW = 15
 FEW = 7
 

@@ -1,8 +1,9 @@
-"""The ``throughput`` monitor: how fast a run is, and what the seconds of a step go into.
+"""The ``throughput`` monitor: the speed of a run, and a breakdown of the step time.
 
-Every rank splits its step by what the engine notes: its own work in each part, and the time in which it
-waits for others in collectives or for messages. On a CPU by the clock of the host, on a GPU of it: events
-at the ends of parts, and around each exchange on the stream that waits for it, read when they have passed.
+Every rank breaks its step down by what the engine records: its own work in each part, and the time that it
+waits for other ranks in collectives or for messages. Times are by the host's clock on a CPU, and by the
+device's on a GPU: CUDA events at the ends of parts, and around each exchange on the stream that waits for it,
+are read once they have completed.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from nanotrain_core.api.torch import Monitor, RollbackReport, RunInfo, Spent, St
 from nanotrain_performance import ThroughputConfig
 from nanotrain_performance.windows import in_order
 
-#: Parts that are no training; everything else is a step's.
+#: Parts of a run that are not training; all others belong to a step.
 BESIDE = ("start", "evaluation", "checkpoint", "end")
 MONITORS = ("monitors", "monitors before the update")
-#: Steps before one can be told from the usual.
+#: Fewest steps in the window for comparing the latest ones with the median.
 FEW = 10
 
 
@@ -46,7 +47,7 @@ class Throughput(Monitor):
         self.last: tuple[float, float] | None = None
         self.paced: tuple[float, int] | None = None
         self.effective: float | torch.Tensor | None = None
-        """Tokens that the loss does not ignore, since the last logged step; None where nobody counts them."""
+        """Tokens since the last logged step that the loss does not ignore; None if they are not counted."""
 
     def _peak(self) -> float | None:
         """Return the FLOP/s that MFU is a share of, None where they are not known."""
@@ -56,7 +57,7 @@ class Throughput(Monitor):
         return peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
     def on_before_update(self, update: UpdateReport) -> None:
-        """Time the step from this point of the last one, but for what is no training."""
+        """Measure the time since the same point of the last step, without parts that are not training."""
         now, spent = time.perf_counter(), self.run.progress.spent
         beside = sum(spent[part].seconds for part in BESIDE if part in spent)
         if self.last is not None:
@@ -76,7 +77,7 @@ class Throughput(Monitor):
         self.settled = True
 
     def on_rollback(self, report: RollbackReport) -> None:
-        """Begin anew: of steps that are given up nothing is told."""
+        """Restart the measurements: discarded steps are not reported."""
         self.before, self.steps, self.effective = self.run.progress.measured(), 0, None
         self.last = self.paced = None
 

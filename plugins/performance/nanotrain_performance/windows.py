@@ -24,12 +24,12 @@ def in_order(ascending: Sequence[float], share: float) -> float:
 
 
 class Growth:
-    """By how much a number grows a step, and 0 until that can be told.
+    """The growth of a number per step; 0 until :attr:`WINDOW` values are known.
 
-    It is the lesser of two slopes. One is the median of the differences between steps that are :attr:`LAG`
-    apart: one jump, as a save or a first evaluation brings, is in ``LAG`` of them, fewer than half. The other
-    is from the first ``LAG`` values to the last, of those the highest and of these the lowest left out: what
-    comes and goes, as what the garbage collector finds, has none.
+    It is the lesser of two slopes. One is the median slope between values that are :attr:`LAG` steps apart: a
+    single jump, such as at a save or a first evaluation, affects ``LAG`` of these pairs, fewer than half. The
+    other goes from the second-highest of the first ``LAG`` values to the second-lowest of the last ``LAG``:
+    memory that comes and goes, such as what the garbage collector frees, has no such slope.
     """
 
     #: First values, while caches fill.

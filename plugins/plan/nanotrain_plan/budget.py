@@ -1,4 +1,4 @@
-"""What a run takes beside its devices: checkpoints on disk, and memory of hosts."""
+"""Resources that a run needs in addition to its devices: disk space for checkpoints, and host memory."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ PROCESS = 1.2e9
 
 @attrs.define(frozen=True, kw_only=True)
 class Checkpoints:
-    """Of a whole run."""
+    """The checkpoints of a whole run."""
 
     bytes: int
-    """Of one: weights, masters and the optimizer's state, each block once."""
+    """Size of one: weights, master weights and optimizer state, each block once."""
     seconds: float
-    """Until one is written: by all nodes at once, or by the first alone if that gathers it."""
+    """Time to write one: by all nodes in parallel, or by the first node if it gathers the checkpoint."""
     kept: int
-    """Most that lie on disk: ``keep``, one that is being written, and, where evaluations are rarer than
-    these are saved, the newest one that a validation loss was measured after."""
+    """Most that are on disk at once: ``keep``, one that is being written, and, if evaluations are rarer than
+    saves, the newest one that an evaluation has followed."""
     free: int | None
     """Bytes free where this command runs, under the run folder."""
 
 
 @attrs.define(frozen=True, kw_only=True)
 class HostMemory:
-    """Bytes of one node, of the first if that gathers checkpoints."""
+    """Host memory of one node in bytes; of the first node, if it gathers checkpoints."""
 
     ranks: int
-    """On it."""
+    """Ranks on the node."""
     processes: int
     offloaded: int
     """Optimizer state that is kept on the host."""

@@ -34,8 +34,9 @@ class AxisTraffic:
 def axis_of(ranks: Sequence[int], layout: Layout, *, of_experts: bool = False) -> str:
     """Return along which mesh dimensions ranks differ: ``tp``, ``dp``, ``world``, ``pp`` of a message.
 
-    A group that is whole in the dense view is told by that view, one of experts by theirs; two stages that
-    exchange a message, or hold one tied parameter, by ``pp``. ``of_experts``: the other way round.
+    A group that is complete along dimensions of the dense view is named by these, otherwise by those of the
+    expert view; two stages that exchange a message or share a tied parameter, by ``pp``. ``of_experts``: try
+    the expert view first.
     """
     if not of_experts and len(ranks) == layout.world_size:
         several = [dim for dim in layout.views["dense"].dims if layout.size(dim) > 1]
@@ -50,9 +51,9 @@ def axis_of(ranks: Sequence[int], layout: Layout, *, of_experts: bool = False) -
 
 
 def ranks_along(axis: str, op: str, layout: Layout) -> tuple[int, ...]:
-    """Return ranks, the first one's, that a collective of an axis takes in: the other way of :func:`axis_of`.
+    """Return the ranks of rank 0's group for a collective along ``axis``: the inverse of :func:`axis_of`.
 
-    Of a pipeline, a message takes in two neighbors, and what is summed the first and the last stage.
+    Along ``pp``, a message involves two neighboring stages, and a sum the first and the last stage.
     """
     if axis in ("world", "other"):
         return tuple(range(layout.world_size))
@@ -80,11 +81,11 @@ class CollectiveTime:
     """Seconds that the collectives of one phase take."""
 
     exposed: float = 0.0
-    """Not hidden, by the shares of ``[overlap]``."""
+    """Time that is not hidden by computation, by the shares of ``[overlap]``."""
     hidden: float = 0.0
-    """Of gradient sync the rest, if the phase computes for as long."""
+    """The rest of gradient sync, which is hidden if the phase computes for at least as long."""
     message: float = 0.0
-    """Of the longest message to another pipeline rank, from its start to its arrival."""
+    """Time of the longest message to another pipeline rank, from its start to its arrival."""
 
 
 class Links:
@@ -98,9 +99,9 @@ class Links:
     def axis(self, found: Collective) -> str:
         """Return :func:`axis_of`, remembered.
 
-        Of an all-to-all among ranks that are all the data-parallel ones too, it is that of the experts, if
-        they are spread. (gloo makes all-to-alls of gradients, too.) Ranks that share experts may also be
-        those that share sequences, whose all-to-alls these may be: ``cp+ep``.
+        An all-to-all whose group fits both views is attributed to the expert view's dimensions, if ``ep`` or
+        ``etp`` is among them; not with gloo, which also uses all-to-alls for gradients. If the same ranks
+        also split sequences, the all-to-all may belong to either: ``cp+ep``.
         """
         of_experts = found.op == "all_to_all" and not self.hardware.gloo
         key = found.ranks, of_experts
@@ -145,10 +146,11 @@ class Links:
         return self.seconds(found) * (1 - self._hidden_share(found))
 
     def hidden(self, found: Collective) -> float:
-        """Return the seconds of :meth:`seconds` that the computation of the same action has to hide.
+        """Return the part of :meth:`seconds` that only computation of the same action can hide.
 
-        Those of gradient sync: buckets are waited for within the backward pass. Messages, and all-to-alls
-        where a schedule such as DualPipe overlaps two microbatches, are under way during other actions, too.
+        That is the case for gradient sync, since the backward pass itself waits for its buckets. Messages,
+        and all-to-alls where a schedule such as DualPipe overlaps two microbatches, also overlap other
+        actions.
         """
         return self.seconds(found) * self._hidden_share(found) if self._is_sync(found) else 0.0
 

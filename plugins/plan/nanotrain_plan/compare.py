@@ -67,7 +67,7 @@ class Held:
 
 @attrs.define(frozen=True)
 class Deferred:
-    """What a schedule holds more of than if weight gradients were computed with the others."""
+    """The additional memory that a schedule takes because its weight gradients have a separate pass."""
 
     schedule: str
     tokens: float
@@ -78,7 +78,7 @@ class Deferred:
 
 @attrs.define(frozen=True)
 class Known:
-    """What the families before have told of others."""
+    """Results of earlier families, by which layouts of later ones are left out."""
 
     rates: tuple[float, ...] = ()
     """The highest tokens/s of layouts that fit, as many as are planned in full."""
@@ -97,7 +97,7 @@ class Known:
 
 @attrs.define
 class Found:
-    """Of one family."""
+    """The results of one family."""
 
     layouts: list[tuple[Recipe, Candidate]]
     left_out: Counter[str]
@@ -110,7 +110,7 @@ class Comparison:
     """Estimates the layouts of one family, the plainest schedule and least recomputation first."""
 
     def __init__(self, plan: Plan, registry: Any, known: Known, most: int) -> None:
-        """Args: as follows.
+        """Prepare to compare the layouts of a family.
 
         Args:
             plan: of the recipe as it is.

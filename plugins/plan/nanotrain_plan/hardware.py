@@ -60,7 +60,7 @@ class MemoryTraffic:
 
 @attrs.define(frozen=True, kw_only=True)
 class Links:
-    """Between devices, each way."""
+    """Bandwidth, in each direction, and latency between devices: within a node and between nodes."""
 
     intra_gb_s: float = _positive()
     inter_gb_s: float = _positive()

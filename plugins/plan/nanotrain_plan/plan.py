@@ -1,4 +1,4 @@
-"""The plan of a recipe: all that is found out, as one object that is shown or told as JSON."""
+"""The plan of a recipe: all results as one object, which is shown or written as JSON."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ VERSION = "3.0"
 
 @attrs.define(frozen=True, kw_only=True, eq=False)
 class Plan:
-    """Of one recipe on one number of ranks and one hardware."""
+    """The plan of one recipe for one number of ranks and one hardware."""
 
     recipe: Recipe
     layout: Layout
@@ -66,7 +66,7 @@ class Plan:
 
     @property
     def loudest(self) -> int:
-        """The pipeline rank whose collectives computation hides least."""
+        """The pipeline rank with the most time in collectives that is not hidden by computation."""
         return max(self.traffic, key=lambda pp_rank: sum(each.exposed for each in self.traffic[pp_rank]))
 
     @property

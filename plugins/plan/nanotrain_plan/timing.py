@@ -39,11 +39,11 @@ KINDS = tuple(field.name for field in attrs.fields(PhaseTime))
 
 @attrs.define(frozen=True, kw_only=True)
 class StepTime:
-    """Of one optimizer step."""
+    """Times of one optimizer step, in seconds."""
 
     seconds: float
     pipeline: float
-    """Of the actions, from the first to the last of all ranks."""
+    """From the beginning of the first action to the end of the last, over all ranks."""
     bubble: float
     """Share of :attr:`pipeline` that ranks wait, on average."""
     after: float

@@ -1,7 +1,7 @@
-"""Processes that compare families of layouts at once, each with what the families before have told.
+"""Processes that compare families of layouts in parallel, each using the results of earlier families.
 
-Which families those are does not depend on how many processes there are, nor on which is fastest: a sweep
-finds the same on every machine.
+Which earlier families these are depends neither on the number of processes nor on their speed: a sweep gives
+the same results on every machine.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from nanotrain_plan.compare import Candidate, Comparison, Found, Known, plan_who
 from nanotrain_plan.grid import Family
 from nanotrain_plan.plan import Plan
 
-#: Families that are compared at once, at most: each knows what was found until so many before it.
+#: Most families that are compared at once. Each uses the results of all that are at least so many before.
 AT_ONCE = 3
 
 

@@ -50,9 +50,9 @@ def _values(rank: int, key: Key, reports: Sequence[Report]) -> list[int]:
 
 
 def _deviates(rank: int, key: Key, reports: Sequence[Report]) -> bool:
-    """Return whether ``rank`` ever had other bits than most of its counterparts, or than itself.
+    """Return whether a value of ``rank`` differs from the majority of its counterparts' values and its own.
 
-    Without a majority all of them do. A rank of another stage computes nothing of that key.
+    Without a majority all of them deviate. False for a rank of another stage, which does not compute ``key``.
     """
     own = _values(rank, key, reports)
     if not own:

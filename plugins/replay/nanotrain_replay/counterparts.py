@@ -11,10 +11,10 @@ from nanotrain_core.api.torch import Mesh, Placement
 def counterparts(mesh: Mesh, placements: Iterable[Placement]) -> tuple[int, ...]:
     """Return the ranks, this one included, that hold this rank's place in another replica. Collective.
 
-    They are along ``dp`` and hold the same block of every parameter, experts included. Expert
-    parallelism sends tokens of several data-parallel ranks through the same experts: two of its ranks see
-    their own rows at other places of a GEMM, which may round otherwise, and are no counterparts. Ranks of
-    other pipeline stages decide, too, since their experts see this rank's tokens.
+    They differ along ``dp`` and hold the same block of every parameter, experts included. Expert parallelism
+    sends tokens of several data-parallel ranks through the same experts: the rows of two of these ranks are
+    at different positions of a GEMM, which may round them differently, so such ranks are not counterparts.
+    Other pipeline stages count as well, since their experts process this rank's tokens.
     """
     layout, rank = mesh.layout, mesh.rank
     found = set(mesh.ranks("dp"))

@@ -1,4 +1,4 @@
-"""What sections of a report are made of. The page's template knows how each looks."""
+"""Building blocks of a report's sections. The page's template defines the appearance of each."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Text:
 
 @attrs.define(frozen=True)
 class Missing:
-    """Why there is nothing here, and what would bring it."""
+    """The reason why data are missing here, and how to record them."""
 
     kind: ClassVar = "missing"
     text: str

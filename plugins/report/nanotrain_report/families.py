@@ -1,7 +1,7 @@
 """Curves put together by their declarations: ``gradients/norm/{parameter}`` is one family of many curves.
 
-Everything that is drawn goes by what a declaration says (group, unit, rule, placeholders), not by a list of
-names: a metric that this package has never heard of finds its place alike.
+Charts depend on declarations (group, unit, rule, placeholders), not on a list of names, so that metrics which
+are unknown to this package are drawn in the same way.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from nanotrain_core.api import Curve, Metric, MetricNames
 Steps = NDArray[np.int64]
 Values = NDArray[np.float64]
 
-#: What is told of a number that each rank has: base/max and so on are one family, ``base/{over}``.
+#: Statistics of a per-rank metric: base/max and so on are one family, ``base/{over}``.
 OVER = ("max", "mean", "median", "rank")
 #: The group of what nobody declared.
 UNDECLARED = "undeclared"

@@ -21,7 +21,7 @@ Marks = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 @attrs.define(frozen=True)
 class Stretch:
-    """Steps in a row in which a metric was not good, or several of one declaration were not."""
+    """A range of steps in which one metric, or several of one declaration, were not good by their rule."""
 
     names: tuple[str, ...]
     verdict: Verdict

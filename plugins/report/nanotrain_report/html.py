@@ -24,7 +24,7 @@ from nanotrain_report.verdict import answers
 SIGNS = {"good": "✓", "warn": "▲", "bad": "✕", "unknown": "?", "none": "·"}
 SAYS = {"good": "good", "warn": "look at this", "bad": "bad", "unknown": "not known", "none": "note"}
 
-#: Findings that last until now which the first screen tells.
+#: Most current findings that the first screen shows.
 MOST_NOW = 2
 
 
@@ -72,7 +72,7 @@ def page(runs: Sequence[RunFolder], *, live: bool = False, verify: bool = False)
 
 
 def first_screen(run: RunFolder) -> dict[str, Any]:
-    """Return the answers to the four questions, and what is wrong now that none of them tells."""
+    """Return the answers to the four questions, and current findings that no answer mentions."""
     found = answers(run)
     details = " ".join(answer.detail for answer in found)
     now = [each for each in open_findings(run) if each.text not in details]

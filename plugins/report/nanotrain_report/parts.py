@@ -1,4 +1,4 @@
-"""Which metrics are the parts of a step, and which are one rank's memory: by their declarations."""
+"""Finds, by their declarations, the metrics that are parts of a step's time, and those of ranks' memory."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ SLACK = 1.15
 def step_parts(run: RunFolder) -> list[Line]:
     """Return the seconds that a step spends on each thing, and ``other`` for the rest.
 
-    They are what is declared in the group ``time`` in seconds, unless its name says that it is a statistic of
-    whole steps, or of single ranks. If they add up to more than a step, the largest of ranks are left
-    out, which are of different ranks: other parts are means. None if even then they do: then they overlap.
+    They are the metrics declared in the group ``time`` in seconds, except those whose names are of statistics
+    of whole steps, or of single ranks. If they add up to more than a step, maxima over ranks are left out,
+    since they may be of different ranks. If the rest still adds up to more, parts overlap, and the list is
+    empty.
     """
     seconds = run.line("seconds")
     if seconds is None:
@@ -83,10 +84,10 @@ def plain(name: str) -> str:
 
 @attrs.define(frozen=True)
 class RankMemory:
-    """The memory of the fullest rank, and of the others as far as they are told."""
+    """The memory of the fullest rank, and of the others as far as it is recorded."""
 
     name: str
-    """Of the metric, without the rank."""
+    """Name of the metric, without the rank."""
     unit: str
     fullest: str
     """The rank, as ``3``."""
@@ -98,15 +99,15 @@ class RankMemory:
     on_host: bool = False
     """Whether it is the host's memory, which ranks and other programs share."""
     ranks: Sequence[tuple[str, float, float]] = ()
-    """Of each rank its number, what it has now, and the most that it had; empty if that is not told."""
+    """For each rank (number, newest value, peak); empty if these are not recorded."""
     step: int = 0
-    """Of the newest of these."""
+    """Step of the newest values."""
 
 
 def memory_of_ranks(run: RunFolder) -> RankMemory | None:
-    """Return what is known of ranks' memory: from the first family of group ``memory`` that tells them apart.
+    """Return the memory of ranks, from a family of group ``memory`` with per-rank values; None without one.
 
-    One that says it is a peak is preferred, and one that tells of every rank.
+    A family with a value of every rank is preferred, and among these one with ``peak`` in its name.
     """
     told = [f for f in run.families if f.metric.group == "memory" and _is_size(f.metric.unit)]
     apart = [f for f in told if f.placeholders == ("rank",)] or [

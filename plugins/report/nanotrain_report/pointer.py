@@ -1,4 +1,4 @@
-"""What a chart tells under the pointer: all its values at one step, in one box."""
+"""Tooltips of a chart: all its values at the step under the pointer, in one box."""
 
 from __future__ import annotations
 

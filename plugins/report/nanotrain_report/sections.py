@@ -204,7 +204,7 @@ class Sections:
         )
 
     def other(self) -> Section | None:
-        """Return whatever no section has drawn, by group: metrics of plugins that this one does not know."""
+        """Return metrics that no other section has drawn, by group, such as those of unknown plugins."""
         groups = dict.fromkeys(
             family.metric.group
             for each in self.shown

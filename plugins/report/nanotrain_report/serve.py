@@ -22,9 +22,9 @@ WATCHED = ("metrics.jsonl", "run.log.jsonl", "samples.jsonl")
 
 
 class Report:
-    """A report that is written anew when its runs have more to tell."""
+    """A report that is rendered again when its runs have new data."""
 
-    #: For each second that writing takes, so many pass until it is written again: a long run takes a while.
+    #: Seconds until it may be rendered again, for each second that rendering took: a long run takes a while.
     rest = 10.0
 
     def __init__(self, paths: Sequence[Path]) -> None:

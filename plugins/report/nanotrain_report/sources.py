@@ -1,4 +1,4 @@
-"""Which monitor brings what a report has not got."""
+"""Names the monitor that would record the metrics which a report lacks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from functools import cache
 
 from nanotrain_core.api import load_plugins
 
-#: Group of metrics -> what it tells, in half a sentence.
+#: Group of metrics -> its content, as a phrase.
 TELLS = {
     "time": "what a step's time is spent on",
     "memory": "how full each rank is",
@@ -38,7 +38,7 @@ def monitors_of(group: str) -> tuple[str, ...]:
 
 
 def bring(group: str) -> str:
-    """Return which monitor would have told, as a sentence."""
+    """Return a sentence that names the monitor which records a group of metrics."""
     told = TELLS.get(group, f"metrics of the group '{group}'")
     names = monitors_of(group)
     if names:

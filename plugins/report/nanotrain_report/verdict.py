@@ -19,9 +19,9 @@ from nanotrain_report.sources import bring
 
 #: Steps without a gradient after which nothing is learned any more: a loss scale skips one now and then.
 RECENT = 2
-#: Evaluations from which on they are judged by, and not the training loss.
+#: Fewest evaluations for judging by the validation loss instead of the training loss.
 FEWEST_HELD = 5
-#: Share of what the loss has fallen that the last fifth must bring for it not to have levelled off.
+#: Fraction of the loss's total decrease that must occur in the last fifth: otherwise it has levelled off.
 STILL_FALLS = 0.005
 #: Declarations whose rule says how many times the mean of tokens the busiest expert may get.
 LOADS = ("expert_load", "moe/max_load/{router}")

@@ -52,7 +52,7 @@ class Prompt:
 
     @property
     def most(self) -> int:
-        """Tokens that can follow: the last one need not be read."""
+        """Most tokens that can follow: the last one is not passed through the model."""
         how = self.how
         return how.tokens if how.limit is None else min(how.tokens, how.limit - len(self.tokens) + 1)
 
@@ -63,20 +63,20 @@ class Prompt:
 
 @attrs.define(frozen=True)
 class Text:
-    """What was written."""
+    """A generated text."""
 
     number: int
-    """Of the prompt."""
+    """Number of the prompt."""
     tokens: tuple[int, ...]
-    """After the prompt."""
+    """Tokens after the prompt."""
     prefill: float
     """Seconds until the first token."""
     decode: float
     """Seconds for all others."""
     stopped: str
-    """By what: ``end`` of the text, ``tokens`` that were asked for, ``limit`` of the model."""
+    """Why it stopped: ``end`` of the text, as many ``tokens`` as requested, or the model's ``limit``."""
     bytes_per_token: int | None
-    """Of the cache on this rank; None without one."""
+    """Bytes per token of this rank's KV cache; None without a cache."""
 
 
 class Writer:

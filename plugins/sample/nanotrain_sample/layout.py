@@ -94,9 +94,9 @@ def tables_for(source: Source, degrees: Mapping[str, int], registry: Registry) -
 
 
 def wrappers(saved: Sequence[Tables], degrees: Mapping[str, int], registry: Registry) -> Iterator[Tables]:
-    """Yield who splits the model along ``degrees``: wrappers of the run in their order, then others.
+    """Yield the wrappers that split the model along ``degrees``: the run's in their order, then others.
 
-    Data parallelism needs nobody, where there are no gradients.
+    Data parallelism needs no wrapper, since there are no gradients.
     """
     wanted = {dim for dim, degree in degrees.items() if degree > 1 and dim not in ("dp", "edp", "pp")}
     for table in saved:

@@ -27,9 +27,9 @@ SEAM = "run/seam"
 class TensorBoard(Sink):
     """Writes every metric under its own name, at its own step.
 
-    TensorBoard keeps numbers as float32. A run that is resumed goes on in the same folder, in a file of its
-    own; what the attempt before had written after that step is purged from its curves, as after a rollback,
-    and the text ``run/seam`` says so at that step.
+    TensorBoard stores values as float32. A resumed run continues in the same folder, in a new file. Values of
+    later steps, which the previous attempt has written, are purged from the curves, as after a rollback, and
+    the text ``run/seam`` records it.
     """
 
     def __init__(self, config: TensorBoardConfig) -> None:

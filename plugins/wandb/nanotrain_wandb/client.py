@@ -24,11 +24,11 @@ MOST_BINS = 512
 
 
 class Wandb(Sink):
-    """Sends every metric under its own name, over ``step``, which is a metric here.
+    """Sends every metric under its own name, with ``step`` as a metric for the x axis.
 
-    W&B's own step only ascends and refuses what a run says again after it was resumed or rolled back. Here
-    it counts rows. W&B cannot take back the values of steps that were given up: ``attempt``, sent with every
-    row, tells them apart, and the run's summary lists the seams.
+    W&B's own step can only increase: it would reject steps that are logged again after a resume or a
+    rollback. Here it counts rows. W&B cannot delete the values of discarded steps: ``attempt``, sent with
+    every row, distinguishes them, and the run's summary lists the points of resumes and rollbacks.
     """
 
     def __init__(self, config: WandbConfig) -> None:
@@ -111,7 +111,7 @@ class Wandb(Sink):
 
 
 def bins(histogram: Histogram) -> tuple[np.ndarray, np.ndarray]:
-    """Return counts and edges as W&B takes them: neighbors are joined where there are more than it takes."""
+    """Return counts [n] and edges [n + 1] for W&B: neighboring bins are merged if it accepts no more."""
     join = -(-len(histogram.counts) // MOST_BINS)
     starts = np.arange(0, len(histogram.counts), join)
     counts = np.add.reduceat(np.asarray(histogram.counts), starts)

@@ -1,4 +1,4 @@
-"""Blocks of a model at some degrees: what embedding, layers and head do, told apart in a probe's steps."""
+"""Blocks of a model at given degrees: the work of embedding, layers and head, from a probe's steps."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ SPLITS = (False, True)
 
 @attrs.define(eq=False)
 class Block:
-    """Embedding, head, or a layer: what it does in each sort of pass."""
+    """Embedding, head or a layer, with its work in each sort of pass."""
 
     work: dict[Pass, Work]
     above: dict[Pass, float]
-    """Most bytes within, above those at the block's beginning."""
+    """Peak bytes within the block, above those at its beginning."""
     shares: dict[tuple[str, ...], Share]
     """Parameters, by the mesh dimensions that their gradients are summed over."""
     carry: float = 0.0
@@ -115,9 +115,9 @@ def _settle(
     neighbors: Sequence[float],
     edge: Mapping[Pass, Work],
 ) -> float:
-    """Make the most common layer what it is in a pair, which ran when all that is made once was there.
+    """Replace the most common layer's work by that in the pair, which ran after all one-time allocations.
 
-    Return the bytes that are made once: buffers of gradient sync.
+    Return the bytes that are allocated once: buffers of gradient sync.
     """
     block, once = layers[common], 0.0
     times = neighbors.count(common)

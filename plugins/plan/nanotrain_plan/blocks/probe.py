@@ -1,8 +1,9 @@
-"""Dry runs of a few stages, of one or two layers each, from which blocks are told apart.
+"""Dry runs of a few stages with one or two layers each, from which the work of single blocks is derived.
 
-A rank holds a stage with the embedding alone, one of a single layer for each kind of layer, and one of two
-neighbors; another rank holds the head alone. What a stage of two layers does beyond one of one layer is a
-layer's own; the rest is what any stage does at its ends: messages, and tensors that wait for backward.
+One rank holds a stage with only the embedding, a stage with a single layer for each kind of layer, and a
+stage with two neighboring layers; another rank holds only the head. What a stage of two layers does beyond a
+stage of one is the work of a layer; the rest is what every stage does at its ends: messages, and tensors that
+wait for backward.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Halves:
 PLAIN, MOST_SPLIT, FEW_SPLIT = Halves(False, False), Halves(True, True), Halves(True, False)
 
 
-#: Pipeline ranks of a probe. One more than hold stages: whoever talks to two of them does not to all.
+#: Pipeline ranks of a probe. One more than hold stages, so that a group of two is not the whole pipeline.
 PIPELINE = 3
 
 
@@ -88,10 +89,11 @@ class ProbeSchedule:
         return tuple(tuple(self._actions(rank, microbatches)) for rank in range(pp))
 
     def _actions(self, rank: int, microbatches: int) -> Iterator[Action]:
-        """Yield stage after stage: what a pass leaves to the next one is then its own stage's.
+        """Yield actions stage by stage, so that what a pass leaves to the next one belongs to its own stage.
 
-        Embedding first, whose messages tell the others a shape, but the stage of most layers' kind before its
-        backward: buffers that gradient sync makes once are then told as that stage's.
+        The embedding's forward passes come first: the other stages get a shape from its messages. The stage
+        of the most common kind of layer comes before the embedding's backward passes: buffers that gradient
+        sync allocates once are then attributed to that stage.
         """
         own = [n for n, part in enumerate(self.stages) if part.rank == rank]
         if not own:

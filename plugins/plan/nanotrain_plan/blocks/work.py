@@ -13,7 +13,7 @@ from nanotrain_plan.dry.recorder import Phase
 
 @attrs.define(eq=False)
 class Work:
-    """Of one action, or of a block's part of it; differences may be below 0."""
+    """The work of one action, or of a block's part of it. In differences, values may be negative."""
 
     change: float = 0.0
     """Bytes alive after it, less those before."""

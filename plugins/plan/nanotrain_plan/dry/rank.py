@@ -346,8 +346,8 @@ class _Step:
         """Take a step with some of its microbatches, renumbered.
 
         With ``forward_first`` all forward passes come before the others: what a backward pass leaves is freed
-        by whatever comes next. Were that a forward pass, its activations would be told too small by as much,
-        of all microbatches that are in flight.
+        by whatever comes next. If that were a forward pass, its activations would be underestimated by as
+        much, for each microbatch in flight.
         """
         run, recorder, numbers = self.run_, self.recorder, {m: n for n, m in enumerate(microbatches)}
         sampled = (a for a in run.actions if a.microbatch in numbers)

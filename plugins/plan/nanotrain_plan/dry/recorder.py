@@ -82,10 +82,10 @@ class Phase:
     gemm_flops: Counter[str] = attrs.field(factory=Counter)
     """FLOPs of matrix products by dtype, and of attention by :data:`ATTENTION` and dtype; half is masked."""
     flops_of: Counter[tuple[str, str]] = attrs.field(factory=Counter)
-    """By the module whose forward runs, and by ``gemm`` or ``attention`` (whole scores). In a backward pass
-    that is what it computes again."""
+    """FLOPs by the module whose forward runs, and by ``gemm`` or ``attention`` (whole scores). In a backward
+    pass these are FLOPs of recomputation."""
     bytes_of: Counter[tuple[str, str]] = attrs.field(factory=Counter)
-    """Read and written, likewise, and by ``other`` operators. Of stacked experts, those that get rows."""
+    """Bytes read and written, likewise, and by ``other`` operators. Experts without rows do not count."""
     moved: int = 0
     """Bytes that operators other than matrix products read and wrote."""
     kernels: int = 0
@@ -102,10 +102,10 @@ class Phase:
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """See the module. Only tensors of ``device`` count."""
+    """Records operators, collectives and memory, see the module. Only tensors on ``device`` count."""
 
     def __init__(self, device: str, values: Values | None = None, *, origins: bool = False) -> None:
-        """Args: as follows.
+        """Prepare to record.
 
         Args:
             device: see the class.
@@ -153,8 +153,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def settle(self, first: int) -> None:
         """Set :attr:`Phase.lasting` of the phases from ``first`` on, which are a step that has ended.
 
-        Buffers are allocated as such, outside of modules. What else is alive, the last backward pass left: a
-        forward pass frees it.
+        Buffers are tensors allocated outside of modules. Anything else that is alive was left by the last
+        backward pass, and a forward pass frees it.
         """
         self._end()
         living = set(map(id, self.alive.values()))

@@ -24,7 +24,7 @@ from nanotrain_core.api.torch import (
 
 @contextmanager
 def fake_world(rank: int, size: int) -> Iterator[None]:
-    """Be rank ``rank`` of ``size`` while this lasts: collectives are called and bring nothing.
+    """Make this process rank ``rank`` of ``size`` within the context: collectives transfer nothing.
 
     Raises:
         NanotrainError: this process is a rank of a real run.
@@ -43,16 +43,16 @@ def fake_world(rank: int, size: int) -> Iterator[None]:
 
 
 class Surveyed(Exception):
-    """Carries what one pipeline rank tells the others first."""
+    """Carries the first value that a pipeline rank gathers: the names of its parameters."""
 
 
 class DryMesh(Mesh):
-    """A mesh without other ranks: what they would say is what this rank says, or was told before."""
+    """A mesh without other ranks: the values of others are equal to this rank's, or given beforehand."""
 
     def __init__(
         self, *args: Any, told: list[Any] | None, host: bool, lasting: bool = True, **kwargs: Any
     ) -> None:
-        """Args: as :class:`Mesh`, and.
+        """Create the mesh: arguments of :class:`Mesh`, and further ones.
 
         Args:
             args: of the mesh.
@@ -92,7 +92,7 @@ class DeviceTransport(Transport):
 
 
 class LeavingMessages(EdgeMessages):
-    """Messages that have left when the next one is sent: nobody takes them here."""
+    """Messages that are dropped when the next one is sent, since here no rank receives them."""
 
     def send(self, key: MessageKey, tensor: torch.Tensor) -> None:
         """Send, and drop all messages sent before."""

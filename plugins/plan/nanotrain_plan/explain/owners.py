@@ -1,4 +1,4 @@
-"""Which component of a recipe a file belongs to, whoever wrote it."""
+"""Maps source files to the component of a recipe that they belong to, for any plugin."""
 
 from __future__ import annotations
 
@@ -72,9 +72,10 @@ class Owners:
         return next((who for where, who in self._packages.items() if origin.file.startswith(where)), CORE)
 
     def axis(self, axis: str, ranks: tuple[int, ...], origin: Origin | None, layout: Layout) -> str:
-        """Return the mesh dimension that is meant where the same ranks differ along several, of two views.
+        """Return the mesh dimension that is meant if the same ranks differ along dimensions of both views.
 
-        That is one which the component handles that asks: of experts' all-to-all ``ep`` and not ``tp``.
+        That is the one handled by the component which calls the collective: for an all-to-all of experts,
+        ``ep`` and not ``tp``. Otherwise ``axis``.
         """
         who = self.of(origin)
         for dim in self.component(who).mesh_dims if who != CORE else ():

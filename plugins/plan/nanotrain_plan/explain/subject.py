@@ -31,7 +31,7 @@ class Alike:
 
 @attrs.define(frozen=True, kw_only=True, eq=False, slots=False)
 class Subject:
-    """See the module."""
+    """The inputs of an explanation: a recipe, a dry step of it, and the components that it selects."""
 
     recipe: Recipe
     """Without phases: with the values of the one that has the largest batch, as a plan takes it."""
