@@ -22,7 +22,7 @@ from nanotrain_core.contracts import (
     StepStats,
     UpdateReport,
 )
-from nanotrain_core.errors import CheckpointError, NanotrainError, PluginError
+from nanotrain_core.errors import CheckpointError, PluginError
 from nanotrain_core.layout.parameters_in_flight import install_ready_hooks
 from nanotrain_core.moe.routing import balance, counting_routers
 from nanotrain_core.optim.lr_schedule import Scheduler, lr_scheduler
@@ -42,7 +42,7 @@ from nanotrain_core.run.step_readback import StepFlags, StepReadback
 from nanotrain_core.run.step_report import evaluation, report_step
 from nanotrain_core.run.stop import StopRequest
 from nanotrain_core.run.throughput import Throughput
-from nanotrain_core.run.train_state import capture_state, go_on_from, restore_meta
+from nanotrain_core.run.train_state import capture_state, load_checkpoint
 from nanotrain_core.watch.progress import Progress
 
 if TYPE_CHECKING:
@@ -179,12 +179,7 @@ class RuntimeEngine:
         info = run_info(self)
         self.throughput.restart(self.step, self.run.feed.tokens)
         log.begin(name=self.run.name, steps=self.steps, ranks=info.world_size)
-        try:
-            self.events.start(info, self.monitoring.board, self.monitoring.collectives)
-        except BaseException:
-            self.monitoring.taps.remove()
-            raise
-        self.monitoring.taps.left_out = self.events.left_out
+        self.monitoring.start(info)
         try:
             with self.stop.on_signals():
                 self._loop()
@@ -373,17 +368,8 @@ class RuntimeEngine:
 
     def load(self, which: str) -> bool:
         """Restore weights, optimizer state and progress from a checkpoint; false if there is none."""
-        run = self.run
-        assert run.checkpoint is not None
-        state = capture_state(self)
-        try:
-            saved = run.checkpoint.load(which, attrs.evolve(state, accept=lambda m: restore_meta(self, m)))
-        except NanotrainError:
-            restore_meta(self, state.meta)  # that of the refused checkpoint may have been applied
-            raise
-        if saved is None:
+        if not load_checkpoint(self, which):
             return False
-        go_on_from(self, saved, state.blocks)
         self._saved, self.resume = self.step, None  # a further call of fit continues from where this one ends
         return True
 

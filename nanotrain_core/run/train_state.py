@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
+
+import attrs
 
 from nanotrain_core.checkpoint.run_state import state_problems
 from nanotrain_core.contracts import Block, TrainState
-from nanotrain_core.errors import CheckpointError
+from nanotrain_core.errors import CheckpointError, NanotrainError
 from nanotrain_core.precision.quantized_storage import dequantize, quantize_into
 from nanotrain_core.recipe import write_resolved
 from nanotrain_core.recipe.model_table import model_table, refuse_other_model
@@ -71,6 +74,28 @@ def restore_progress(engine: RuntimeEngine, saved: TrainState) -> None:
         random_state.restore(saved.rank_tensors)
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as problem:
         raise CheckpointError(f"the checkpoint has not the state of a run: {problem!r}") from None
+
+
+def load_checkpoint(engine: RuntimeEngine, which: str) -> bool:
+    """Restore weights, optimizer state and progress from a checkpoint; return False if there is none.
+
+    Args:
+        which: see :meth:`~nanotrain_core.contracts.Checkpoint.load`.
+
+    Raises:
+        NanotrainError: it is damaged or does not fit. The state of ``engine`` is unchanged.
+    """
+    assert engine.run.checkpoint is not None
+    state = capture_state(engine)
+    accepting = attrs.evolve(state, accept=partial(restore_meta, engine))
+    try:
+        saved = engine.run.checkpoint.load(which, accepting)
+    except NanotrainError:
+        restore_meta(engine, state.meta)  # that of the refused checkpoint may have been applied
+        raise
+    if saved is not None:
+        go_on_from(engine, saved, state.blocks)
+    return saved is not None
 
 
 def go_on_from(engine: RuntimeEngine, saved: TrainState, blocks: Sequence[Block]) -> None:
