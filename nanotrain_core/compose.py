@@ -54,6 +54,7 @@ from nanotrain_core.precision.gemm import GEMMBackend, gemm_parameters, gemms_of
 from nanotrain_core.precision.quantized_storage import release_unquantized
 from nanotrain_core.recipe.tree import EvaluationConfig, OptimizerConfig, Recipe, Selection
 from nanotrain_core.registry.registry import Registry
+from nanotrain_core.run.current_device import make_current
 from nanotrain_core.run.feed import DataFeed, Feed
 from nanotrain_core.run.memory import expect_training_to_fit
 from nanotrain_core.run.validate_components import (
@@ -175,9 +176,7 @@ def compose(
         make_mesh: called instead of :class:`Mesh`: a dry run has no other ranks to communicate with.
         trains: false omits gradients and the optimizer's state, where only forward passes are wanted.
     """
-    device = torch.device(device)
-    if device.type not in ("cpu", "meta"):  # events and random-number streams are the current device's
-        torch.accelerator.set_device_index(device)
+    device = make_current(device)
     built = Components.of(recipe, registry)
     model, wrappers, precision, optimizer = built.model, built.wrappers, built.precision, built.optimizer
     _open(built.data, model, recipe)

@@ -3,6 +3,7 @@
 Most machines have no GPU: :mod:`recorded_graph` records a CPU's operators, and replays them.
 """
 
+from types import SimpleNamespace
 from unittest import mock
 
 import attrs
@@ -240,3 +241,15 @@ def test_data_parallel_ranks_replay_what_is_not_reduced_during_backward(sums):
     for differ, replays in run_ranks(differences, 2, plain, check_collectives=False):
         assert not differ
         assert replays == STEPS * replayed - 2
+
+
+def test_a_graph_is_released_after_its_last_replay(monkeypatch):
+    waited = []
+    monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
+    kind = captured_executor.CapturingExecutor
+    executor = kind.__new__(kind)
+    executor.mesh = SimpleNamespace(device_is_async=True, device=torch.device("cuda", 1))
+    for captured, expected in ((None, []), (object(), [torch.device("cuda", 1)])):
+        executor._captured = captured
+        executor._forget()
+        assert (executor._captured, waited) == (None, expected)

@@ -123,6 +123,7 @@ class CapturingExecutor(Executor):
         self._routers = counting_routers(self.stages.values())
         self._last_is_eager = getattr(self.gradients, "needs_gradient_hooks", True)
         """Whether gradients are reduced while the last microbatch's backward pass runs."""
+        self._captured: Captured | None = None
         self._factors = torch.empty(0)
         self._key: Any = None
         """What the captured passes depend on besides tensors' values."""
@@ -154,7 +155,11 @@ class CapturingExecutor(Executor):
 
     def _forget(self) -> None:
         """Capture anew, after microbatches that run eagerly."""
-        self._captured: Captured | None = None
+        if self._captured is not None and self.mesh.device_is_async:
+            # Its last replay may still run, and the allocator may unmap a released pool immediately: it waits
+            # for the stream of the capture only.
+            torch.accelerator.synchronize(self.mesh.device)
+        self._captured = None
         self._ran = 0
 
     def _begin(

@@ -29,6 +29,7 @@ from nanotrain_core.pipeline.accumulate import Accumulate
 from nanotrain_core.pipeline.passes import Passes
 from nanotrain_core.precision.loss_scale import DynamicLossScale, NoLossScale
 from nanotrain_core.recipe.tree import EvaluationConfig, LRScheduleConfig, OptimizerConfig
+from nanotrain_core.run.current_device import make_current
 from nanotrain_core.script.checkpoint import ScriptCheckpoint, claim
 from nanotrain_core.script.feed import LoaderFeed
 from nanotrain_core.script.optimizer import ScriptOptimizer
@@ -114,7 +115,7 @@ def adapt(
     config = config or ScriptConfig()
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     layout = Layout({"dense": View(("dp",), (ranks,))})
-    device = next(model.parameters()).device
+    device = make_current(next(model.parameters()).device)
     kernels = kernels or (installed_kernels(device) if ranks > 1 else Kernels())
     rank = dist.get_rank() if ranks > 1 else 0
     mesh = Mesh(layout, rank=rank, device=device, transport=kernels.transport())
