@@ -15,13 +15,7 @@ from torch import nn
 from nanotrain_core.checkpoint.saver import CheckpointSaver
 from nanotrain_core.compile.captured_executor import CapturingExecutor
 from nanotrain_core.compose import Run, compose
-from nanotrain_core.contracts import (
-    EndReport,
-    Monitor,
-    StepEnd,
-    StepStats,
-    UpdateReport,
-)
+from nanotrain_core.contracts import EndReport, Monitor, StepEnd, StepStats, UpdateReport
 from nanotrain_core.errors import CheckpointError, PluginError
 from nanotrain_core.layout.parameters_in_flight import install_ready_hooks
 from nanotrain_core.moe.routing import balance, counting_routers
@@ -268,11 +262,18 @@ class RuntimeEngine:
         self.note("gradient sync")
         run.gradients.finish()
         self.note("monitors before the update")
-        now, tokens = (self.step + 1, scale, logged), run.feed.tokens_per_step
         again = partial(replay, self.executor, run.mesh, microbatches, factors)
-        replayed = self.monitoring.collectives.before(again)
-        fixed = run.gradients, self.monitoring.mesh, counts
-        update = UpdateReport(*now, *fixed, tokens=tokens, names=self._trained, replay=replayed)
+        update = UpdateReport(
+            step=self.step + 1,
+            loss_scale=scale,
+            logged=logged,
+            sync=run.gradients,
+            mesh=self.monitoring.mesh,
+            counts=counts,
+            tokens=run.feed.tokens_per_step,
+            names=self._trained,
+            replay=self.monitoring.collectives.before(again),
+        )
         self.events.before_update(update)
         self.saves.settle()
         self.note("optimizer")

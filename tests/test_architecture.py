@@ -196,7 +196,7 @@ SMALL = {
     "precision": 680,
     "recipe": 1705,
     "registry": 600,
-    "run": 2250,
+    "run": 2256,
     "script": 520,
     "watch": 390,
 }

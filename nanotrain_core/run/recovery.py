@@ -30,8 +30,15 @@ class Restart:
         """Return the event for monitors before the core searches ``folder`` for checkpoints."""
         run = engine.run
         assert run.checkpoint is not None
-        fixed = run.name, folder, engine.resume, run.checkpoint.steps, run.mesh
-        return Restore(*fixed, lambda: capture_state(engine), **attrs.asdict(self))
+        return Restore(
+            name=run.name,
+            folder=folder,
+            which=engine.resume,
+            steps=run.checkpoint.steps,
+            mesh=run.mesh,
+            state=lambda: capture_state(engine),
+            **attrs.asdict(self),
+        )
 
 
 def recover(engine: RuntimeEngine, restore: Restore) -> bool:
