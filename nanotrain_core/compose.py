@@ -43,7 +43,7 @@ from nanotrain_core.layout.placement import (
 from nanotrain_core.layout.roles import Role, tagged
 from nanotrain_core.layout.staging import StagedTransport
 from nanotrain_core.models.kernels import kernels_for
-from nanotrain_core.models.ops import TORCH, Ops, put_around
+from nanotrain_core.models.ops import TORCH, Ops, wrap_ops
 from nanotrain_core.moe.routing import any_routers
 from nanotrain_core.optim.gathering import GatheringOptimizer
 from nanotrain_core.phases.in_run import RunPhases
@@ -66,7 +66,7 @@ from nanotrain_core.run.validate_components import (
     expect_lengths,
     placed_by,
 )
-from nanotrain_core.run.wrapping import shard_and_draw, wrap
+from nanotrain_core.run.wrapping import shard_and_initialize, wrap
 
 
 @attrs.define(frozen=True, eq=False, kw_only=True)
@@ -200,7 +200,7 @@ def compose(
     check_costs(costs, model, recipe)
     parts = built.schedule.parts(costs, pp)
     stages = build_stages(
-        model, parts, mesh, put_around(kernels.ops(mesh.device), *(w.around(mesh) for _, w in wrappers))
+        model, parts, mesh, wrap_ops(kernels.ops(mesh.device), *(w.around(mesh) for _, w in wrappers))
     )
     placements = share_between_stages(place(stages.values(), layout), mesh)
     stages = wrap(stages, placements, mesh, wrappers)
@@ -214,7 +214,7 @@ def compose(
             split_linear_layers(part, kernels.gemm(), passes)
         _apply(kernels_used, kernels, part, passes)
     compiled = compile_parts(stages.values(), recipe, registry, mesh, placements, passes)
-    shard_and_draw(stages.values(), placements, mesh, wrappers, recipe)
+    shard_and_initialize(stages.values(), placements, mesh, wrappers, recipe)
     placed = placed_parameters(stages.values(), placements)
     if weights:
         load_weights(Path(weights), registry, recipe.model, placed, mesh)

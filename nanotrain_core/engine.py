@@ -231,7 +231,7 @@ class RuntimeEngine:
         self.note("checkpoint")
         self.saves.advance(wait=True, last=True)
         self.note("end")
-        self.skipped.expect_few(self.step, scale, stopped=self.stop.reason is not None)
+        self.skipped.check_last_steps(self.step, scale, stopped=self.stop.reason is not None)
 
     def _lr_scheduler(self) -> Scheduler:
         run = self.run
@@ -292,7 +292,7 @@ class RuntimeEngine:
         if flags is None:
             return
         self.stop.agree(flags.requests)
-        self.skipped.learn(flags)
+        self.skipped.record(flags)
 
     def _global_counts(self, microbatches: Sequence[Any]) -> tuple[Losses, torch.Tensor]:
         """Sum the counts that each loss term is averaged over, over all microbatches of all data ranks.

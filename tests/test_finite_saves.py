@@ -134,9 +134,9 @@ def test_steps_skipped_on_the_way_to_the_lowest_loss_scale_are_no_divergence(las
     """Whether one is good there is known only after a step at it."""
     skipped = SkippedSteps(mock.Mock())
     for step in (1, 2, 3):
-        skipped.learn(StepFlags(step, skipped=True, grad_norm=math.inf, requests=[]))
+        skipped.record(StepFlags(step, skipped=True, grad_norm=math.inf, requests=[]))
     with pytest.raises(Diverged) if diverged else nullcontext():
-        skipped.expect_few(3, last, stopped=False)
+        skipped.check_last_steps(3, last, stopped=False)
 
 
 @pytest.mark.parametrize("use", ["simple", "sharded_v2"])

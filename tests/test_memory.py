@@ -9,7 +9,7 @@ from test_run import SMALL
 from nanotrain_core.errors import Exit, NanotrainError
 from nanotrain_core.run import memory
 from nanotrain_core.run.host_memory import HostMemory, host_memory
-from nanotrain_core.run.memory import out_of_memory_told
+from nanotrain_core.run.memory import explain_out_of_memory
 from nanotrain_core.testing import Case
 from nanotrain_core.testing.probe import make_engine
 from nanotrain_core.watch.progress import Progress
@@ -76,19 +76,19 @@ def test_weights_that_fit_are_refused_where_gradients_and_moments_do_not(monkeyp
 def test_a_failed_allocation_names_what_to_change_until_the_first_step_is_done(take):
     recipe, progress = make_engine(Case("optimizer", use="adamw"), {}).run.recipe, Progress()
     said = r"rank 3 is out of memory .*batch\.microbatch = .*model\."
-    with pytest.raises(NanotrainError, match=said) as few, out_of_memory_told(recipe, 3, progress):
+    with pytest.raises(NanotrainError, match=said) as few, explain_out_of_memory(recipe, 3, progress):
         take(2**55)
     assert few.value.exit_code == Exit.USER
     progress.note("data", 1)
     kept = pytest.raises((RuntimeError, MemoryError))  # a restart may help
-    with kept, out_of_memory_told(recipe, 3, progress):
+    with kept, explain_out_of_memory(recipe, 3, progress):
         take(2**55)
 
 
 def test_other_errors_of_the_first_step_stay_what_they_are():
     recipe = make_engine(Case("optimizer", use="adamw"), {}).run.recipe
     kept = pytest.raises(RuntimeError, match="shapes cannot be multiplied")
-    with kept, out_of_memory_told(recipe, 0, Progress()):
+    with kept, explain_out_of_memory(recipe, 0, Progress()):
         torch.ones(2, 3) @ torch.ones(2, 3)
 
 

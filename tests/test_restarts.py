@@ -63,7 +63,7 @@ def test_a_host_that_is_the_first_to_fail_twice_leaves_a_run_that_can_continue(t
 
 def test_only_a_host_without_the_meeting_place_may_leave_and_only_if_fewer_are_enough():
     def may_leave(endpoint, least):
-        return Nodes(count=2, least=least, endpoint=endpoint).go_on_without_this_one()
+        return Nodes(count=2, least=least, endpoint=endpoint).can_continue_without_this_host()
 
     assert is_here("127.0.0.1")
     assert not is_here("192.0.2.1")  # TEST-NET-1 of RFC 5737: nobody's

@@ -31,11 +31,11 @@ def agree(store: Store, rank: int, world_size: int, facts: Mapping[str, str]) ->
     verdict = store.get("verdict").decode()
     if verdict == "equal":
         return
-    let_all_hear("verdict", store, rank, world_size)
+    wait_until_read("verdict", store, rank, world_size)
     raise LaunchError(verdict)
 
 
-def let_all_hear(key: str, store: Store, rank: int, world_size: int) -> None:
+def wait_until_read(key: str, store: Store, rank: int, world_size: int) -> None:
     """Announce that this rank has read ``key``; rank 0 waits for the others, as the store may end with it."""
     store.set(f"heard/{key}/{rank}", "yes")
     if rank == 0:

@@ -44,7 +44,7 @@ class Nodes:
         """The address at which other hosts reach this host's ranks: None makes torch find it."""
         return "127.0.0.1" if self.count == 1 else None
 
-    def go_on_without_this_one(self) -> bool:
+    def can_continue_without_this_host(self) -> bool:
         """Return whether fewer hosts are enough, and the launchers do not meet on this one."""
         fewer = 0 < self.least < self.count
         return fewer and not is_here(self.endpoint.rpartition(":")[0].strip("[]"))

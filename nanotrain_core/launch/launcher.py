@@ -146,7 +146,7 @@ def _run_agent(job: Job, recipe: Recipe, nodes: Nodes) -> int:
         return agents[-1].results()
 
     restarts = Restarts(
-        scratch, nodes.max_restarts, stopped, of_all_hosts, may_leave=nodes.go_on_without_this_one()
+        scratch, nodes.max_restarts, stopped, of_all_hosts, may_leave=nodes.can_continue_without_this_host()
     )
     with ThreadPoolExecutor(1) as thread:
         while True:

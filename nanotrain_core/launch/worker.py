@@ -19,7 +19,7 @@ import attrs
 
 from nanotrain_core.checkpoint.listing import expect_own_kind
 from nanotrain_core.errors import Exit, FolderError, NanotrainError
-from nanotrain_core.launch.agreement import agree, let_all_hear
+from nanotrain_core.launch.agreement import agree, wait_until_read
 from nanotrain_core.launch.attempts import Past, meet, remember
 from nanotrain_core.launch.cause import exit_code_of, leave_failure
 from nanotrain_core.launch.cuda import record_collectives, set_allocator
@@ -140,7 +140,7 @@ def _train(job: Job, ranks: Ranks) -> str:
     try:
         with _watched(job, ranks, recipe, store, progress):
             begin = partial(start_from, job, folder, mark, past, recipe.checkpoint.use, registry)
-            resume = rank_0_says(begin, "resume", ranks, store)
+            resume = broadcast_from_rank_0(begin, "resume", ranks, store)
             engine = RuntimeEngine.from_recipe(
                 recipe,
                 registry=registry,
@@ -149,7 +149,7 @@ def _train(job: Job, ranks: Ranks) -> str:
                 folder=folder,
                 resume=resume,
             )
-            failure = rank_0_says(past.failure, "failure", ranks, store)
+            failure = broadcast_from_rank_0(past.failure, "failure", ranks, store)
             engine.restart = restart_of(scratch, failure, recipe, ranks.world_size, registry)
             progress.waits = engine.run.mesh.waits
             engine.progress, engine.stop.grace = progress, recipe.run.grace
@@ -190,13 +190,13 @@ def _watched(
     job: Job, ranks: Ranks, recipe: Recipe, store: Store | None, progress: Progress
 ) -> Iterator[None]:
     """Explain a lack of memory; watch ranks without a launcher on this host, unless the user disabled it."""
-    from nanotrain_core.run.memory import out_of_memory_told
+    from nanotrain_core.run.memory import explain_out_of_memory
 
     with contextlib.ExitStack() as stack:
         if store is not None and not job.one_host and ranks.world_size > 1 and recipe.run.hang_timeout:
             at_end = partial(leave_failure, Path(job.scratch), ranks.rank) if job.scratch else None
             stack.enter_context(watching_peers(store, ranks.rank, ranks.world_size, at_end))
-        stack.enter_context(out_of_memory_told(recipe, ranks.rank, progress))
+        stack.enter_context(explain_out_of_memory(recipe, ranks.rank, progress))
         yield
 
 
@@ -223,13 +223,15 @@ def mark_of(job: Job, folder: Path) -> Path | None:
     return folder / f".{HAS_SAVED}" if "TORCHELASTIC_RESTART_COUNT" in os.environ else None
 
 
-def rank_0_says(decide: Callable[[], str | None], key: str, ranks: Ranks, store: Store | None) -> str | None:
+def broadcast_from_rank_0(
+    decide: Callable[[], str | None], key: str, ranks: Ranks, store: Store | None
+) -> str | None:
     """Return what rank 0 decides, which reads the disk for all, or fail on every rank with its reason."""
     if ranks.rank != 0:
         assert store is not None
         said: tuple[str | None, str | None, int] = json.loads(store.get(key))
         if said[1] is not None:
-            let_all_hear(key, store, ranks.rank, ranks.world_size)
+            wait_until_read(key, store, ranks.rank, ranks.world_size)
             raise NanotrainError(said[1]).with_code(said[2])
         return said[0]
     decision, problem = None, None
@@ -241,7 +243,7 @@ def rank_0_says(decide: Callable[[], str | None], key: str, ranks: Ranks, store:
         why = (None, Exit.DONE) if problem is None else (str(problem), problem.exit_code)
         store.set(key, json.dumps([decision, *why]))
         if problem is not None:
-            let_all_hear(key, store, ranks.rank, ranks.world_size)
+            wait_until_read(key, store, ranks.rank, ranks.world_size)
     if problem is not None:
         raise problem
     return decision
@@ -359,7 +361,7 @@ def share_folder(
         locks.append(RunFolder.claim(recipe.run.name, folder=folder, resume=resume))
         return str(locks[0].path)
 
-    path = str(rank_0_says(claim, "folder", ranks, store))
+    path = str(broadcast_from_rank_0(claim, "folder", ranks, store))
     if job.scratch is not None:
         Path(job.scratch, FOLDER).write_text(path, encoding="utf-8")
     elif ranks.rank == 0 and store is not None:

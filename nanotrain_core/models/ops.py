@@ -172,7 +172,7 @@ def plain_ops(device: torch.device) -> Ops:
     return replace(TORCH, linear_cross_entropy=partial(linear_cross_entropy, multiple=128))
 
 
-def put_around(ops: Ops, *each: Mapping[str, Callable[..., Tensor]]) -> Ops:
+def wrap_ops(ops: Ops, *each: Mapping[str, Callable[..., Tensor]]) -> Ops:
     """Return ``ops`` with functions wrapped by those given under their names; the last is outermost.
 
     Raises:

@@ -28,7 +28,7 @@ class SkippedSteps:
     def __init__(self, saves: CheckpointSaver) -> None:
         self.in_a_row, self.saves = 0, saves
 
-    def learn(self, flags: StepFlags) -> None:
+    def record(self, flags: StepFlags) -> None:
         """Count a step.
 
         Raises:
@@ -42,7 +42,7 @@ class SkippedSteps:
                 "steps in a row, which were skipped: the weights are those from before"
             )
 
-    def expect_few(self, steps: int, loss_scale: float, *, stopped: bool) -> None:
+    def check_last_steps(self, steps: int, loss_scale: float, *, stopped: bool) -> None:
         """Check the end of a run of this many steps, unless it continues or still calibrates its loss scale.
 
         ``loss_scale``: that of the last step.

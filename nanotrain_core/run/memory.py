@@ -94,7 +94,7 @@ def _advice(recipe: Recipe) -> str:
 
 
 @contextlib.contextmanager
-def out_of_memory_told(recipe: Recipe, rank: int, progress: Progress) -> Iterator[None]:
+def explain_out_of_memory(recipe: Recipe, rank: int, progress: Progress) -> Iterator[None]:
     """Turn an allocation that fails before the end of the first step into an error that names what to change.
 
     A later one may be over after a restart, and keeps its traceback.

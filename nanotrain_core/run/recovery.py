@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import attrs
 
 from nanotrain_core.contracts import Restore
-from nanotrain_core.run.train_state import capture_state, go_on_from
+from nanotrain_core.run.train_state import capture_state, resume_from
 
 if TYPE_CHECKING:
     from nanotrain_core.engine import RuntimeEngine
@@ -54,7 +54,7 @@ def recover(engine: RuntimeEngine, restore: Restore) -> bool:
     saved = engine.events.recover(restore, max(steps, default=0))
     if saved is None:
         return False
-    go_on_from(engine, saved, saved.blocks)
+    resume_from(engine, saved, saved.blocks)
     engine.resume = None
     if engine.step in steps:
         engine._saved = engine.step

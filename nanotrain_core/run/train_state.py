@@ -94,11 +94,11 @@ def load_checkpoint(engine: RuntimeEngine, which: str) -> bool:
         restore_meta(engine, state.meta)  # that of the refused checkpoint may have been applied
         raise
     if saved is not None:
-        go_on_from(engine, saved, state.blocks)
+        resume_from(engine, saved, state.blocks)
     return saved is not None
 
 
-def go_on_from(engine: RuntimeEngine, saved: TrainState, blocks: Sequence[Block]) -> None:
+def resume_from(engine: RuntimeEngine, saved: TrainState, blocks: Sequence[Block]) -> None:
     """Resume from a saved state, which has filled ``blocks`` of :func:`capture_state`.
 
     Raises:

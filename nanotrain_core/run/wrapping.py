@@ -33,7 +33,7 @@ def wrap(
     return stages
 
 
-def shard_and_draw(
+def shard_and_initialize(
     parts: Collection[nn.Module], placements: Placements, mesh: Mesh, wrappers: Wrappers, recipe: Recipe
 ) -> None:
     """Let the wrappers shard parameters of finished parts, update ``placements``, initialize weights."""

@@ -54,11 +54,11 @@ class Ranks:
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum of every rank's ``x``."""
-        return self.begin_all_reduce(x, go_on=False)()
+        return self.begin_all_reduce(x, async_op=False)()
 
-    def begin_all_reduce(self, x: torch.Tensor, *, go_on: bool = True) -> Pending:
-        """Begin :meth:`all_reduce`; ``go_on``: without waiting for it."""
-        return self.exchange.all_reduce(x, async_op=go_on)
+    def begin_all_reduce(self, x: torch.Tensor, *, async_op: bool = True) -> Pending:
+        """Begin :meth:`all_reduce`; ``async_op``: without waiting for it."""
+        return self.exchange.all_reduce(x, async_op=async_op)
 
     def all_gather(self, x: torch.Tensor, dim: int, length: int | None = None) -> torch.Tensor:
         """Return every rank's ``x``, concatenated along ``dim``.
@@ -71,16 +71,16 @@ class Ranks:
         Raises:
             SplitError: ``x`` is not this rank's share of ``length``.
         """
-        return self.begin_all_gather(x, dim, length, go_on=False)()
+        return self.begin_all_gather(x, dim, length, async_op=False)()
 
     def begin_all_gather(
-        self, x: torch.Tensor, dim: int, length: int | None = None, *, go_on: bool = True
+        self, x: torch.Tensor, dim: int, length: int | None = None, *, async_op: bool = True
     ) -> Pending:
-        """Begin :meth:`all_gather`; ``go_on``: without waiting for it."""
+        """Begin :meth:`all_gather`; ``async_op``: without waiting for it."""
         dim %= x.dim()
         sizes = self.share_sizes(x, dim, length)
         x = _padded(x, dim, max(sizes))
-        pending = self.exchange.all_gather(x, async_op=go_on)
+        pending = self.exchange.all_gather(x, async_op=async_op)
         return lambda: _joined(pending(), dim, sizes)
 
     def share_sizes(self, x: torch.Tensor, dim: int, length: int | None) -> list[int]:
@@ -105,14 +105,14 @@ class Ranks:
 
     def reduce_scatter(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         """Return this rank's share of the sum of every rank's ``x``."""
-        return self.begin_reduce_scatter(x, dim, go_on=False)()
+        return self.begin_reduce_scatter(x, dim, async_op=False)()
 
-    def begin_reduce_scatter(self, x: torch.Tensor, dim: int, *, go_on: bool = True) -> Pending:
-        """Begin :meth:`reduce_scatter`; ``go_on``: without waiting for it."""
+    def begin_reduce_scatter(self, x: torch.Tensor, dim: int, *, async_op: bool = True) -> Pending:
+        """Begin :meth:`reduce_scatter`; ``async_op``: without waiting for it."""
         dim %= x.dim()
         sizes = self.sizes(x.shape[dim])
         shares, mine = _cut(x, dim, sizes), sizes[self.index]
-        pending = self.exchange.reduce_scatter(shares, async_op=go_on)
+        pending = self.exchange.reduce_scatter(shares, async_op=async_op)
         return lambda: _shortened(pending(), dim, mine)
 
 
