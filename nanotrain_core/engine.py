@@ -113,7 +113,7 @@ class RuntimeEngine:
         """What a launcher knows about restarted ranks."""
         self.step = 0
         """Optimizer steps done, those before a resume included."""
-        self.owes_evaluation = False
+        self.evaluation_pending = False
         """Whether a stop request interrupted this step's evaluation: a resumed run repeats it."""
         self.evaluated: int | None = None
         """The last step whose validation loss was finite."""
@@ -160,7 +160,9 @@ class RuntimeEngine:
         self.executor.check_model()
         for router in counting_routers(self.run.stages.values()).values():
             router.take_load()  # of an interrupted step: the next one would count it too
-        self._saved, self._owes_save = -1, False
+        self.saved_step, self.save_pending = -1, False
+        """The step last saved or loaded, -1 before that; and whether a save was due at an earlier step and
+        could not be made then."""
         self.readback = StepReadback(late=self.run.mesh.device_is_async)
         self._trained: list[str] = []
         checkpoint = self.run.checkpoint if self.folder else None
@@ -169,7 +171,7 @@ class RuntimeEngine:
         self.skipped = SkippedSteps(self.saves)
         self.monitoring = MonitorContext(self.run, self.events)
         self._restore()
-        self._first, self.run = self.step, begin_step(self.run, again=self.owes_evaluation)
+        self._first, self.run = self.step, begin_step(self.run, again=self.evaluation_pending)
         info = run_info(self)
         self.throughput.restart(self.step, self.run.feed.tokens)
         log.begin(name=self.run.name, steps=self.steps, ranks=info.world_size)
@@ -194,7 +196,7 @@ class RuntimeEngine:
     def _loop(self) -> None:
         run = self.run
         scheduler, scale = self._lr_scheduler(), run.loss_scale.value
-        if self.owes_evaluation or (run.evaluation.every and self.step == 0):
+        if self.evaluation_pending or (run.evaluation.every and self.step == 0):
             self._evaluate()
         while self.step < self.steps and not self.stop.reason:
             run = self.run = begin_step(self.run, scheduler)
@@ -210,23 +212,23 @@ class RuntimeEngine:
                 report_step(self, losses, counts, stats, lr=lr, loss_scale=scale, logged=logged)
             if last or (run.evaluation.every and self.step % run.evaluation.every == 0):
                 self._evaluate()
-            due = self.saves.due(self.step) or self._owes_save
+            due = self.saves.due(self.step) or self.save_pending
             if last:
                 self.events.metrics(*self.monitoring.board.rest())
             if last or due:  # a state that a rollback will discard is not worth saving
                 self._handle_flags(self.readback.rest())
                 agree_now(self.stop, self.run.mesh)
             # Skipped steps change no weight: saving them would only rotate older checkpoints out.
-            self._owes_save = due and self.skipped.in_a_row > 0
+            self.save_pending = due and self.skipped.in_a_row > 0
             if self.stop.rollback_agreed:
                 roll_back(self)
                 scheduler = self._lr_scheduler()
-            elif due and not (last or self._owes_save or self.stop.reason):  # the last one: see below
+            elif due and not (last or self.save_pending or self.stop.reason):  # the last one: see below
                 self._save()
             self.saves.advance(wait=False)
             self.events.step_end(StepEnd(self.step, len(run.feed.skipped), partial(capture_state, self)))
         self.events.metrics(*self.monitoring.board.last(self.step))
-        if self._saved != self.step and self.stop.reason != "lost":  # there is no folder to save in
+        if self.saved_step != self.step and self.stop.reason != "lost":  # there is no folder to save in
             self._save(last=True)
         self.note("checkpoint")
         self.saves.advance(wait=True, last=True)
@@ -324,8 +326,8 @@ class RuntimeEngine:
         for batch in self.run.feed.validation():
             self.note("evaluation")
             agree_now(self.stop, self.run.mesh)
-            self.owes_evaluation = self.stop.reason is not None
-            if self.owes_evaluation:  # there is no time for the rest
+            self.evaluation_pending = self.stop.reason is not None
+            if self.evaluation_pending:  # there is no time for the rest
                 return
             mine += self.executor.forward(batch).get("lm", 0.0)
             counted += self.run.feed.counts(batch)["lm"]
@@ -342,10 +344,10 @@ class RuntimeEngine:
         self.note("checkpoint")
         self.events.before_save(self.step)
         state = capture_state(self)
-        self._owes_save = not may_save(self.run, state, self.step, self.saves, last=last)
-        if self._owes_save:
+        self.save_pending = not may_save(self.run, state, self.step, self.saves, last=last)
+        if self.save_pending:
             return
-        self._saved = self.step
+        self.saved_step = self.step
         self.saves.begin(self.step, state, last=last)
         self.throughput.restart(self.step, self.run.feed.tokens)
 
@@ -371,7 +373,8 @@ class RuntimeEngine:
         """Restore weights, optimizer state and progress from a checkpoint; false if there is none."""
         if not load_checkpoint(self, which):
             return False
-        self._saved, self.resume = self.step, None  # a further call of fit continues from where this one ends
+        # A further call of fit continues from where this one ends.
+        self.saved_step, self.resume = self.step, None
         return True
 
     def note(self, phase: str) -> None:

@@ -122,7 +122,7 @@ def _is_view(view: Any) -> bool:
 
 
 def _kinds(meta: Mapping[str, Any]) -> Iterator[str]:
-    kinds = {"owes_evaluation": bool, "recipe": str}
+    kinds = {"owes_evaluation": bool, "recipe": str}  # the first: ``RuntimeEngine.evaluation_pending``
     kinds |= dict.fromkeys(("model", "optimizer", "loss_scale", "data", "monitors"), Mapping)
     for key, kind in kinds.items():
         if key in meta and not isinstance(meta[key], kind):

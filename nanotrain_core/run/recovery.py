@@ -57,7 +57,7 @@ def recover(engine: RuntimeEngine, restore: Restore) -> bool:
     resume_from(engine, saved, saved.blocks)
     engine.resume = None
     if engine.step in steps:
-        engine._saved = engine.step
+        engine.saved_step = engine.step
     else:
-        engine._owes_save = engine.saves.due(engine.step)
+        engine.save_pending = engine.saves.due(engine.step)
     return True

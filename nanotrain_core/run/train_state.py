@@ -28,7 +28,8 @@ def capture_state(engine: RuntimeEngine) -> TrainState:
     weights = [Block.of("", dequantize(p.parameter), p.placement) for p in run.placed]
     meta = {
         "step": engine.step,
-        "owes_evaluation": engine.owes_evaluation,
+        # The key has an older name than the attribute: saved checkpoints have it.
+        "owes_evaluation": engine.evaluation_pending,
         "evaluated": engine.evaluated,
         "recipe": write_resolved(run.recipe) if isinstance(run.recipe, Recipe) else repr(run.recipe),
         "model": model_table(run.model) if run.model else {},
@@ -55,7 +56,7 @@ def restore_meta(engine: RuntimeEngine, meta: Mapping[str, Any]) -> None:
         run.feed.load_meta(meta["data"])
         run.loss_scale.load_meta(meta["loss_scale"])
         engine.events.load_meta(meta.get("monitors", {}))
-        engine.step, engine.owes_evaluation = int(meta["step"]), bool(meta.get("owes_evaluation"))
+        engine.step, engine.evaluation_pending = int(meta["step"]), bool(meta.get("owes_evaluation"))
         engine.evaluated = meta.get("evaluated")
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as problem:
         raise CheckpointError(f"the checkpoint has not the state of a run: {problem!r}") from None
