@@ -47,7 +47,7 @@ from nanotrain_core.models.ops import TORCH, Ops, wrap_ops
 from nanotrain_core.moe.routing import any_routers
 from nanotrain_core.optim.gathering import GatheringOptimizer
 from nanotrain_core.phases.in_run import RunPhases
-from nanotrain_core.phases.timeline import Timeline
+from nanotrain_core.phases.timeline import PhaseTimeline
 from nanotrain_core.pipeline.actions import Action, Part, describe_stages
 from nanotrain_core.pipeline.passes import Passes
 from nanotrain_core.precision.gemm import GEMMBackend, gemm_parameters, gemms_of, use_gemm
@@ -195,8 +195,9 @@ def compose(
     )
     check_meta(built.data, mesh, recipe)
 
-    pp, pp_rank = pipeline(mesh)
-    costs = model.flops(Timeline(recipe).largest().batch.length)  # the stages are fixed for the whole run
+    pp, pp_rank = pipeline_position(mesh)
+    # The stages are fixed for the whole run.
+    costs = model.flops(PhaseTimeline(recipe).largest().batch.length)
     check_costs(costs, model, recipe)
     parts = built.schedule.parts(costs, pp)
     stages = build_stages(
@@ -293,7 +294,7 @@ def _monitor(selection: Selection, registry: Registry) -> Monitor:
     return monitor
 
 
-def pipeline(mesh: Mesh) -> tuple[int, int]:
+def pipeline_position(mesh: Mesh) -> tuple[int, int]:
     """Return the number of pipeline ranks and this rank's index among them; (1, 0) without a pipeline."""
     if "pp" not in mesh.layout.dims:
         return 1, 0
@@ -315,7 +316,7 @@ def split_linear_layers(part: nn.Module, gemm: GEMMBackend, passes: Passes) -> N
 
 def build_stages(model: Model, parts: Sequence[Part], mesh: Mesh, ops: Ops = TORCH) -> dict[int, nn.Module]:
     """Build this rank's parts of the model on ``meta``, numbered along the model."""
-    _, rank = pipeline(mesh)
+    _, rank = pipeline_position(mesh)
     with torch.device("meta"):
         return {stage: model.build(part, ops) for stage, part in enumerate(parts) if part.rank == rank}
 

@@ -10,7 +10,7 @@ from recipe_files import SMALL, write
 from test_phase_runs import CHANGES, assert_equal, layout
 
 from nanotrain_core.errors import CheckpointError, RecipeError
-from nanotrain_core.phases.timeline import Timeline
+from nanotrain_core.phases.timeline import PhaseTimeline
 from nanotrain_core.recipe import load_recipe, write_resolved
 from nanotrain_core.recipe.tree import BatchConfig
 from nanotrain_core.registry.discovery import PluginArguments
@@ -210,7 +210,7 @@ def test_data_of_one_length_are_refused_by_name_before_ranks_start(tmp_path):
 
 
 def test_validation_keeps_its_batch_until_the_length_changes():
-    timeline = Timeline(ALONE.case().recipe(**BASE, phase=PHASES))
+    timeline = PhaseTimeline(ALONE.case().recipe(**BASE, phase=PHASES))
     shapes = [timeline.validated_at(number) for number in range(3)]
     assert shapes == [
         BatchConfig(sequences=6, microbatch=2, length=8),
@@ -218,17 +218,17 @@ def test_validation_keeps_its_batch_until_the_length_changes():
         BatchConfig(sequences=2, microbatch=1, length=24),
     ]
     grown = [{"until_tokens": 96, "batch": {"sequences": 12}}, {"batch": {"microbatch": 1}}]
-    timeline = Timeline(ALONE.case().recipe(**BASE, phase=grown))
+    timeline = PhaseTimeline(ALONE.case().recipe(**BASE, phase=grown))
     assert timeline.validated_at(0) == BatchConfig(sequences=6, microbatch=2, length=8)
     assert timeline.validated_at(1) == BatchConfig(sequences=6, microbatch=1, length=8)
 
 
 def test_the_largest_phase_has_most_tokens_in_a_microbatch_of_those_that_are_reached():
     recipe = ALONE.case().recipe(**BASE, phase=PHASES)
-    assert Timeline(recipe).largest().batch == BatchConfig(sequences=2, microbatch=1, length=24)
+    assert PhaseTimeline(recipe).largest().batch == BatchConfig(sequences=2, microbatch=1, length=24)
     short = ALONE.case().recipe(**{**BASE, "run": {"steps": 3}}, phase=PHASES)
-    assert Timeline(short).largest().batch == BatchConfig(sequences=6, microbatch=2, length=8)
-    assert [(s.sequences, s.length, s.steps) for s in Timeline(recipe).stretches(7)] == [
+    assert PhaseTimeline(short).largest().batch == BatchConfig(sequences=6, microbatch=2, length=8)
+    assert [(s.sequences, s.length, s.steps) for s in PhaseTimeline(recipe).stretches(7)] == [
         (6, 8, 3),
         (4, 16, 2),
         (2, 24, 2),
@@ -389,7 +389,8 @@ def test_a_rollback_warns_if_what_it_skips_is_of_several_lengths():
 
     from nanotrain_core.run.rollback import warn_of_lengths
 
-    timeline = Timeline(ALONE.case().recipe(**BASE, phase=PHASES))  # steps 1 to 3 of 8 tokens, then 16, 24
+    # Steps 1 to 3 of 8 tokens, then 16, 24.
+    timeline = PhaseTimeline(ALONE.case().recipe(**BASE, phase=PHASES))
     with capture_logs() as logs:
         warn_of_lengths(timeline, 48, first=1, last=2)  # a checkpoint of step 1, steps 2 and 3
         warn_of_lengths(timeline, 48, first=3, last=4)  # steps 4 and 5

@@ -7,7 +7,7 @@ import pytest
 from compositions import Composition
 from structlog.testing import capture_logs
 
-from nanotrain_core.phases.timeline import Timeline
+from nanotrain_core.phases.timeline import PhaseTimeline
 from nanotrain_core.testing import run_ranks
 from nanotrain_core.testing.compare import assert_numbers, assert_same, whole
 from nanotrain_core.testing.probe import make_engine, train
@@ -95,7 +95,7 @@ def test_it_equals_runs_of_each_steps_own_recipe_resumed(tmp_path, straight):
     whole_recipe = ALONE.case().recipe(**CHANGES, phase=PHASES)
     tokens, done, resume = 0, 0, None
     while done < len(SIZES):
-        now = Timeline(whole_recipe).at(tokens).values
+        now = PhaseTimeline(whole_recipe).at(tokens).values
         moving = 100 <= tokens < 250
         steps = 1 if moving else 3 if tokens < 100 else 2
         table = {name: {} for name in ("batch", "model", "optimizer")}

@@ -11,7 +11,7 @@ from nanotrain_core.cli.check import phase_lines
 from nanotrain_core.errors import RecipeError
 from nanotrain_core.optim.lr_schedule import lr_scheduler
 from nanotrain_core.phases.tables import PhaseTables
-from nanotrain_core.phases.timeline import Timeline
+from nanotrain_core.phases.timeline import PhaseTimeline
 from nanotrain_core.recipe import load_recipe, resolve_recipe, write_resolved
 from nanotrain_core.recipe.model_table import model_table, refuse_other_model
 from nanotrain_core.recipe.phase import CHANGES, Ramp
@@ -39,7 +39,7 @@ def recipe(folder, phases=PHASES, small=SMALL, **options):
 
 
 def test_values_stay_until_a_later_phase_changes_them(tmp_path):
-    timeline = Timeline(recipe(tmp_path))
+    timeline = PhaseTimeline(recipe(tmp_path))
     found = {tokens: timeline.at(tokens) for tokens in (0, 999, 1000, 1999, 2000, 2999, 3000, 9000)}
     assert {tokens: now.number for tokens, now in found.items()} == {
         **{0: 0, 999: 0, 1000: 1, 1999: 1, 2000: 2, 2999: 2},
@@ -64,7 +64,7 @@ def test_a_ramp_is_the_line_or_half_cosine_between_its_ends():
 def test_run_steps_are_those_that_the_phases_take(tmp_path):
     without = SMALL.replace("steps = 3\n", "")
     found = recipe(tmp_path, small=without)
-    timeline, tokens, steps, taken = Timeline(found), 0, 0, []
+    timeline, tokens, steps, taken = PhaseTimeline(found), 0, 0, []
     while tokens < 3000:
         sequences = timeline.at(tokens).values["batch.sequences"]
         taken.append((timeline.at(tokens).number, sequences))
@@ -135,7 +135,7 @@ def test_the_resolved_recipe_loads_back_and_a_phase_can_be_overridden(tmp_path):
     assert (first.phase[2].changes["batch.sequences"], first.phase[0].until_tokens) == (6, 900)
     again = load_recipe(write(tmp_path, write_resolved(first), "again.toml"))
     assert again == first
-    assert Timeline(again).at(950) == Timeline(first).at(950)
+    assert PhaseTimeline(again).at(950) == PhaseTimeline(first).at(950)
 
 
 WRONG = {
@@ -196,11 +196,11 @@ def test_without_steps_the_last_phase_needs_an_end(tmp_path):
 def test_deepseek_v3_is_extended_as_the_paper_says():
     """arXiv 2412.19437, section 4.3: two phases of 1000 steps, at the last rate of pre-training."""
     found = load_recipe("deepseek_v3_128k")
-    stretches = [*Timeline(found).stretches()]
+    stretches = [*PhaseTimeline(found).stretches()]
     shapes = [(each.steps, each.sequences, each.length) for each in stretches]
     assert shapes == [(1000, 1920, 32768), (1000, 480, 131072)]
     assert found.run.steps == 2000
-    for _, now in Timeline(found).corners():
+    for _, now in PhaseTimeline(found).corners():
         yarn, config = now.model.config.yarn, now.model.config
         assert (yarn.factor, yarn.beta_slow, yarn.beta_fast, yarn.original_length) == (40.0, 1.0, 32.0, 4096)
         assert (config.mtp_weight, config.bias_update_rate, now.optimizer.config.lr) == (0.1, 0.0, 7.3e-6)
@@ -212,7 +212,7 @@ def test_deepseek_v3_is_extended_as_the_paper_says():
 def test_deepseek_v3_changes_as_the_paper_says():
     """arXiv 2412.19437, section 4.2: 2048 GPUs took 14.8T tokens."""
     found = load_recipe("deepseek_v3_671b")
-    timeline, T = Timeline(found), 10**12
+    timeline, T = PhaseTimeline(found), 10**12
     keys = ("batch.sequences", "optimizer.lr", "model.mtp_weight", "model.bias_update_rate")
     paper = {
         0: (3072, 2.2e-4, 0.3, 0.001),

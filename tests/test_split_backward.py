@@ -39,7 +39,7 @@ def most_in_w_passes(case):
 
     sync.on_gradient = note
     engine.fit()
-    return max(most), max(whole), max(weight.numel() for weight in sync.line_of)
+    return max(most), max(whole), max(weight.numel() for weight in sync.queue_of)
 
 
 @pytest.mark.full_cases("zb_h1")

@@ -78,8 +78,8 @@ from nanotrain_core.metrics.declared import Names as MetricNames
 from nanotrain_core.metrics.history import Curve, History, Seam, read_metrics
 from nanotrain_core.metrics.usual import USUAL_KNOWN, Usual, is_relative
 from nanotrain_core.optim.moment_groups import check_moments
+from nanotrain_core.phases.timeline import PhaseTimeline
 from nanotrain_core.phases.timeline import Stretch as PhaseStretch
-from nanotrain_core.phases.timeline import Timeline as PhaseTimeline
 from nanotrain_core.pipeline.actions import Action, Costs, Part, parts_between
 from nanotrain_core.pipeline.simulator import Durations, TimedAction, Timeline, needs, simulate
 from nanotrain_core.recipe.cached_token import CachedToken, cached_token_of

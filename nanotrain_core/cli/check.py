@@ -15,7 +15,7 @@ from nanotrain_core.errors import Exit
 from nanotrain_core.launch.inputs import input_problems
 from nanotrain_core.launch.modules import check_modules
 from nanotrain_core.layout.layout import View
-from nanotrain_core.phases.timeline import Timeline
+from nanotrain_core.phases.timeline import PhaseTimeline
 from nanotrain_core.recipe.load import refuse
 from nanotrain_core.recipe.tree import Recipe
 from nanotrain_core.recipe.write import explain, plain
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
 
 def phase_lines(recipe: Recipe) -> Iterator[str]:
     """Yield a line for each phase: ``phase 0 grow: to 40,000 tokens, batch.sequences 4 -> 16``."""
-    for number, (phase, span) in enumerate(zip(recipe.phase, Timeline(recipe).spans, strict=True)):
+    for number, (phase, span) in enumerate(zip(recipe.phase, PhaseTimeline(recipe).spans, strict=True)):
         words = ["to the end of the run" if span.ends is None else f"to {span.ends:,} tokens"]
         for key in phase.changes:
             ramp = span.ramps.get(key)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from nanotrain_core.cli.common import add_plugin_options, plugin_arguments, positive
 from nanotrain_core.cli.drawing import draw
 from nanotrain_core.errors import Exit, NanotrainError, PluginError, RecipeError, describe
-from nanotrain_core.phases.timeline import Timeline
+from nanotrain_core.phases.timeline import PhaseTimeline
 from nanotrain_core.pipeline.actions import Costs, Part
 from nanotrain_core.pipeline.simulator import simulate
 from nanotrain_core.recipe.load import resolve_recipe
@@ -109,7 +109,8 @@ def _of_recipe(args: argparse.Namespace) -> tuple[str, Schedule, int, int, Costs
         schedule,
         pipeline_of(found.layout),
         microbatches_of(found.recipe, found.layout),
-        model.flops(Timeline(found.recipe).largest().batch.length),  # for which a run splits its stages, once
+        # The length for which a run splits its stages, once.
+        model.flops(PhaseTimeline(found.recipe).largest().batch.length),
     )
 
 

@@ -14,7 +14,7 @@ from nanotrain_core.data.survey import Survey
 from nanotrain_core.errors import DataError, NanotrainError, PluginError, Problem, describe
 from nanotrain_core.layout.roles import Role
 from nanotrain_core.phases.tables import key_in_force
-from nanotrain_core.phases.timeline import Timeline
+from nanotrain_core.phases.timeline import PhaseTimeline
 from nanotrain_core.recipe.divisibility import divisibility_of
 from nanotrain_core.recipe.load import Resolution, refuse
 from nanotrain_core.recipe.tree import Recipe
@@ -59,7 +59,7 @@ def survey_of(recipe: Recipe, registry: Registry) -> Survey:
 
 def surveys(recipe: Recipe, registry: Registry) -> Mapping[int, Survey]:
     """Return the data component's survey of sequences of each length in the run."""
-    return {length: _survey(recipe, registry, length) for length in Timeline(recipe).lengths()}
+    return {length: _survey(recipe, registry, length) for length in PhaseTimeline(recipe).lengths()}
 
 
 def _survey(recipe: Recipe, registry: Registry, length: int) -> Survey:
@@ -67,7 +67,8 @@ def _survey(recipe: Recipe, registry: Registry, length: int) -> Survey:
     label = f"data '{use}' of {registry.owner('data', use)}: its survey"
     component = registry.get("data", use)
     tell = component.load_optional("survey")
-    longest = {"longest": max(Timeline(recipe).lengths())} if "changes_length" in component.provides else {}
+    changes = "changes_length" in component.provides
+    longest = {"longest": max(PhaseTimeline(recipe).lengths())} if changes else {}
     if tell is None:
         return Survey()
     try:
@@ -99,7 +100,7 @@ def _sequences(found: Resolution) -> Iterator[Problem]:
     recipe, evaluation = found.recipe, found.recipe.evaluation
     known, too_few = surveys(recipe, found.registry), set[str]()
     survey = known[recipe.batch.length]
-    batches = [(number, now.batch) for number, now in Timeline(recipe).corners()] or [(-1, recipe.batch)]
+    batches = [(number, now.batch) for number, now in PhaseTimeline(recipe).corners()] or [(-1, recipe.batch)]
     for number, batch in batches:
         train, key = known[batch.length].train, key_in_force(recipe, number, "batch.sequences")
         if train is None or train >= batch.sequences or key in too_few:

@@ -10,7 +10,7 @@ import structlog
 
 from nanotrain_core.contracts import ChangesInRun, Model, Schedule
 from nanotrain_core.errors import PluginError
-from nanotrain_core.phases.timeline import Moment, Timeline, Value
+from nanotrain_core.phases.timeline import Moment, PhaseTimeline, Value
 from nanotrain_core.pipeline.actions import Action
 from nanotrain_core.recipe.tree import BatchConfig, Recipe
 
@@ -49,7 +49,7 @@ class RunPhases:
         Raises:
             PluginError: keys of the model change, and the model does not support it.
         """
-        self.recipe, self.timeline = recipe, Timeline(recipe)
+        self.recipe, self.timeline = recipe, PhaseTimeline(recipe)
         self._model, self._schedule, self._pp, self._dp = model, schedule, pp, dp
         self._now: Moment | None = None
         ours = [key for phase in recipe.phase for key in phase.changes if key.startswith("model.")]

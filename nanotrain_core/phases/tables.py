@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 
 from nanotrain_core.errors import Problem, did_you_mean
-from nanotrain_core.phases.timeline import Timeline
+from nanotrain_core.phases.timeline import PhaseTimeline
 from nanotrain_core.recipe.locate import join
 from nanotrain_core.recipe.phase import SECTIONS, Phase, Ramp, changeable, takes_ramp
 from nanotrain_core.recipe.structure import structure
@@ -138,7 +138,7 @@ def _order(phases: tuple[Phase, ...]) -> Iterator[Problem]:
 
 def steps_of(recipe: Recipe) -> int | None:
     """Return the total steps of all phases of a recipe; None if the last has no end."""
-    timeline = Timeline(recipe)
+    timeline = PhaseTimeline(recipe)
     return None if timeline.ends is None else sum(each.steps for each in timeline.stretches())
 
 

@@ -70,7 +70,7 @@ class Span:
         return round(value) if isinstance(start, int) else value
 
 
-class Timeline:
+class PhaseTimeline:
     """The phases of a recipe along the tokens of its run.
 
     A whole step uses the values at its first token. So a phase ends with the first step that

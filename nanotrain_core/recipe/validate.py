@@ -15,7 +15,7 @@ from nanotrain_core.component import EXCLUSIVE_CAPABILITIES, LISTED_KINDS, Compo
 from nanotrain_core.errors import NanotrainError, PluginError, Problem, RecipeError, describe
 from nanotrain_core.layout.layout import Layout
 from nanotrain_core.phases.tables import key_in_force
-from nanotrain_core.phases.timeline import Timeline
+from nanotrain_core.phases.timeline import PhaseTimeline
 from nanotrain_core.recipe.component_functions import call_declared
 from nanotrain_core.recipe.divisibility import either, multiples_near
 from nanotrain_core.recipe.metric_names import unknown_metrics
@@ -111,7 +111,7 @@ def _phases(recipe: Recipe, layout: Layout, registry: Registry) -> Iterator[Prob
             "optimizer.lr_schedule.use = 'constant' (its warmup_steps may stay)"
         )
         yield Problem(f"phase.{changing[0]}.optimizer.lr", text)
-    timeline, reported = Timeline(recipe), set[str]()
+    timeline, reported = PhaseTimeline(recipe), set[str]()
     yield from _lengths(recipe, timeline, registry)
     found, counts = list[tuple[int, Problem]](), {microbatches_of(recipe, layout)}
     for number, now in timeline.corners():
@@ -126,7 +126,7 @@ def _phases(recipe: Recipe, layout: Layout, registry: Registry) -> Iterator[Prob
         for size in sizes[:dp]:  # remainders by the data-parallel size then repeat
             found += ((number, problem) for problem in _batch(timeline.with_batch(number, size), layout))
     if not found:
-        found += _ramped_stages(timeline, layout, registry)
+        found += _ramps(timeline, layout, registry)
     for number, problem in found:
         key = key_in_force(recipe, number, problem.key)
         if key not in reported:
@@ -134,7 +134,7 @@ def _phases(recipe: Recipe, layout: Layout, registry: Registry) -> Iterator[Prob
         reported.add(key)
 
 
-def _lengths(recipe: Recipe, timeline: Timeline, registry: Registry) -> Iterator[Problem]:
+def _lengths(recipe: Recipe, timeline: PhaseTimeline, registry: Registry) -> Iterator[Problem]:
     """Check that the data can change the length of its sequences, if phases do."""
     use, lengths = recipe.data.use, timeline.lengths()
     if len(lengths) < 2 or _changes_length(use, registry):
@@ -152,7 +152,7 @@ def _changes_length(use: str, registry: Registry) -> bool:
     return "changes_length" in registry.get("data", use).provides
 
 
-def _ramped_stages(timeline: Timeline, layout: Layout, registry: Registry) -> Iterator[tuple[int, Problem]]:
+def _ramps(timeline: PhaseTimeline, layout: Layout, registry: Registry) -> Iterator[tuple[int, Problem]]:
     """Check the schedule with the smallest number of microbatches of each remainder by twice pp.
 
     Schedules reject numbers of microbatches only by remainder; checking all sizes would take long.
@@ -344,7 +344,7 @@ def _dimensions(
 def remarks(recipe: Recipe, registry: Registry, layout: Layout) -> Iterator[str]:
     """Yield remarks on recipes that work, but could work better."""
     if recipe.phase:
-        yield from _phase_remarks(Timeline(recipe), recipe.run.steps)
+        yield from _phase_remarks(PhaseTimeline(recipe), recipe.run.steps)
     if recipe.monitor and not any(
         {"prints_metrics", "records_metrics"} & registry.get("monitor", each.use).provides
         for each in recipe.monitor
@@ -365,7 +365,7 @@ def remarks(recipe: Recipe, registry: Registry, layout: Layout) -> Iterator[str]
             return
 
 
-def _phase_remarks(timeline: Timeline, steps: int) -> Iterator[str]:
+def _phase_remarks(timeline: PhaseTimeline, steps: int) -> Iterator[str]:
     """Yield a remark if a run is shorter or longer than its phases."""
     reached, ended = timeline.reached(steps), timeline.ended(steps)
     if reached < len(timeline.spans):

@@ -117,7 +117,7 @@ class DataFeed:
         self.batch, self.evaluation, self.shard = batch, evaluation, shard
         self._validated = batch
         """Shape of the validation batches: see
-        :meth:`~nanotrain_core.phases.timeline.Timeline.validated_at`."""
+        :meth:`~nanotrain_core.phases.timeline.PhaseTimeline.validated_at`."""
         self._set_length = batch.length
         """Length of the sequences that the data returns."""
         self._upload = Upload(device)

@@ -10,7 +10,7 @@ import structlog
 from nanotrain_core.contracts import RollbackReport
 from nanotrain_core.errors import CheckpointError, Diverged
 from nanotrain_core.layout.mesh import Mesh
-from nanotrain_core.phases.timeline import Timeline
+from nanotrain_core.phases.timeline import PhaseTimeline
 from nanotrain_core.run.stop import Rollback
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def roll_back(engine: RuntimeEngine) -> None:
     )
 
 
-def warn_of_lengths(timeline: Timeline, tokens: int, *, first: int, last: int) -> None:
+def warn_of_lengths(timeline: PhaseTimeline, tokens: int, *, first: int, last: int) -> None:
     """Log a warning if sequences of several lengths are skipped: replayed, they all have the first length.
 
     Args:

@@ -15,7 +15,7 @@ from nanotrain_core.errors import DataError, PluginError
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import PlacedParameter, Placements, placed_parameters
 from nanotrain_core.layout.roles import Role, shared_tokens, tagged, taken_over_by
-from nanotrain_core.phases.timeline import Timeline
+from nanotrain_core.phases.timeline import PhaseTimeline
 from nanotrain_core.pipeline.actions import Costs
 from nanotrain_core.recipe.tree import Recipe, Selection
 from nanotrain_core.registry.registry import Registry
@@ -32,7 +32,7 @@ def check_vocabulary(data: Data, model: Model, recipe: Recipe) -> None:
 
 def expect_lengths(data: Data, recipe: Recipe) -> None:
     """Announce to the data, before it is opened, all lengths of its sequences, if phases change them."""
-    lengths = Timeline(recipe).lengths()
+    lengths = PhaseTimeline(recipe).lengths()
     if len(lengths) == 1:
         return
     if not isinstance(data, ChangesLength):

@@ -46,14 +46,14 @@ class Zero12(ShardedGradients, AdamW):
         """Create masters of this rank's ranges, and all-gather the values they rounded."""
         super().setup(parameters, precision, gradients, mesh)
         self.gather_weights()
-        self.wait(list(self.line_of))
+        self.wait(list(self.queue_of))
 
     def step(self, *, loss_scale: float = 1.0) -> StepStats:
         """Update this rank's ranges and begin to all-gather all others.
 
         A skipped step gathers nothing or, where the host would have to wait for the flag, unchanged values.
         """
-        self.wait(list(self.line_of))  # what no module waited for must not overwrite newer weights
+        self.wait(list(self.queue_of))  # what no module waited for must not overwrite newer weights
         stats = super().step(loss_scale=loss_scale)
         if self.mesh.device_is_async or not stats.skipped:  # on all ranks alike, also one that read the norm
             self.gather_weights()

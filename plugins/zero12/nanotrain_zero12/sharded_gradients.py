@@ -42,7 +42,7 @@ TIED = -1
 Key = tuple[int, Span, Span, str]
 
 
-class Line:
+class BucketQueue:
     """The buckets of one model part, in the order in which they are sent."""
 
     def __init__(self, buckets: Sequence[tuple[Bucket, BucketExchange]]) -> None:
@@ -118,9 +118,9 @@ class ShardedGradients(LocalGradients):
         for part, found in buckets.items():
             if part != TIED:
                 found.sort(key=lambda each: max(arrival[fill.parameter] for fill in each[0].fills))
-        self.tied = Line(buckets.pop(TIED, []))
-        self.lines = [Line(buckets[part]) for part in sorted(buckets)]
-        self.line_of = {p: line for line in (*self.lines, self.tied) for p in line.by_parameter}
+        self.tied = BucketQueue(buckets.pop(TIED, []))
+        self.queues = [BucketQueue(buckets[part]) for part in sorted(buckets)]
+        self.queue_of = {p: queue for queue in (*self.queues, self.tied) for p in queue.by_parameter}
         self.gathering: dict[Bucket, Pending] = {}
 
     def _flat(self, key: Key, members: Sequence[PlacedParameter], mesh: Mesh) -> Flat:
@@ -146,8 +146,8 @@ class ShardedGradients(LocalGradients):
 
     def on_final_gradient(self, parameter: nn.Parameter) -> None:
         """Send every bucket that is next in order."""
-        line = self.line_of[parameter]
-        if line is self.tied or not self.config.overlap:
+        queue = self.queue_of[parameter]
+        if queue is self.tied or not self.config.overlap:
             return
         # Until the W pass of a microbatch, its parameters without deferred gradients may get the next
         # microbatch's, too. A bucket sent before would have only part of the microbatches of the other
@@ -155,28 +155,28 @@ class ShardedGradients(LocalGradients):
         if self.passes.deferred is not None:
             return
         if self.passes.computing is not None:
-            line.expect(self.passes.computing)
-        line.arrived(parameter)
-        for bucket, transport in line.ready():
+            queue.expect(self.passes.computing)
+        queue.arrived(parameter)
+        for bucket, transport in queue.ready():
             self._send(bucket, transport)
 
     def microbatch_done(self, parameters: Collection[nn.Parameter]) -> None:
         """In stage 2, send the remaining gradients of one microbatch."""
         if self.config.stage == 2:
-            self._end_round(self._line(parameters))
+            self._end_round(self._queue(parameters))
 
     def backward_done(self, parameters: Collection[nn.Parameter]) -> None:
         """In stage 1, send the remaining gradients."""
         if self.config.stage == 1:
-            self._end_round(self._line(parameters))
+            self._end_round(self._queue(parameters))
 
-    def _line(self, parameters: Collection[nn.Parameter]) -> Line:
-        """Return the line of one part's parameters: empty if none of them belongs to this part only."""
-        lines = (self.line_of.get(parameter, self.tied) for parameter in parameters)
-        return next((line for line in lines if line is not self.tied), Line([]))
+    def _queue(self, parameters: Collection[nn.Parameter]) -> BucketQueue:
+        """Return the queue of one part's parameters: empty if none of them belongs to this part only."""
+        queues = (self.queue_of.get(parameter, self.tied) for parameter in parameters)
+        return next((queue for queue in queues if queue is not self.tied), BucketQueue([]))
 
-    def _end_round(self, line: Line) -> None:
-        for bucket, transport in line.rest():
+    def _end_round(self, queue: BucketQueue) -> None:
+        for bucket, transport in queue.rest():
             self._send(bucket, transport)
 
     def _send(self, bucket: Bucket, transport: BucketExchange) -> None:
@@ -198,9 +198,9 @@ class ShardedGradients(LocalGradients):
 
     def finish(self) -> None:
         """Send what was not announced as complete, then what several stages add to, and wait."""
-        for line in self.lines:
-            if not line.rounds:
-                self._end_round(line)
+        for queue in self.queues:
+            if not queue.rounds:
+                self._end_round(queue)
         self._end_round(self.tied)
         for transport in self.transports.values():
             transport.drain()
@@ -209,8 +209,8 @@ class ShardedGradients(LocalGradients):
     def zero(self) -> None:
         """Clear all gradients; after an interrupted step, also those in flight."""
         super().zero()
-        for line in (*self.lines, self.tied):
-            line.reset()
+        for queue in (*self.queues, self.tied):
+            queue.reset()
         for transport in self.transports.values():
             transport.forget()
 
@@ -230,14 +230,14 @@ class ShardedGradients(LocalGradients):
 
     def gather_weights(self) -> None:
         """Begin to all-gather every rank's updated range, first layers first."""
-        for line in (self.tied, *self.lines):
-            for bucket, transport in reversed(line.buckets):
+        for queue in (self.tied, *self.queues):
+            for bucket, transport in reversed(queue.buckets):
                 if pending := transport.all_gather(bucket.weights):
                     self.gathering[bucket] = pending
         for transport in self.transports.values():
             transport.drain()
         if not self.config.overlap:
-            self.wait(list(self.line_of))
+            self.wait(list(self.queue_of))
 
     def wait(self, parameters: Collection[nn.Parameter]) -> None:
         """Return when ``parameters`` have been gathered."""
@@ -245,7 +245,7 @@ class ShardedGradients(LocalGradients):
             return
         for parameter in parameters:
             for bucket in (
-                self.line_of[parameter].by_parameter[parameter] if parameter in self.line_of else ()
+                self.queue_of[parameter].by_parameter[parameter] if parameter in self.queue_of else ()
             ):
                 if pending := self.gathering.pop(bucket, None):
                     pending()

@@ -28,7 +28,7 @@ def state_bytes(case):
         if block.global_shape:
             kind = block.name.partition("/")[0]
             sizes[kind] = sizes.get(kind, 0) + block.tensor.nbytes
-    buckets = sum(len(line.buckets) for line in run.optimizer.lines)
+    buckets = sum(len(queue.buckets) for queue in run.optimizer.queues)
     return sum(p.parameter.numel() for p in run.placed), buckets, sizes
 
 
@@ -97,12 +97,12 @@ def gradients_between_microbatches(case):
 
     def note(parameters):
         end(sync, parameters)
-        held = [p for p in sync.line_of if p.grad is not None]
+        held = [p for p in sync.queue_of if p.grad is not None]
         seen.append(len(held))
 
     sync.microbatch_done = note
     engine.fit()
-    return len(sync.line_of), seen
+    return len(sync.queue_of), seen
 
 
 @pytest.mark.parametrize("precision", ["fp64", "bf16"])
