@@ -33,13 +33,7 @@ from nanotrain_core.hf.open_weights import load_weights
 from nanotrain_core.layout.gradients import AllReduceGradients
 from nanotrain_core.layout.initialization import equalize
 from nanotrain_core.layout.mesh import Mesh
-from nanotrain_core.layout.placement import (
-    PlacedParameter,
-    Placement,
-    Placements,
-    place,
-    placed_parameters,
-)
+from nanotrain_core.layout.placement import PlacedParameter, Placement, Placements, place, placed_parameters
 from nanotrain_core.layout.roles import Role, tagged
 from nanotrain_core.layout.staging import StagedTransport
 from nanotrain_core.models.kernels import kernels_for
@@ -361,5 +355,6 @@ def _gradient_sync(
             check_dtensors(placed, component)
             apart = component is not optimizer and isinstance(component, GathersWeights)
             return component, GatheringOptimizer(optimizer, component) if apart else optimizer
-    check_dtensors(placed, AllReduceGradients())
-    return AllReduceGradients(), optimizer
+    default = AllReduceGradients()
+    check_dtensors(placed, default)
+    return default, optimizer

@@ -54,6 +54,8 @@ class LocalGradients:
     needs_gradient_hooks = True
     """Whether autograd calls :meth:`on_gradient` for each parameter in each microbatch, at the cost of one
     Python call each. A class that does nothing before a stage's last microbatch is done sets it to False."""
+    reduces = False
+    """Whether :meth:`finish` completes gradients that are partial. A class that does this sets it to True."""
 
     def __init__(self) -> None:
         self.placed: Sequence[PlacedParameter] = ()
@@ -78,10 +80,12 @@ class LocalGradients:
                     register_gradient_hook(placed.parameter, self)
 
     def check(self, mesh: Mesh) -> None:
-        """Reject a layout with partial gradients: this class does not reduce them.
+        """Reject a layout with partial gradients, unless this class :attr:`reduces` them.
 
-        A class that does overrides this.
+        Called by :meth:`attach`. A class that reduces gradients may override it, to prepare for the layout.
         """
+        if self.reduces:
+            return
         for placed in self.placed:
             partial = placed.placement.sync_span(mesh.layout)
             if partial:
@@ -148,6 +152,7 @@ class AllReduceGradients(LocalGradients):
     """
 
     needs_gradient_hooks = False
+    reduces = True
     reads_dtensors = True
 
     #: Maximum bytes of gradients in one all-reduce, unless a single parameter has more: this much
@@ -166,9 +171,6 @@ class AllReduceGradients(LocalGradients):
         self._waits = mesh.waits
         self._sharded = [(each.parameter, each.dtensor) for each in parameters if each.dtensor is not None]
         self._sums = [(mesh.group_of(span), members) for span, members in self._joined(mesh)]
-
-    def check(self, mesh: Mesh) -> None:
-        """Accept any layout."""
 
     def sums_after_backward(self, placed: PlacedParameter, span: Span) -> bool:
         """Return whether :meth:`finish` sums this gradient over ``span``. Asked once, by :meth:`attach`.

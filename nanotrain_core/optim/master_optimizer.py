@@ -37,8 +37,6 @@ class MasterOptimizer(Optimizer):
     See :class:`~nanotrain_core.contracts.Optimizer`.
     """
 
-    inner: torch.optim.Optimizer
-
     def __init__(self, config: Any) -> None:
         self.config = config
 
@@ -206,10 +204,6 @@ class MasterOptimizer(Optimizer):
                     yield from Block.of_piece(name, tensor, self.place(name, slot))
                 if not tensor.shape:
                     seen.add(scalar)
-
-    def meta(self) -> dict[str, Any]:
-        """Return nothing: all state is in :meth:`blocks`."""
-        return {}
 
     def load_meta(self, meta: Mapping[str, Any]) -> None:
         """Copy the scalars that were read into the first range of a parameter to all its ranges."""

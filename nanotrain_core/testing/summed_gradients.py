@@ -11,16 +11,14 @@ from torch import nn
 from nanotrain_core.contracts import Parallel
 from nanotrain_core.layout.gradients import LocalGradients
 from nanotrain_core.layout.mesh import Mesh
-from nanotrain_core.layout.placement import PlacedParameter, Placements
+from nanotrain_core.layout.placement import PlacedParameter
 from nanotrain_core.pipeline.passes import Passes
 
 
 class SummedGradients(LocalGradients, Parallel):
     """All-reduces each partial gradient over its ranks, one after the other, after backward."""
 
-    def apply(self, part: nn.Module, placements: Placements, mesh: Mesh) -> nn.Module:
-        """Return the model unchanged."""
-        return part
+    reduces = True
 
     def attach(
         self,
@@ -33,9 +31,6 @@ class SummedGradients(LocalGradients, Parallel):
         self.mesh = mesh
         super().attach(parameters, mesh, dtype, passes)
         self._sums: dict[nn.Parameter, torch.Tensor] = {}
-
-    def check(self, mesh: Mesh) -> None:
-        """Accept any layout."""
 
     def to_sum(self) -> Sequence[PlacedParameter]:
         """Return the parameters whose gradients may be partial: all of them."""

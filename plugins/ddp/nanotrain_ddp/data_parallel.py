@@ -25,7 +25,6 @@ from nanotrain_core.api.torch import (
     Passes,
     Pending,
     PlacedParameter,
-    Placements,
 )
 from nanotrain_ddp import DataParallelConfig
 
@@ -61,7 +60,12 @@ class Bucket:
 
 
 class DataParallel(LocalGradients, Parallel):
-    """The ``ddp`` component: a wrapper that does not change the model, and the run's gradient sync."""
+    """The ``ddp`` component: a wrapper that does not change the model, and the run's gradient sync.
+
+    The model's placements already say that data ranks hold partial gradients.
+    """
+
+    reduces = True
 
     def __init__(self, config: DataParallelConfig) -> None:
         super().__init__()
@@ -74,10 +78,6 @@ class DataParallel(LocalGradients, Parallel):
         self.started = self.early = 0
         self.w_pass: Set[nn.Parameter] | None = None
         """The weights of the last W pass in which gradients became final."""
-
-    def apply(self, part: nn.Module, placements: Placements, mesh: Mesh) -> nn.Module:
-        """Return the model unchanged: its placements already say that data ranks hold partial gradients."""
-        return part
 
     def attach(
         self,
@@ -100,9 +100,6 @@ class DataParallel(LocalGradients, Parallel):
         # Other stages wait for a stage's gradients before they reach a tied one: it starts after backward.
         self.early = sum(not key[0].stages for _, key in groups)
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
-
-    def check(self, mesh: Mesh) -> None:
-        """Accept any layout."""
 
     def on_final_gradient(self, parameter: nn.Parameter) -> None:
         """Copy a gradient into its bucket and start every bucket that is next in order."""

@@ -6,20 +6,17 @@ their ranges in :mod:`.flat`.
 
 from __future__ import annotations
 
-from torch import nn
-
-from nanotrain_core.api.torch import Mesh, Parallel, Placements
+from nanotrain_core.api.torch import Parallel
 from nanotrain_zero12 import ShardConfig
 from nanotrain_zero12.sharded_gradients import ShardedGradients
 
 
 class Sharded(ShardedGradients, Parallel):
-    """Passes the optimizer ranges to update, and gathers them: implements the core's ``GathersWeights``."""
+    """Passes the optimizer ranges to update, and gathers them: implements the core's ``GathersWeights``.
+
+    The model is not changed: its placements already say whose gradients are partial.
+    """
 
     def __init__(self, config: ShardConfig) -> None:
         super().__init__()
         self.config = config
-
-    def apply(self, part: nn.Module, placements: Placements, mesh: Mesh) -> nn.Module:
-        """Return the model unchanged: its placements already say whose gradients are partial."""
-        return part

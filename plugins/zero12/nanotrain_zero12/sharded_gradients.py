@@ -95,6 +95,7 @@ class ShardedGradients(LocalGradients):
     """The gradient sync of ``zero12``, including the all-gather of updated weights."""
 
     config: Zero12Config | ShardConfig
+    reduces = True
 
     def attach(
         self,
@@ -131,9 +132,6 @@ class ShardedGradients(LocalGradients):
             self.transports[ranks] = choose(span, mesh, limit)
         dtype = self.dtype or members[0].parameter.dtype
         return Flat(members, sharers, dtype, self.transports[ranks].limit)
-
-    def check(self, mesh: Mesh) -> None:
-        """Accept any layout."""
 
     # --- gradients ------------------------------------------------------------------------------
 
