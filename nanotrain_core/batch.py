@@ -149,4 +149,4 @@ class Shard:
 
     def rows(self, sequences: int) -> range:
         """Return this shard's rows of a global batch of ``sequences``: shard sizes differ by at most one."""
-        return range(sequences * self.index // self.count, sequences * (self.index + 1) // self.count)
+        return range(*share_of(sequences, self.index, self.count))

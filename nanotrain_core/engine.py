@@ -206,7 +206,7 @@ class RuntimeEngine:
             self.step += 1
             run.feed.step_done()
             last = self.step == self.steps
-            logged = self.step % run.log_every == 0 or last or self.stop.reason is not None
+            logged = self._logged(self.step) or self.stop.reason is not None
             if logged or self.events.every_step:
                 self.note("monitors")
                 report_step(self, losses, counts, stats, lr=lr, loss_scale=scale, logged=logged)
@@ -235,6 +235,10 @@ class RuntimeEngine:
         self.note("end")
         self.skipped.check_last_steps(self.step, scale, stopped=self.stop.reason is not None)
 
+    def _logged(self, step: int) -> bool:
+        """Return whether a step is logged, unless a stop request makes it the last."""
+        return step % self.run.log_every == 0 or step == self.steps
+
     def _lr_scheduler(self) -> Scheduler:
         run = self.run
         return lr_scheduler(run.optimizer.inner, run.optimizer_config.lr_schedule, self.steps, done=self.step)
@@ -258,7 +262,7 @@ class RuntimeEngine:
         counts, stop_flags = self._global_counts(microbatches)
         scale = run.loss_scale.value
         factors = {name: run.loss_weights[name] * scale / count for name, count in counts.items()}
-        logged = (self.step + 1) % run.log_every == 0 or self.step + 1 == self.steps
+        logged = self._logged(self.step + 1)
         with self.monitoring.taps.observing(logged):
             losses = self.executor.run(run.actions, microbatches, factors)
         self.note("gradient sync")

@@ -29,15 +29,15 @@ from nanotrain_core.checkpoint.run_state import load_json, newest_evaluated, sta
 from nanotrain_core.checkpoint.safetensors_files import CODES, DTYPES
 from nanotrain_core.checkpoint.simple_damage import FORMAT, damage, digest, names_in, read_header
 from nanotrain_core.checkpoint.simple_names import saved_steps, unexpected_entries
+from nanotrain_core.checkpoint.tensor_boxes import Box, Shape
 from nanotrain_core.contracts import Block, CheckpointReport, SavedWeights, TrainState
 from nanotrain_core.errors import CheckpointError
 from nanotrain_core.layout.mesh import Mesh
-from nanotrain_core.layout.placement import Shape
 from nanotrain_core.run.files import remove_leftovers, write_atomically
 from nanotrain_core.run.progress_bar import show_progress
 
 #: A block's name, its offset, and the shape of the global tensor.
-Box = tuple[str, Shape, Shape]
+BlockKey = tuple[str, Shape, Shape]
 Form = tuple[Shape, torch.dtype]
 
 
@@ -306,34 +306,33 @@ def gather_whole(
     For equal blocks the lowest rank's is used. Ranks above 0 send theirs one by one, in one order.
     """
     mine = {(b.name, tuple(b.offset), tuple(b.global_shape)): b.tensor.detach() for b in blocks}
-    forms: list[dict[Box, Form]] = [{box: (tuple(t.shape), t.dtype) for box, t in mine.items()}]
+    forms: list[dict[BlockKey, Form]] = [{key: (tuple(t.shape), t.dtype) for key, t in mine.items()}]
     if mesh.world_size > 1:
         own, forms = forms[0], [{}] * mesh.world_size
         dist.all_gather_object(forms, own)
-    owners: dict[Box, int] = {}
+    owners: dict[BlockKey, int] = {}
     for rank, theirs in enumerate(forms):
-        for box in theirs:
-            owners.setdefault(box, rank)
+        for key in theirs:
+            owners.setdefault(key, rank)
     check_coverage(owners, forms)
     whole: dict[str, torch.Tensor] = {}
-    for box, owner in owners.items():
+    for key, owner in owners.items():
         if owner and mesh.rank == owner:
-            dist.send(mine[box].to(mesh.p2p_device).contiguous(), dst=0, group=group)
+            dist.send(mine[key].to(mesh.p2p_device).contiguous(), dst=0, group=group)
         elif mesh.rank == 0:
-            put(whole, box, receive(forms[owner][box], owner, mesh, group) if owner else mine[box])
+            put(whole, key, receive(forms[owner][key], owner, mesh, group) if owner else mine[key])
     return whole
 
 
-def check_coverage(owners: Mapping[Box, int], forms: Sequence[Mapping[Box, Form]]) -> None:
+def check_coverage(owners: Mapping[BlockKey, int], forms: Sequence[Mapping[BlockKey, Form]]) -> None:
     """Reject blocks that leave a gap in a tensor, or overlap: a placement is wrong.
 
     Raises:
         CheckpointError: naming the tensor.
     """
-    parts: dict[tuple[str, Shape], list[tuple[Shape, Shape]]] = defaultdict(list)
-    for box, owner in owners.items():
-        name, offset, shape = box
-        parts[name, shape].append((offset, forms[owner][box][0]))
+    parts: dict[tuple[str, Shape], list[Box]] = defaultdict(list)
+    for (name, offset, shape), owner in owners.items():
+        parts[name, shape].append((offset, forms[owner][name, offset, shape][0]))
     for (name, shape), boxes in parts.items():
         if problem := uncovered(shape, boxes):
             raise CheckpointError(f"the blocks of {name} are not the whole tensor: {problem}")
@@ -347,9 +346,9 @@ def receive(form: Form, source: int, mesh: Mesh, group: dist.ProcessGroup | None
     return buffer
 
 
-def put(whole: dict[str, torch.Tensor], box: Box, tensor: torch.Tensor) -> None:
+def put(whole: dict[str, torch.Tensor], key: BlockKey, tensor: torch.Tensor) -> None:
     """Copy one block into its whole tensor."""
-    name, offset, shape = box
+    name, offset, shape = key
     if tuple(tensor.shape) == shape:
         whole[name] = tensor.cpu().contiguous()
         return

@@ -35,3 +35,8 @@ def boxes(shape: Shape, start: int, stop: int) -> list[Box]:
         found += [((index, *offset), (1, *extent)) for offset, extent in pieces]
         start = end
     return found
+
+
+def boxes_at(at: Shape, shape: Shape, start: int, stop: int) -> list[Box]:
+    """Return :func:`boxes` of a block that begins ``at`` this offset, as boxes of the whole tensor."""
+    return [(tuple(a + b for a, b in zip(at, o, strict=True)), n) for o, n in boxes(shape, start, stop)]

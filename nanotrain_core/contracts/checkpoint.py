@@ -9,10 +9,10 @@ from typing import Any, Protocol
 import attrs
 import torch
 
+from nanotrain_core.checkpoint.tensor_boxes import Shape
 from nanotrain_core.contracts.optimizer import Block
 from nanotrain_core.contracts.reports import CheckpointReport
 from nanotrain_core.layout.mesh import Mesh
-from nanotrain_core.layout.placement import Shape
 from nanotrain_core.run.plain_json import remembered
 
 

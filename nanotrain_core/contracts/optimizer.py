@@ -10,12 +10,12 @@ import attrs
 import torch
 from torch import nn
 
-from nanotrain_core.checkpoint.tensor_boxes import boxes
+from nanotrain_core.checkpoint.tensor_boxes import Shape, boxes_at
 from nanotrain_core.contracts.parallel import GradientSync
 from nanotrain_core.contracts.precision import Precision
 from nanotrain_core.errors import PluginError
 from nanotrain_core.layout.mesh import Mesh
-from nanotrain_core.layout.placement import Piece, PlacedParameter, Placement, Shape
+from nanotrain_core.layout.placement import Piece, PlacedParameter, Placement
 
 
 @attrs.define(frozen=True, eq=False)
@@ -60,11 +60,10 @@ class Block:
             yield cls.of(prefix, tensor, placement)
             return
         name, first = f"{prefix}/{placement.name}" if prefix else placement.name, 0
-        for offset, shape in boxes(placement.shape, *piece.span):
+        for offset, shape in boxes_at(placement.offset, placement.shape, *piece.span):
             view = tensor[first : first + prod(shape)].view(shape)
             first += prod(shape)
-            at = tuple(a + b for a, b in zip(placement.offset, offset, strict=True))
-            yield cls(name, placement.global_shape, at, view)
+            yield cls(name, placement.global_shape, offset, view)
 
 
 @attrs.define(frozen=True, eq=False)

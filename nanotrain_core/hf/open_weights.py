@@ -20,13 +20,14 @@ from torch import nn
 from nanotrain_core.checkpoint.info import CheckpointInfo
 from nanotrain_core.checkpoint.run_state import load_json, read_json
 from nanotrain_core.checkpoint.safetensors_files import DTYPES, Shards, Tensors
+from nanotrain_core.checkpoint.tensor_boxes import Shape
 from nanotrain_core.contracts import Model, SavedWeights, WeightReader
 from nanotrain_core.errors import CheckpointError, NanotrainError, describe, did_you_mean
 from nanotrain_core.hf.block_scaled import BlockScaled
 from nanotrain_core.hf.mapping import HFError, HFMapping, ParameterMapping
 from nanotrain_core.hf.weights import Atlas, HFWeights, differences, missing_prefix
 from nanotrain_core.layout.mesh import Mesh
-from nanotrain_core.layout.placement import PlacedParameter, Shape
+from nanotrain_core.layout.placement import PlacedParameter
 from nanotrain_core.pipeline.actions import Part
 from nanotrain_core.recipe.model_table import model_table, refuse_other_model, without_none
 from nanotrain_core.recipe.structure import structure

@@ -9,10 +9,10 @@ import attrs
 import torch
 
 from nanotrain_core.checkpoint.safetensors_files import Entry, Tensors
+from nanotrain_core.checkpoint.tensor_boxes import Shape
 from nanotrain_core.contracts import WeightReader
 from nanotrain_core.errors import PluginError
 from nanotrain_core.hf.mapping import HFTensor, ParameterMapping
-from nanotrain_core.layout.placement import Shape
 
 Index = tuple[slice, ...]
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import attrs
 
+from nanotrain_core.checkpoint.tensor_boxes import Shape
 from nanotrain_core.layout.layout import Layout, Span
 from nanotrain_core.layout.ranges import RANGE as RANGE  # noqa: PLC0414 others take it from here
 from nanotrain_core.layout.ranges import share_of as share_of  # noqa: PLC0414
@@ -20,9 +21,6 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
     from torch.distributed.tensor import DTensor
-
-
-Shape = tuple[int, ...]
 
 
 @attrs.define(frozen=True)

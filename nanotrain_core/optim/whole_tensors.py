@@ -14,15 +14,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nanotrain_core.checkpoint.tensor_boxes import boxes
+from nanotrain_core.checkpoint.tensor_boxes import Box, Shape, boxes_at
 from nanotrain_core.layout.layout import Span
 from nanotrain_core.layout.mesh import Mesh
-from nanotrain_core.layout.placement import Piece, Placement, Shape
+from nanotrain_core.layout.placement import Piece, Placement
 
 #: Maximum elements of tensors that one all-gather assembles: 128 MiB in float32; a single one may be larger.
 BUCKET = 32 * 2**20
-#: The offset of a box in the global tensor, and its shape.
-Box = tuple[Shape, Shape]
 
 
 def boxes_of(piece: Piece) -> list[Box]:
@@ -30,10 +28,7 @@ def boxes_of(piece: Piece) -> list[Box]:
     where: Placement = piece.placement
     if piece.span is None:
         return [(where.offset, where.shape)]
-    return [
-        (tuple(a + b for a, b in zip(where.offset, offset, strict=True)), shape)
-        for offset, shape in boxes(where.shape, *piece.span)
-    ]
+    return boxes_at(where.offset, where.shape, *piece.span)
 
 
 class WholeTensors:

@@ -13,12 +13,13 @@ import torch.distributed as dist
 from torch import nn
 
 from nanotrain_core.batch import Batch
+from nanotrain_core.checkpoint.tensor_boxes import Shape
 from nanotrain_core.contracts import Computed, GradientSync, PartOutput
 from nanotrain_core.errors import PluginError
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.pipeline.actions import Action
 from nanotrain_core.pipeline.annotation import annotated
-from nanotrain_core.pipeline.p2p import Shape, StageP2P
+from nanotrain_core.pipeline.p2p import StageP2P
 from nanotrain_core.pipeline.passes import Passes
 from nanotrain_core.pipeline.weight_gradients import DeferredGradients
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
+from nanotrain_core.checkpoint.tensor_boxes import Shape
 from nanotrain_core.errors import PluginError
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.messages import MessageKey, Way
@@ -19,8 +20,6 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 #: Maximum number of dimensions of a message.
 MOST_DIMS = 6
-
-Shape = tuple[int, ...]
 
 
 class StageP2P:

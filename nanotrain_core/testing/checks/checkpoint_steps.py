@@ -16,9 +16,9 @@ import attrs
 import torch
 import torch.distributed as dist
 
+from nanotrain_core.checkpoint.tensor_boxes import Shape
 from nanotrain_core.contracts import Block
 from nanotrain_core.errors import CheckpointError
-from nanotrain_core.layout.placement import Shape
 from nanotrain_core.testing.case import Case
 from nanotrain_core.testing.checks import check, distributed
 from nanotrain_core.testing.checks.checkpoint import assert_refused, steps_and_latest
