@@ -10,6 +10,7 @@ from typing import Any
 import attrs
 
 from nanotrain_core.api import Component, Layout, Recipe, Registry, Selection
+from nanotrain_core.api.torch import Parallel
 from nanotrain_plan.dry.origin import Origin, place_of
 
 #: What the core's own files are told as.
@@ -60,6 +61,11 @@ class Owners:
             factory: Any = self.component(label).load()
             return place_of(factory)
         return place_of(getattr(type(self.registry.build(self.selections[label])), method))
+
+    def applied(self, label: str) -> Origin | None:
+        """Return where a wrapper is applied to a part of the model; None if it leaves parts unchanged."""
+        wrapper = type(self.registry.build(self.selections[label]))
+        return None if wrapper.apply is Parallel.apply else place_of(wrapper.apply)
 
     def of_kind(self, kind: str) -> list[str]:
         """Return what components of a kind are told as, in the recipe's order."""

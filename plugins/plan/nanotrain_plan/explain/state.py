@@ -232,7 +232,7 @@ def _sentences(subject: Subject, each: Alike, rank: int) -> Iterator[Statement]:
 def _splitters(subject: Subject, dims: Sequence[str]) -> list[Origin | None]:
     owners = subject.owners
     labels = [label for label in owners.of_kind("parallel") if {*dims} & owners.component(label).mesh_dims]
-    return [owners.place(label, "apply") for label in labels]
+    return [*map(owners.applied, labels)]
 
 
 def _other_blocks(

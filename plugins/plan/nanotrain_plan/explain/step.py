@@ -268,7 +268,7 @@ def _again(subject: Subject, rank: int, forward: int, again: int, modules: Seque
     numbers = {"again": FLOPs(again), "share": Share(again / forward)} if again else {}
     return say(
         text,
-        *[owners.place(label, "apply") for label in wrappers or owners.of_kind("parallel")],
+        *map(owners.applied, wrappers or owners.of_kind("parallel")),
         rank=rank,
         forward=FLOPs(forward),
         modules=" and ".join(modules[:4]) + (" and others" if len(modules) > 4 else ""),
