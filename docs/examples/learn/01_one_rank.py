@@ -3,7 +3,7 @@
     python docs/examples/learn/01_one_rank.py
 
 The model is yours, the optimizer is torch's, and the engine does what a loop does: forward, backward, clip,
-step. A loss is a *sum* over tokens, divided by the number of tokens of the whole step: lesson 2 says why.
+step. A loss is a *sum* over tokens, divided by the number of tokens of the whole step; lesson 2 explains it.
 """
 
 import math
@@ -20,7 +20,7 @@ V, D, S, B = 64, 32, 16, 8  # vocabulary, width, tokens of a sequence, sequences
 
 
 class TwoLayers(nn.Module):
-    """Guesses the next token from this one: enough for a corpus in which a token has two successors."""
+    """Predicts the next token from this one: enough for data in which each token has two successors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class TwoLayers(nn.Module):
 
 
 def batches(generator: torch.Generator) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Draw walks over a graph: behind each token come two others, either as likely."""
+    """Draw random walks over a graph, in which each token has two successors with equal probability."""
     successors_V2 = torch.randint(V, (V, 2), generator=generator)
     walks_NS = [torch.randint(V, (200, B, 1), generator=generator)]
     for _ in range(S):
@@ -44,7 +44,7 @@ def batches(generator: torch.Generator) -> list[tuple[torch.Tensor, torch.Tensor
 
 
 class Losses(Monitor):
-    """Hears of every step, as every monitor does."""
+    """Records the loss of every step: engines call the methods of monitors."""
 
     def __init__(self) -> None:
         self.values: list[float] = []

@@ -1,11 +1,11 @@
-"""Lesson 2: every gradient is a sum. Look at: which way of adding ranks' gradients is one process's.
+"""Lesson 2: every gradient is a sum. Look at: which sum of ranks' gradients equals that of one process.
 
     python docs/examples/learn/02_two_ranks_by_hand.py
 
 Two ranks have a batch each, and one has fewer tokens to predict (the others are padding, or a prompt).
 Averaging each rank's *mean* loss gives a token of the short batch more weight than one of the long: another
 gradient. Divide each rank's *sum* by the number of tokens of *all* ranks, and a plain sum of the gradients
-is exact. That is what the engine does, on every axis: then nobody has to know by how many ranks to divide.
+is exact. The engine does this on every axis, so no code needs to know a number of ranks to divide by.
 """
 
 import torch
@@ -25,14 +25,14 @@ def data(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def gradient(inputs: torch.Tensor, targets: torch.Tensor, divide_by: float) -> torch.Tensor:
-    """Return the gradient of the loss sum over ``divide_by`` for a weight [5, 8] that all have."""
+    """Return the gradient of loss sum / ``divide_by`` for a weight [5, 8], the same on all ranks."""
     weight = torch.linspace(-1, 1, 40, dtype=torch.float64).view(5, 8).requires_grad_()
     (F.cross_entropy(inputs @ weight.T, targets, reduction="sum") / divide_by).backward()
     return weight.grad
 
 
 def on_a_rank() -> dict[str, torch.Tensor]:
-    """Compute both ways; every rank returns the same."""
+    """Return the gradient, computed in both ways; it is the same on every rank."""
     inputs, targets = data(dist.get_rank())
     means = gradient(inputs, targets, divide_by=len(targets))
     dist.all_reduce(means)  # a sum over ranks ...

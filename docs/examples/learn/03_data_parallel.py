@@ -3,8 +3,8 @@
     python docs/examples/learn/03_data_parallel.py
 
 Each rank has all weights and half of the sequences. Gradients are summed over ``dp`` before the update, so
-that the copies stay equal. A placement says so of every parameter: its block is the whole tensor, and along
-``dp`` it is *summed* (replicas have partial gradients). The optimizer's state is there twice: lesson 7.
+that the copies stay equal. Placements describe this: the block of a parameter is the whole tensor, and along
+``dp`` it is *summed* (replicas have partial gradients). Both ranks hold all optimizer state: see lesson 7.
 """
 
 from common import engine_of, largest_difference, same, train
@@ -15,7 +15,7 @@ DDP = ['parallel=[{use="ddp"}]']
 
 
 def describe():
-    """Return what rank 0 holds of one weight, and what a step sends."""
+    """Return a weight's placement, where it is summed, and how many gradients a step all-reduces."""
     engine, _ = engine_of(DDP)
     weight = next(p for p in engine.run.placed if p.placement.name == "layers.0.attn.q.weight")
     numbers = sum(p.parameter.numel() for p in engine.run.placed)

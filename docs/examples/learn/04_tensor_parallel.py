@@ -5,7 +5,7 @@
 A feed-forward is down(f(up(x))). Cut ``up`` by its outputs (COLUMN): each rank has some of the hidden
 numbers, all of x, and f needs no other rank. Cut ``down`` by its inputs (ROW), the same ones: each rank has
 a *partial sum* of the result, and one all-reduce completes it. Backward is the mirror image: one all-
-reduce, of the gradient of x. A model says which role each layer plays; the plugin ``tp`` cuts by roles.
+reduce, of the gradient of x. A model tags each layer with its role; the plugin ``tp`` shards by role.
 Source: Megatron-LM, arXiv 1909.08053.
 """
 

@@ -2,10 +2,10 @@
 
     python docs/examples/learn/06_experts.py
 
-A router gives each token to two of eight experts. Whoever is chosen learns, and is chosen more. DeepSeek-V3
-adds a bias to each expert's score *for choosing only*, and after each step lowers it where the load was
-above the mean, raises it where it was below: no loss pulls at the weights for it. With ``ep`` the experts
-lie on different ranks, and rows travel to them and back by all-to-all. Source: arXiv 2412.19437, section
+A router sends each token to two of eight experts. Experts that are chosen learn, and are chosen more often.
+DeepSeek-V3 adds a bias to each expert's score *for the choice only*, and after each step lowers it where the
+load was above the mean and raises it where it was below: this needs no loss term. With ``ep`` the experts
+are on different ranks, and all-to-alls send rows to them and back. Source: arXiv 2412.19437, section
 2.1.2.
 """
 
@@ -24,7 +24,7 @@ EP = [*MOE, 'parallel=[{use="ep_deepseek"}]', "topology.ep=2"]
 
 
 class Load(Monitor):
-    """Keeps the busiest expert's tokens over the mean, of every step."""
+    """Records the tokens of the busiest expert divided by the mean, for every step."""
 
     def __init__(self):
         self.worst = []
@@ -34,7 +34,7 @@ class Load(Monitor):
 
 
 def load(overrides):
-    """Return that number as a mean over the last ten steps."""
+    """Return the average of this ratio over the last ten steps."""
     engine, _ = engine_of(overrides)
     seen = Load()
     engine.events.monitors = (seen,)

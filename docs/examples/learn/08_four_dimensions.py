@@ -1,9 +1,9 @@
-"""Lesson 8: all of it at once. Look at: where each of eight ranks stands, and that no weight changes by it.
+"""Lesson 8: four dimensions at once. Look at: the coordinates of eight ranks, and that weights are equal.
 
     python docs/examples/learn/08_four_dimensions.py
 
 pp 2 x dp 2 x tp 2, and the experts of each stage spread over ranks of tp and dp (ep 2). Each plugin changed
-placements and nothing else: whoever sums gradients reads there along which dimensions a parameter is
+placements and nothing else: gradient synchronization reads from them over which dimensions a gradient is
 *summed*.
 """
 

@@ -1,10 +1,10 @@
-"""Lesson 9: FP8. Look at: one outlier ruins the digits of everybody who shares its scale.
+"""Lesson 9: FP8. Look at: one outlier ruins the precision of all numbers with the same scale.
 
     python docs/examples/learn/09_fp8.py
 
 E4M3 has 3 bits of mantissa and reaches from 2^-9 to 448. Numbers are multiplied by a scale that brings the
-largest of them to 448. With one scale for a whole tensor an outlier presses all others down to where steps
-are coarse, or to zero. DeepSeek-V3 gives each row of 128 numbers a scale of its own. Source: arXiv
+largest of them to 448. With one scale for a whole tensor an outlier moves all others to where the spacing
+is coarse, or to zero. DeepSeek-V3 gives each row of 128 numbers a scale of its own. Source: arXiv
 2412.19437, section 3.3.
 """
 

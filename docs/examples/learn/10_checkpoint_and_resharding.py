@@ -1,9 +1,9 @@
-"""Lesson 10: a checkpoint has no layout. Look at: saved by tp 2, it goes on over pp 2 and on one process.
+"""Lesson 10: a checkpoint has no layout. Look at: one of tp 2 is resumed with pp 2, and by one process.
 
     python docs/examples/learn/10_checkpoint_and_resharding.py
 
-Saved are blocks of global tensors, each with its name and where it begins: weights, both moments, the
-position in the data. Who loads asks for the blocks that *its* placements name, whatever they were cut into
+It holds blocks of global tensors, each with its name and offset: weights and both moments; and the
+position in the data. A load reads the blocks that *its* placements require, however tensors were sharded
 when saved.
 """
 

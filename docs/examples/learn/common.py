@@ -23,7 +23,7 @@ class Losses(Monitor):
 
 
 def engine_of(overrides, folder=None, resume=None):
-    """Return an engine on this rank for ``lesson.toml`` with lines laid over it, and its losses."""
+    """Return this rank's engine for ``lesson.toml`` with ``overrides``, and the list of its losses."""
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     found, losses = resolve_recipe(LESSON, overrides=overrides, ranks=ranks), Losses()
     engine = RuntimeEngine.from_recipe(
@@ -42,7 +42,7 @@ def train(overrides):
 
 
 def largest_difference(ranks, alone):
-    """Return the largest difference of any rank's block from where it lies in one process's weights."""
+    """Return the largest difference between a rank's block and the same block of one process."""
     (_, whole), worst = alone, 0.0
     weights = {name: weight for name, _, weight in whole}
     for _, blocks in ranks:

@@ -39,13 +39,13 @@ def build(config):
         raise NanotrainError(f"fsdp2: expected torch 2.13 or later, got {torch.__version__}")
 
     def no_view(out):
-        """Return a copy: torch's hook on a view would be lost where somebody writes to it."""
+        """Return a copy: torch's hook on a view would be lost if the view were modified in place."""
         return out.clone() if torch.is_tensor(out) else out
 
     class FSDP2(AllReduceGradients, Parallel):
         """AllReduceGradients reads the shards' gradients, and sums what is partial along other dimensions."""
 
-        begun = False  # whether a step is under way: of one that is broken off, torch keeps half
+        begun = False  # whether a step is in progress: if it is interrupted, torch keeps part of it
 
         def shard(self, part, placements, mesh):
             if mesh.device.type == "meta":
@@ -68,7 +68,7 @@ def build(config):
             kept = {each for each in part.parameters() if along.get(each) is None}
 
             def whole(module, dim="dp"):
-                """Shard what no module below has sharded."""
+                """Shard the parameters that no submodule has sharded."""
                 narrow = any(each.dtype.itemsize < 4 for each in module.parameters())
                 sums = MixedPrecisionPolicy(reduce_dtype=torch.float32 if narrow else None)
                 options = {"reshard_after_forward": True, "mp_policy": sums, "ignored_params": kept}
@@ -88,7 +88,7 @@ def build(config):
             for _, module, tag in tagged(part):
                 if tag.role is Role.BLOCK:
                     whole(module)
-            # torch looks for tensors:
+            # torch searches the output for tensors:
             part.register_forward_hook(lambda _, inputs, out: (out.value, out.losses))
             whole(part)
             part.register_forward_hook(lambda _, inputs, out: PartOutput(*out))

@@ -1,8 +1,8 @@
 """Muon: momentum of matrices, orthogonalised; AdamW for embeddings, head and vectors.
 
 Sources: Jordan et al., kellerjordan.github.io/posts/muon; Liu et al., arXiv 2502.16982, eq. 4, for its scale.
-It knows nothing of layouts. With `parallel=[{use="zero12"}]` its state is sharded, and tp splits matrices:
-`WholeTensors` makes whole what has to be.
+It is independent of layouts. With `parallel=[{use="zero12"}]` its state is sharded, and tp splits matrices:
+`WholeTensors` assembles those that must be whole.
 """
 
 import attrs
@@ -45,7 +45,7 @@ def build(config):
         return x if wide else x.mT
 
     class Update(torch.optim.Optimizer):
-        """Matrices get the gradients that `precondition` left; all else AdamW's step."""
+        """Applies the updates that `precondition` computed to matrices, and AdamW's to all else."""
 
         @torch.no_grad()
         def step(self):
@@ -65,7 +65,7 @@ def build(config):
 
     class Muon(MasterOptimizer):
         def options(self, slot):
-            """Say by its role what a parameter is: embeddings and head are matrices, too."""
+            """Return a parameter's options by its role: embeddings and the head are matrices, too."""
             matrix = len(slot.placement.global_shape) > 1
             muon = matrix and slot.placement.role not in (Role.VOCAB, Role.POSITION, Role.HEAD)
             return {"muon": muon, "weight_decay": config.weight_decay if matrix else 0.0}

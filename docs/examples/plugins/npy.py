@@ -66,7 +66,7 @@ def split(config, tokens, length):
 
 
 def survey(config, length):
-    """Say what a run will find, before any rank starts."""
+    """Return how many sequences there are, or what is wrong, before any rank starts."""
     try:
         train, held_out = split(config, opened(config), length)
     except DataError as error:
@@ -104,7 +104,7 @@ def build(config):
             return f"{len(self.tokens)} tokens of {config.path}"
 
         def encode(self, text):
-            """Take numbers for text: nobody has said which tokenizer made them."""
+            """Read `text` as token numbers: the tokenizer that made the file is not known."""
             return [int(word) for word in text.split()]
 
         def decode(self, tokens):

@@ -59,7 +59,7 @@ def build(config):
         needs_gradient_hooks, reads_dtensors = True, False
 
         def sums_after_backward(self, placed, span):
-            """What is complete only when several parts have run backward."""
+            """Return whether a gradient is complete only after several parts have run backward."""
             return bool(span.stages) or len(placed.parts) > 1
 
         def check(self, mesh):
@@ -104,14 +104,14 @@ def build(config):
             self.arrived.add(parameter)
 
         def backward_done(self, parameters):
-            """Give zeros, through autograd, to what the last backward did not reach: the reducer waits."""
+            """Pass zeros through autograd to parameters without a gradient: the reducer waits for all."""
             for ddp in self.ddps(parameters):
                 missing = [each for each in self.members[ddp] if each not in self.arrived]
                 if missing:
                     torch.autograd.backward(missing, [torch.zeros_like(each) for each in missing])
 
         def zero(self):
-            """Forget a last backward pass that was broken off, too: reducers wait for its gradients."""
+            """Also reset reducers, which wait for the gradients of an interrupted last backward pass."""
             for ddp in self.ddps(self._in_last_microbatch):
                 ddp.reducer._reset_state()
             super().zero()

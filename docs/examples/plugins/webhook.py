@@ -1,8 +1,8 @@
 """Posts what a run reports to an address, as JSON, from a thread that no step waits for.
 
 The body of a POST is `{"run": name, "lost": 0, "rows": [{"event", "time", "step", ...}]}`, oldest first. Rows
-that could not be posted wait for the next report, so a server may be away for a while; of more than `waiting`
-the oldest go, and the next body says in `lost` how many.
+that could not be posted are sent with the next report, so a server may be down for a while. Beyond `waiting`
+rows the oldest are dropped; `lost` in the next body is their number.
 """
 
 import time
@@ -28,7 +28,7 @@ class WebhookConfig:
 
 
 def check(recipe, config, layout):
-    """Refuse what is no address of a web server."""
+    """Reject a `url` that is not the address of a web server."""
     address = urlsplit(config.url)
     if address.scheme not in ("http", "https") or not address.hostname:
         index = next(number for number, each in enumerate(recipe.monitor) if each.config is config)

@@ -9,25 +9,25 @@ import torch
 
 
 class HostMemory:
-    """Copies at once, in the order of calls: for a device that is the host. CUDA's inherits from it."""
+    """Copies synchronously, for a CPU device; the base class of copiers for other devices."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     def copy_out(self, flat_N: torch.Tensor) -> Any:
-        """Begin to copy a tensor of one dimension to the host; return what :meth:`copy_back` takes."""
+        """Begin to copy a flat tensor [N] to the host; return a handle for :meth:`copy_back`."""
         return flat_N.clone()
 
     def copy_back(self, copied: Any) -> Callable[[], torch.Tensor]:
-        """Begin to copy it back; what is returned gives the tensor [N], for use on the current stream."""
+        """Begin to copy back; return a function that returns the tensor [N], usable on the current stream."""
         return copied.clone  # type: ignore[no-any-return]
 
 
 class PinnedMemory(HostMemory):
     """Copies on two side streams, one each way: neither the host nor the computation waits for them.
 
-    The device's memory of a tensor that was copied out is free for others once its copy is done
-    (``record_stream``). Pinned memory comes from torch's caching allocator, which waits in the same way.
+    Device memory of a tensor that is copied out can be reused once its copy is complete (``record_stream``).
+    Pinned memory is from torch's caching allocator, which also waits for copies before it reuses memory.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -62,14 +62,14 @@ class PinnedMemory(HostMemory):
 
 
 class NoMemory(HostMemory):
-    """Copies nothing, on ``meta``. A dry run takes pinned memory there for that of the host."""
+    """Allocates without copying, on ``meta``. A dry run counts pinned memory there as host memory."""
 
     def copy_out(self, flat_N: torch.Tensor) -> torch.Tensor:
-        """Take memory of the host."""
+        """Return a pinned ``meta`` tensor, which counts as host memory."""
         return torch.empty(flat_N.shape, dtype=flat_N.dtype, device=self.device, pin_memory=True)
 
     def copy_back(self, copied: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Take memory of the device again."""
+        """Return a function that returns a ``meta`` tensor, which counts as device memory."""
         came_back = torch.empty(copied.shape, dtype=copied.dtype, device=self.device)
         return lambda: came_back
 

@@ -1,8 +1,8 @@
-"""The component ``activation_offload``: what layers save for backward leaves the device until then.
+"""The component ``activation_offload``: tensors saved for backward are moved to host memory until then.
 
-Autograd's hooks copy it (``torch.autograd.graph.saved_tensors_hooks``). A layer's own forward hooks put them
-around its forward pass: outside of what is compiled, and under those of activation checkpointing, which
-decide first what is kept at all.
+Autograd's hooks copy them (``torch.autograd.graph.saved_tensors_hooks``). A layer's forward hooks install
+these hooks for its forward pass: outside the compiled region, and below the hooks of activation
+checkpointing, which first decide which tensors are saved at all.
 
 Source of the idea: Rajbhandari et al., "ZeRO-Infinity", arXiv 2104.07857, section 5.1.2.
 """
@@ -29,7 +29,7 @@ class ActivationOffload(Parallel):
         self.config = config
 
     def apply(self, part: nn.Module, placements: Placements, mesh: Mesh) -> nn.Module:
-        """Watch the layers of ``part``, but the last ones; placements stay as they are."""
+        """Offload what the layers of ``part`` save, except the last ones. Placements are unchanged."""
         layers, found = Layers(host_memory(mesh.device)), list(blocks(part))
         for number, block in enumerate(found):
             kept = number >= len(found) - self.config.keep
@@ -46,9 +46,9 @@ class Layers:
         self._last: tuple[int, SavedByLayer] | None = None
 
     def watch(self, block: nn.Module, number: int, least: float) -> None:
-        """Have what ``block``, the ``number``-th, saves in a forward pass offloaded, from ``least`` bytes on.
+        """Offload tensors of at least ``least`` bytes that ``block``, layer ``number``, saves in forward.
 
-        One that keeps everything is watched too: its backward pass brings back what the one before it saved.
+        A layer that keeps everything needs the hooks too: its backward copies back for the one before.
         """
 
         def begin(module: nn.Module, args: Any) -> None:

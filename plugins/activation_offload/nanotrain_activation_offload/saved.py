@@ -1,7 +1,7 @@
-"""What one forward pass of one layer saved for backward, on its way to the host and back.
+"""The tensors that one forward pass of one layer saves for backward: copied to the host, and back.
 
-A layer's tensors leave as they are saved. In backward the first that is wanted brings back all of its layer's
-and all of the layer before it, which backward reaches next: copies run one layer ahead.
+Tensors are copied to the host as they are saved. In backward the first use of one starts the copies of all
+tensors of its layer, and of the layer before it, which backward reaches next: copies are one layer ahead.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ CHANGED = (
 
 
 class Kept:
-    """A tensor that stays on the device. Autograd compares versions only where no hook packs tensors."""
+    """A tensor that stays on the device. With pack hooks autograd does not check versions; this does."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.version = tensor._version
-        self.kept = tensor.detach()  # with its history it would keep the operation alive that made it
+        self.kept = tensor.detach()  # otherwise it would keep the graph that made it alive
 
     def tensor(self) -> torch.Tensor:
         """Return it.
@@ -44,23 +44,23 @@ class Kept:
 
 
 class Region:
-    """Consecutive elements of a storage, which several saved tensors may be views of: copied once."""
+    """A contiguous range of a storage: copied once, even if several saved tensors are views of it."""
 
     def __init__(self, memory: HostMemory, saved: torch.Tensor) -> None:
         self.memory = memory
         self.version = saved._version
         self.saved: torch.Tensor | None = saved.detach()
-        """Until the layer's forward pass is over: whether it was changed shows in this alone."""
+        """Kept until the layer's forward pass ends, since only its version shows whether it was changed."""
         flat_N = self.saved.as_strided((saved.numel(),), (1,))
         self.storage = StorageWeakRef(flat_N.untyped_storage())  # type: ignore[no-untyped-call]
         self.copied: Any = self.memory.copy_out(flat_N)
         self._take: Callable[[], torch.Tensor] | None = None
 
     def check(self) -> None:
-        """Compare versions, and let the device's memory go.
+        """Check the version, and release the device memory.
 
         Raises:
-            RuntimeError: it was changed in place: its copy may have been under way.
+            RuntimeError: it was changed in place, possibly while it was being copied.
         """
         saved, self.saved = self.saved, None
         if saved is not None and saved._version != self.version:
@@ -81,7 +81,7 @@ class Region:
 
 
 class View:
-    """What autograd keeps in the place of a tensor."""
+    """The object that autograd saves in place of an offloaded tensor."""
 
     def __init__(self, region: Region, tensor: torch.Tensor) -> None:
         self.region, self.size, self.stride = region, tensor.shape, tensor.stride()
@@ -92,7 +92,7 @@ class View:
 
 
 class SavedByLayer:
-    """Of one forward pass of one layer."""
+    """The tensors saved in one forward pass of one layer."""
 
     def __init__(
         self, memory: HostMemory, least: float, weights: Collection[int], before: SavedByLayer | None
@@ -100,10 +100,10 @@ class SavedByLayer:
         """Nothing is saved yet.
 
         Args:
-            memory: what copies.
-            least: bytes of a tensor that is worth a copy.
-            weights: addresses of storages that stay on the device.
-            before: of the layer before, in the same pass of a microbatch.
+            memory: copies to the host and back.
+            least: smallest size in bytes of a tensor that is offloaded.
+            weights: storages that stay on the device, by :func:`place_of`.
+            before: the tensors saved by the layer before, in the same pass of a microbatch.
         """
         self.memory, self.least, self.weights, self.before = memory, least, weights, before
         # Autograd alone keeps regions alive, and drops each with the node that saved it.
@@ -122,13 +122,13 @@ class SavedByLayer:
             tensor._version,
         )
         region = self.regions.get(key)
-        # Memory of a tensor that has left may be another's by now, at the same address.
+        # The memory of an offloaded tensor may have been reused for another one, at the same address.
         if region is None or region.storage.expired():  # type: ignore[no-untyped-call]
             region = self.regions[key] = Region(self.memory, tensor)
         return View(region, tensor)
 
     def unpack(self, kept: View | Kept) -> torch.Tensor:
-        """Return the tensor that was saved, and begin with the next ones.
+        """Return the saved tensor, and begin to copy back those that backward needs next.
 
         Raises:
             RuntimeError: it was changed in place since.
@@ -137,7 +137,7 @@ class SavedByLayer:
         return kept.tensor()
 
     def check(self) -> None:
-        """Compare versions of what has left, at the end of the layer's forward pass, and free it.
+        """At the end of the forward pass, check versions of offloaded tensors; free their device memory.
 
         Raises:
             RuntimeError: a tensor that was saved was changed in place.
@@ -146,7 +146,7 @@ class SavedByLayer:
             region.check()
 
     def leaves(self, tensor: torch.Tensor) -> bool:
-        """Return whether ``tensor`` is a large activation: of the device, no weight, and dense in memory."""
+        """Return whether to offload ``tensor``: large, on the device, dense in memory, and not a weight."""
         return (
             type(tensor) is torch.Tensor
             and tensor.dtype in DTYPES
@@ -157,7 +157,7 @@ class SavedByLayer:
         )
 
     def bring_back(self) -> None:
-        """Begin to copy back what is there, and after it what the layer before saved."""
+        """Begin to copy back this layer's tensors, then those of the layer before it."""
         self._bring_own_back()
         if self.before is not None:
             self.before._bring_own_back()
@@ -172,13 +172,13 @@ class SavedByLayer:
 
 
 def place_of(tensor: torch.Tensor) -> int:
-    """Return what tells a tensor's memory from that of others; on ``meta`` none has an address."""
+    """Return a key of a tensor's storage: its address, or on ``meta``, where there is none, its object's."""
     storage = tensor.untyped_storage()
     return storage._cdata if tensor.is_meta else storage.data_ptr()
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Return whether the elements of a tensor fill as much memory, in whatever order, each once."""
+    """Return whether the elements of a tensor fill memory without gap or overlap, in any order of axes."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1 and stride != expected:

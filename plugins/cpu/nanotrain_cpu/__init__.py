@@ -1,4 +1,4 @@
-"""Everything that only makes a CPU faster: kernels, and exchanges through memory that ranks of a host share.
+"""Faster training on CPUs: kernels, and communication of ranks on one host through shared memory.
 
 The plugin's entry module: every ``nanotrain`` command imports it, so it never imports torch.
 """
@@ -27,7 +27,7 @@ class CPUKernelsConfig:
 
 
 def stays_eager(recipe: Recipe, config: CPUKernelsConfig, layout: Layout) -> Iterator[StaysEager]:
-    """Say that layers do: these functions look at memory and at counts of rows while they run."""
+    """Yield that layers are not compiled: these functions read memory layouts and row counts as they run."""
     yield StaysEager(Role.BLOCK, "its functions choose by sizes and memory as they run, which no graph holds")
 
 

@@ -3,8 +3,8 @@
 Shapes: B batch, S sequence, H query heads, G key and value heads, K size of a query and key, V size of a
 value, R query rows of one block, C keys that a block sees, N batch times key heads, each a matrix of its own.
 
-torch's CPU kernel works on small tiles, for which matrix units of a processor are too wide. Blocks of queries
-leave out most of what the causal mask hides.
+torch's CPU kernel uses tiles that are too small for the matrix units of a processor. Computing in blocks of
+queries skips most of the scores that the causal mask hides.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ def attention(
     scale: float | None = None,
     begins_BS: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return what :func:`nanotrain_core.models.ops.attention` does; of longer sequences, that itself.
+    """Return what :func:`nanotrain_core.models.ops.attention` does; calls it for long sequences.
 
-    Also where keys of earlier tokens were kept in a cache (text is generated without a backward pass), and of
-    documents that do not see one another.
+    It also calls it with cached keys of earlier tokens (generation needs no backward pass), and for documents
+    that do not attend to each other.
     """
     if begins_BS is not None:
         return TORCH.attention(q_BSHK, k_BSGK, v_BSGV, scale, begins_BS)
@@ -47,9 +47,9 @@ def attention(
 
 
 class _Short(torch.autograd.Function):
-    """Forward keeps every block's probabilities. Backward: Dao et al., arXiv 2205.14135, appendix B.2.
+    """Forward saves the probabilities of every block. Backward: Dao et al., arXiv 2205.14135, appendix B.2.
 
-    Every product fills storage of its own: those that go to a part of a larger tensor are made by torch one
+    Each product is written to a tensor of its own: into a part of a larger tensor, torch multiplies one
     matrix at a time, which takes twice as long.
     """
 
@@ -91,7 +91,7 @@ class _Short(torch.autograd.Function):
 
 
 def _add(x: torch.Tensor, total: torch.Tensor | None) -> torch.Tensor:
-    """Add ``x`` to the first keys of the sum so far; the last block, which comes first, sees all."""
+    """Add ``x`` to the first keys of ``total``; the last block, processed first, attends to all keys."""
     if total is None:
         return x
     total[:, : x.shape[1]].add_(x)

@@ -1,9 +1,9 @@
-"""A barrier for processes of one host, in memory they share: a meeting costs microseconds.
+"""A barrier for processes of one host, in shared memory: a meeting, one use of it, takes microseconds.
 
-gloo's sockets take a few hundred microseconds to say "I am here", which is most of the time of a small
-collective between ranks that share cores. Here every rank has one POSIX semaphore per other rank. To
-meet, it posts its own at everybody and waits for everybody's: what a fast rank posts for the next meeting
-adds up and is not lost. A semaphore orders memory, so what a rank wrote before is visible after.
+A barrier over gloo's sockets takes a few hundred microseconds, most of the time of a small collective between
+ranks that share cores. Here every rank has one POSIX semaphore for each other rank. At a meeting it posts to
+all other ranks and waits for a post from each of them; posts of a fast rank for the next meeting are counted,
+not lost. Semaphores order memory accesses: what a rank wrote before a meeting is visible to others after it.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ import torch.distributed as dist
 
 #: Bytes kept for one ``sem_t``; 32 in glibc, 16 in musl.
 SIZE = 64
-#: Times to look and let others run, before going to sleep: ranks that share a core meet without the
-#: kernel waking anybody.
+#: Number of polls before sleeping, with a yield of the core after each: ranks that share a core meet
+#: without a wake-up by the kernel.
 LOOKS = 20
 
-#: Seconds between looks where the C library cannot sleep by a clock that nobody sets.
+#: Seconds between polls if the C library cannot wait on the monotonic clock.
 NAP = 0.0005
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -53,10 +53,10 @@ class Meeting(Protocol):
 
 
 def open_meeting(shared: mmap.mmap, begin: int, group: dist.ProcessGroup, timeout: float) -> Meeting:
-    """Return a barrier in memory that all ranks have mapped, or else one of gloo's. Collective.
+    """Return a barrier in memory that all ranks have mapped, or one over gloo if it fails. Collective.
 
-    gloo's serves too where torch.distributed compares every collective (``DebugLevel.DETAIL``): it could
-    not see the other.
+    It is over gloo as well where torch.distributed checks every collective (``DebugLevel.DETAIL``), which it
+    cannot do for the other kind.
     """
     ranks = dist.get_process_group_ranks(group)
     rank = ranks.index(dist.get_rank())
@@ -75,13 +75,13 @@ class GlooMeeting(Meeting):
         self._tokens: deque[dist.Work] = deque()
 
     def announce(self) -> None:
-        """Begin to sum a number."""
+        """Begin an all-reduce of one number."""
         token = dist.all_reduce(torch.zeros(1), group=self.group, async_op=True)
         assert token is not None
         self._tokens.append(token)
 
     def wait(self) -> None:
-        """Return when the sum is there."""
+        """Wait for the oldest all-reduce that was begun."""
         self._tokens.popleft().wait()
 
 
@@ -99,14 +99,14 @@ class HostBarrier(Meeting):
 
         Args:
             shared: memory that all members have mapped.
-            begin: where the :meth:`size` bytes for this begin in it.
-            rank: this process's in the group.
+            begin: offset in ``shared`` of this barrier's :meth:`size` bytes.
+            rank: this process's rank in the group.
             names: the members' ranks in the run, for errors.
-            timeout: seconds until a rank that did not come is given up.
+            timeout: seconds to wait for a rank before an error is raised.
         """
         self.names, self.timeout = names, timeout
         self._lost = ""
-        """Why there can be no more meetings: after one that failed, counts differ between ranks for good."""
+        """Error text after a failed meeting, else empty: counts of ranks then differ, so none can follow."""
         self._memory = (ctypes.c_char * self.size(len(names))).from_buffer(shared, begin)
         self._others = [other for other in range(len(names)) if other != rank]
         self._out = [self._semaphore(other, rank) for other in self._others]
@@ -114,7 +114,7 @@ class HostBarrier(Meeting):
 
     @staticmethod
     def size(ranks: int) -> int:
-        """Return the bytes that so many ranks have to share."""
+        """Return the bytes of shared memory that a barrier of ``ranks`` ranks needs."""
         return SIZE * ranks * ranks
 
     def make(self) -> bool:
@@ -151,7 +151,7 @@ class HostBarrier(Meeting):
         return False
 
     def _sleep(self, other: int, semaphore: ctypes.c_void_p) -> None:
-        """Wait by the clock that nobody sets: a wall clock may jump."""
+        """Wait by the monotonic clock, since the wall clock may be changed."""
         until = time.monotonic() + self.timeout
         while not _wait_until(semaphore, until):
             if time.monotonic() >= until:
@@ -165,7 +165,7 @@ class HostBarrier(Meeting):
 
 
 def _wait_until(semaphore: ctypes.c_void_p, until: float) -> bool:
-    """Return whether somebody posted; false at ``until``, of the monotonic clock, or at a signal."""
+    """Wait until ``until`` (monotonic clock), or a signal, at most; return whether there was a post."""
     if not SLEEPS:
         time.sleep(NAP)
         return bool(_libc.sem_trywait(semaphore) == 0)

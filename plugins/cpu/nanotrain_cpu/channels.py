@@ -1,7 +1,7 @@
 """Messages from one rank to another of the same host, through memory that they share.
 
-gloo has a thread of its own on either side of a message, and it must get a core from the thread that
-computes: between busy ranks that takes up to milliseconds, where the copies take some 30 microseconds.
+gloo uses a separate thread on either side of a message, which competes for a core with the thread that
+computes: between busy ranks a message takes up to milliseconds, while copying it takes about 30 us.
 
 A channel goes one way and has a slot for every message of a step. One semaphore counts what was written,
 another what was read.
@@ -49,7 +49,7 @@ class Channel:
         return STAMP + tensor.nbytes <= self._slot
 
     def send(self, tensor: torch.Tensor, number: int) -> None:
-        """Write a message into a slot of its own; wait only for what an earlier step had there to be read."""
+        """Write a message to the next slot; wait only until an earlier step's was read."""
         while self._unread > self._turn:
             self.barrier.wait()
             self._unread -= 1
@@ -94,10 +94,10 @@ def _form_of(tensor: torch.Tensor) -> int:
 
 
 def open_channels(ends: Ends, group: dist.ProcessGroup, timeout: float) -> dict[Key, Channel]:
-    """Return this rank's ends of channels, none on every rank if there cannot be any. Collective.
+    """Return this rank's ends of channels; empty on every rank if channels are not possible. Collective.
 
-    There are none between hosts, without memory to share, and where torch.distributed checks what ranks send
-    one another (``DebugLevel.DETAIL``), which it could not do here.
+    They are not possible between hosts, without shared memory, and where torch.distributed checks messages
+    between ranks (``DebugLevel.DETAIL``), which it cannot do for these.
 
     Args:
         ends: of every channel, in the same order on every rank.

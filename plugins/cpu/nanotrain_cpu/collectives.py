@@ -1,11 +1,11 @@
 """Small collectives through memory that the ranks of one host share, where gloo would wait for sockets.
 
-Each rank writes its operand into a buffer that all can read, meets the others
-(:mod:`nanotrain_cpu.barrier`), and takes what it needs from everybody's. Two buffers
-are used in turn: whoever comes to a meeting has read what was written before the last one, so the
-buffer of the last but one is free. Tensors larger than a buffer go through it in pieces.
+Each rank writes its operand to a buffer that all ranks can read, waits at a barrier
+(:mod:`nanotrain_cpu.barrier`), and reads what it needs from the buffers of all ranks. Two buffers are used in
+turn: a rank that arrives at a barrier has read all that was written before the previous one, so the buffer
+used before that is free. Tensors larger than a buffer are processed in pieces.
 
-Every rank adds in the order of ranks, so that all end with the same bits.
+Every rank adds in rank order, so that results are bitwise equal on all ranks.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class HostCollectives:
 
     @classmethod
     def open(cls, group: dist.ProcessGroup, timeout: float) -> HostCollectives | None:
-        """Return the group's, or None on every rank if there are none. Collective over the group.
+        """Return the collectives of a group, or None on every rank if they are not possible. Collective.
 
-        There are none between hosts, without memory to share, and where torch.distributed checks every
-        collective (``DebugLevel.DETAIL``), which it could not do for these.
+        They are not possible between hosts, without shared memory, and where torch.distributed checks every
+        collective (``DebugLevel.DETAIL``), which it cannot do for these.
 
         Args:
             group: on the CPU.
@@ -82,14 +82,14 @@ class HostCollectives:
         return out
 
     def _exchange(self, flat: torch.Tensor) -> Iterator[tuple[list[torch.Tensor], int, int]]:
-        """Yield everybody's part of ``flat``, piece by piece, with where it begins and ends."""
+        """Yield, for consecutive pieces of ``flat``: the piece of every rank, its begin and its end."""
         width = BUFFER // flat.element_size()
         for begin in range(0, len(flat), width):
             end = min(begin + width, len(flat))
             yield self._swap(flat[begin:end]), begin, end
 
     def _swap(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Return everybody's ``flat``, which fits a buffer: views that hold until the next but one swap."""
+        """Return every rank's ``flat``, which must fit a buffer: views, valid until the second next swap."""
         bytes_used = flat.numel() * flat.element_size()
         rows = [buffer[self._turn, :bytes_used].view(flat.dtype) for buffer in self.buffers]
         self._turn = 1 - self._turn

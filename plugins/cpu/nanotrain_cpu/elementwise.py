@@ -1,4 +1,4 @@
-"""RMSNorm and RoPE with backward passes that are written out: fewer passes over memory than autograd derives.
+"""RMSNorm and RoPE with explicit backward passes, which pass over memory less often than autograd's.
 
 Shapes: ... any leading dimensions, N rows, as many as they have together, D width, B batch, S sequence,
 H heads, K size of a head.
@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from nanotrain_core.api.torch import TORCH
 
-#: Numbers of an input to a norm below which calls cost more than passes over memory: autograd's are cheaper.
+#: Elements of a norm's input below which call overhead dominates memory traffic: autograd is faster there.
 FEW = 2**15
 
 

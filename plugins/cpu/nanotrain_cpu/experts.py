@@ -1,4 +1,4 @@
-"""SwiGLU experts, stacked: all products of the rows of one expert while they are in the cache, or in batches.
+"""Stacked SwiGLU experts: all GEMMs of one expert while its rows are in cache, or batched over experts.
 
 Shapes: N rows sorted by expert, E experts on this rank, D width, F width of one expert on this rank.
 """

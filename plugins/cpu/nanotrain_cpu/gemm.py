@@ -1,4 +1,4 @@
-"""The products of linear layers and experts apart, for whoever needs them so: :class:`CPUGEMM`.
+"""Forward, dgrad and wgrad of linear layers and experts as separate GEMMs: :class:`CPUGEMM`.
 
 Shapes: M rows, K inputs, N outputs; of stacked weights E.
 """
@@ -87,9 +87,9 @@ class CPUGroupedGEMM:
 
 
 def use_faster_products(part: nn.Module, passes: Passes) -> None:
-    """Have float32 linear layers of ``part`` that compute by themselves compute with :class:`CPUGEMM`.
+    """Use :class:`CPUGEMM` for the float32 linear layers of ``part`` that have no GEMM backend.
 
-    None does where the processor has nothing faster than what ``nn.Linear`` calls.
+    Does nothing on processors where no library is faster than the one that ``nn.Linear`` calls.
     """
     if onednn_is_faster_from() == float("inf"):
         return

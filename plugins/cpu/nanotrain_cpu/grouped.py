@@ -1,8 +1,8 @@
 """The matrix products of stacked experts, one by one or all in a batch.
 
-oneDNN, which makes the bfloat16 ones, takes 2.5 ms for what it has to prepare for every new shape, and 20 us
-for every product, half of the time of a small one: rows are filled up with zeros to a multiple that leaves
-few shapes, and small products are made in one batch.
+oneDNN, which computes bfloat16 products, takes 2.5 ms to prepare each new shape, and 20 us of overhead for
+each product, half of the time of a small one. So rows are padded with zeros to a multiple, which leaves few
+shapes, and small products are computed in one batch.
 
 Shapes: N rows sorted by expert, E experts on this rank; of one of their weights, A inputs, B outputs.
 """
@@ -14,13 +14,13 @@ import torch.nn.functional as F
 
 from nanotrain_cpu.matmul import matmul, onednn_is_faster_from
 
-#: Rows of an expert are filled up to a multiple of this, or of about a 16th of their mean number.
+#: Rows of an expert are padded to a multiple of this, or of about 1/16 of the mean rows per expert.
 MULTIPLE = 16
 
-#: Multiplications of an expert's product up to which all experts' are one batch.
+#: Multiplications of one expert's product up to which the products of all experts are batched.
 SMALL = 2**26
 
-#: The most that filling them all up alike may add to their rows.
+#: Largest ratio of padded to actual rows for which products are batched.
 FILLING = 1.25
 
 
@@ -42,7 +42,7 @@ class OneByOne:
         return list(weight_EBA.unbind())
 
     def room(self, like_NA: torch.Tensor, width: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Return memory for a result of so many columns, and where in it each piece goes."""
+        """Return memory for a result with ``width`` columns, and the view of it for each piece."""
         memory = like_NA.new_empty(sum(self.padded), width)
         return memory, list(torch.split(memory, self.padded))
 
@@ -71,9 +71,9 @@ class OneByOne:
 
 
 class Batched:
-    """One piece [E, R, ...]: the rows of all experts, filled up with zeros to R, as many for each.
+    """One piece [E, R, ...]: the rows of all experts, padded with zeros to R rows each.
 
-    Methods as of :class:`OneByOne`.
+    See :class:`OneByOne` for the methods.
     """
 
     def __init__(self, counts: list[int], multiple: int) -> None:
@@ -141,7 +141,7 @@ def _filled(count: int, multiple: int) -> int:
 
 
 def _multiple(rows_NA: torch.Tensor, weight_EBA: torch.Tensor) -> int:
-    """Return what to fill an expert's rows up to: where oneDNN will make the products, more than 1."""
+    """Return the multiple to which an expert's rows are padded; 1 if oneDNN does not compute the products."""
     if rows_NA.dtype == torch.float64:
         return 1
     mean = len(rows_NA) // len(weight_EBA)

@@ -30,7 +30,7 @@ from nanotrain_cpu.transport import SharedMemoryTransport
 #: Logits that stay in the processor's cache from one pass over them to the next.
 IN_CACHE = Chunks(logits=2**20, tokens=256)
 
-#: What makes a training step faster than plain PyTorch's on a CPU: the README has the figures.
+#: Functions that make a training step on a CPU faster than plain PyTorch: the README has measurements.
 FASTER = replace(
     TORCH,
     attention=attention,

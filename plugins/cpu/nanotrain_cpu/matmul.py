@@ -1,10 +1,10 @@
 """Matrix products through the faster of the two libraries that PyTorch has on a CPU.
 
-On AMD processors PyTorch's float32 products run in MKL, which leaves half of a Zen 5's vector units idle,
-while oneDNN, there for bfloat16, uses them all: 220 GFLOP/s against 97 on one core. It starts more slowly, so
-that small products are not made there. A Zen 4 has half of these units: oneDNN is ahead by 5 to 10% in large
-products, but not where the left side is a transposed view, as in the gradient of a weight. The choice is that
-of the processor's family alone: ranks on equal processors round alike.
+On AMD processors PyTorch computes float32 products with MKL, which leaves half of a Zen 5's vector units
+idle. oneDNN, which PyTorch has for bfloat16, uses all of them: 220 instead of 97 GFLOP/s on one core. It has
+more overhead per call, so small products stay with MKL. A Zen 4 has half of these units: there oneDNN is 5 to
+10% faster for large products, but not if the left operand is a transposed view, as for wgrad. Apart from
+shapes, the choice depends on the processor's family alone, so that ranks on equal processors round alike.
 
 Shapes: M rows, K inputs, N outputs.
 """
@@ -20,7 +20,7 @@ import torch
 
 from nanotrain_core.api.torch import torch_matmul
 
-#: Multiplications from which oneDNN is faster, by the family of an AMD processor: from Zen 5 on, and before.
+#: AMD's family number of Zen 5; multiplications from which oneDNN is faster: from Zen 5 on, and before it.
 ZEN5, LARGE, LARGER = 26, 2**21, 3 * 2**23
 
 
@@ -63,9 +63,9 @@ def _prefers_onednn(left: torch.Tensor, multiplications: int) -> bool:
 
 @functools.cache
 def onednn_is_faster_from() -> float:
-    """Return the multiplications of a float32 product from which oneDNN is faster; infinity: never.
+    """Return the number of multiplications from which oneDNN is faster for a float32 product.
 
-    That is where MKL does not neglect this processor, or this build of PyTorch has no oneDNN.
+    It is infinity on processors other than AMD's, and if this build of PyTorch has no oneDNN.
     """
     processors = Path("/proc/cpuinfo")
     text = processors.read_text(encoding="utf-8") if processors.is_file() else ""

@@ -1,4 +1,4 @@
-"""Keeps freed memory in the process, where a training step finds it again a moment later, in huge pages."""
+"""Keeps freed memory in the process, in huge pages, since a training step soon allocates it again."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ MADV_HUGEPAGE = 14
 
 LARGE_PAGE = 2**21
 
-#: Memory that huge pages are asked for. It is address space alone until tensors fill it.
+#: Bytes for which huge pages are requested; until tensors use them they are only address space.
 IN_LARGE_PAGES = 2**30 - 2**20
 
 
 def keep_freed_memory() -> None:
-    """Tell glibc's malloc not to hand freed tensors back to the kernel; nothing on other systems.
+    """Configure glibc's malloc not to return freed memory to the kernel; no effect on other systems.
 
     By default every tensor above a few megabytes is new memory, whose pages the kernel must clear: 7,000 page
     faults in a step of a small Llama, and 3 to 5% of its time.
@@ -34,10 +34,10 @@ def keep_freed_memory() -> None:
 
 
 def ask_for_large_pages(libc: ctypes.CDLL) -> None:
-    """Ask the kernel for pages of 2 MB where malloc will put tensors, if it gives them to who asks.
+    """Request pages of 2 MB for the memory that malloc will use for tensors, if the kernel allows requests.
 
-    In pages of 4 kB a processor spends 5 to 8% of a training step on looking up where they are. Malloc keeps
-    what it is given back here at the end of its heap.
+    With pages of 4 kB, address translation takes 5 to 8% of a training step. Malloc keeps the memory that is
+    freed here at the end of its heap.
     """
     libc.malloc.restype = ctypes.c_void_p
     memory = libc.malloc(ctypes.c_size_t(IN_LARGE_PAGES))

@@ -1,8 +1,8 @@
 """Exchanges through memory that the ranks of one host share, in place of gloo's sockets.
 
 Each rank writes where the others can read. An all-reduce takes two passes, as a ring all-reduce does:
-rank r adds up the r-th chunk of everybody's buffer in its own, then everybody copies the summed chunks.
-Nothing passes through the kernel, and since one rank adds each element, all end with the same bits.
+rank r sums the r-th chunk of all buffers into its own, then every rank copies the summed chunks. No data
+passes through the kernel, and since one rank sums each element, results are bitwise equal on all ranks.
 
 :class:`SharedRing` has several small buffers and uses them in turn, so that a rank seldom waits for the
 others: reduce-scatter and all-gather of large tensors go through it piece by piece, in cache.
@@ -29,7 +29,7 @@ from nanotrain_cpu.barrier import HostBarrier, Meeting, open_meeting
 
 #: Where Linux keeps files that are only memory.
 MEMORY = Path("/dev/shm")
-#: The beginning of the names that ranks give theirs, for as long as the others have not opened them.
+#: Prefix of the names of these files, which are removed once all ranks have opened them.
 PREFIX = "nanotrain-shared-"
 
 #: Seconds within which a rank has locked the file that it created.
@@ -37,7 +37,7 @@ NEW = 60.0
 
 log = structlog.get_logger("nanotrain.memory")
 _told: list[str] = []
-"""Ranks that had too little, once that was logged: a run asks for memory many times."""
+"""Ranks with too little memory, if that was logged: a process logs it once, not at every request."""
 
 
 class SharedBuffers:
@@ -128,7 +128,7 @@ class SharedRing:
             read(turn.buffers)
 
     def forget(self) -> None:
-        """Leave unread what a step that was broken off, on all ranks, has sent."""
+        """Discard what an interrupted step has sent, without reading it. All ranks must call it."""
         if self._flying is not None:
             self._flying = (lambda _: None, self._flying[1])
 
@@ -163,10 +163,10 @@ def all_gather(buffers: Sequence[torch.Tensor], into: torch.Tensor, rank: int) -
 def map_for_all(size: int, group: dist.ProcessGroup) -> list[mmap.mmap] | None:
     """Return ``size`` bytes of every rank of the group, by rank, that all of them can read and write.
 
-    None on every rank if any rank cannot reach all of them: ranks on several hosts, or with too little
-    memory to share, are found by trying. Of too little the group's first rank warns, once. Collective.
-    The files have no name any more when this returns, so nothing outlives the ranks. What ranks leave that
-    are killed before that, :func:`sweep` finds.
+    Returns None on every rank if any rank cannot map all of them, as with several hosts or too little memory;
+    for too little memory, the group's first rank logs one warning. Collective. The files are unlinked when
+    this returns, so that nothing outlives the ranks. :func:`sweep` deletes files of ranks that were killed
+    before that.
     """
     file = _create(size)
     path = None if file is None else file.name
@@ -187,8 +187,8 @@ def map_for_all(size: int, group: dist.ProcessGroup) -> list[mmap.mmap] | None:
 def sweep(folder: Path) -> None:
     """Delete the files that killed ranks of this user have left in ``folder``.
 
-    A rank holds a lock on its file, which ends with the process. One without has just been created, or its
-    rank is gone: it is left alone for a minute.
+    A rank holds a lock on its file until its process ends. A file without a lock was just created, or its
+    rank is gone: it is deleted if it is more than a minute old.
     """
     for path in folder.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError), path.open("rb") as file:
@@ -211,7 +211,7 @@ def _tell_of_sockets(ranks: str, size: int) -> None:
 
 
 def _create(size: int) -> IO[bytes] | None:
-    """Make a file of ``size`` bytes in memory that really are there, locked; None if that cannot be had."""
+    """Create a locked in-memory file with ``size`` bytes allocated; None if that is not possible."""
     if not MEMORY.is_dir():
         return None
     sweep(MEMORY)

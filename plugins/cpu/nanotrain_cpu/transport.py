@@ -1,7 +1,7 @@
 """The transport between ranks of one host: through memory that they share, where gloo would use sockets.
 
-Between hosts, without memory to share, and for what torch.distributed is to check (``DebugLevel.DETAIL``)
-it does what the core's does. Ranks decide that together, by trying.
+Between hosts, without shared memory, and where torch.distributed checks collectives (``DebugLevel.DETAIL``),
+it behaves as the core's transport. Ranks determine together, by trying, which of the two applies.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class SharedMemoryTransport(Transport):
 
 
 class SharedMemoryExchange(GlooExchange):
-    """Collectives of one group. The cores that would exchange in the background are those that compute."""
+    """Collectives of one group. Background ones would need the cores that compute, so there are none."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout: float) -> None:
         super().__init__(group, device)
@@ -101,13 +101,13 @@ def _done(result: torch.Tensor) -> torch.Tensor:
 
 
 class SharedBuffer(Buffer):
-    """Summed when it is waited for: nothing goes on in the background."""
+    """A buffer that is summed in the wait for its sum: nothing runs in the background."""
 
     def __init__(self, buffers: SharedBuffers) -> None:
         self.buffers, self.flat = buffers, buffers.mine
 
     def all_reduce(self) -> Pending:
-        """Return what sums."""
+        """Return a function that computes and returns the sum. Collective when called."""
         return self._sum
 
     def _sum(self) -> torch.Tensor:
@@ -143,7 +143,7 @@ class SharedBuckets(BucketExchange):
 
 
 class SharedMemoryMessages(Messages):
-    """Messages that find a place in a channel go through it, all others, and descriptions, over gloo."""
+    """Messages that fit in a channel are sent through it; others, and descriptions, over gloo."""
 
     def __init__(self, owners: Sequence[int], mesh: Mesh) -> None:
         self.channels: dict[tuple[str, int], Channel] = {}
@@ -158,7 +158,7 @@ class SharedMemoryMessages(Messages):
         self.channels = open_channels(ends, group, self.mesh.timeout.total_seconds())
 
     def _channel(self, key: MessageKey, tensor: torch.Tensor) -> Channel | None:
-        """Return what such a tensor goes through, if anything."""
+        """Return the channel for ``tensor``, or None if it must be sent over gloo."""
         way, edge, number = key
         channel = self.channels.get((way, edge)) if number >= 0 else None
         return channel if channel and channel.holds(tensor) else None

@@ -22,7 +22,7 @@ class CUDAKernels(Kernels):
         self.config = config
 
     def ops(self, device: torch.device) -> Ops:
-        """Return plain PyTorch, but for experts' rows: Triton permutes them on a GPU, indexing elsewhere.
+        """Return PyTorch's functions; experts' rows are permuted by Triton on a GPU, by indexing elsewhere.
 
         Raises:
             NanotrainError: on a GPU without Triton.

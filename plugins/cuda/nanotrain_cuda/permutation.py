@@ -1,9 +1,9 @@
-"""Rows between tokens and experts: each way one kernel, as operators that stand in a compiled graph.
+"""Permutation of rows between tokens and experts: one kernel each way, as operators of a compiled graph.
 
-Both directions walk over tokens, never over rows. A token's row is read once and written to its C places, or
-its C rows are gathered and added up in float32 in the order its router named them: no atomics, the same bits
-each time. Where numbers are on a GPU, or in Triton's interpreter, Triton's kernels do it; on a CPU, plain
-indexing, which is also the definition that tests compare the kernels with.
+Both directions iterate over tokens, not over rows. A token's row is read once and written to its C places, or
+its C rows are gathered and summed in float32 in the order of the router's choices: without atomics, so that
+results are deterministic. On a GPU, or in Triton's interpreter, they are Triton kernels; on a CPU, plain
+indexing, which is also the reference for the tests of the kernels.
 
 Shapes: T tokens, C experts chosen for each, N = T C rows, D width; ``back`` [N]: the row of each token's
 choices, a permutation.
@@ -37,7 +37,7 @@ def _in_triton(x: Tensor) -> bool:
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """Return what numbers are added up in."""
+    """Return the dtype of sums, at least float32."""
     return torch.promote_types(dtype, torch.float32)
 
 

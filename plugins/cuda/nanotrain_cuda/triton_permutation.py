@@ -28,7 +28,7 @@ def spread_rows(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     SUM: tl.constexpr,
 ):
-    """Read a token's row, write it to its places; with weights times each, and its products with outputs."""
+    """Write a token's row to its places; with weights, times each, and write the gradients of the weights."""
     t = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + t * D + d, mask=d < D, other=0.0)
@@ -56,7 +56,7 @@ def add_up_rows(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     SUM: tl.constexpr,
 ):
-    """Add up a token's rows, with weights times each."""
+    """Sum a token's rows; with weights, each row times its weight."""
     t = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), SUM)
@@ -83,7 +83,7 @@ def spread(x_TD: torch.Tensor, back_N: torch.Tensor, chosen: int) -> torch.Tenso
 def add_up(
     rows_ND: torch.Tensor, back_N: torch.Tensor, chosen: int, weights_TC: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return each token's sum [T, D]; with weights of its rows times each."""
+    """Return the sum of each token's rows [T, D]; with weights, each row times its weight."""
     y = rows_ND.new_empty(len(back_N) // chosen, rows_ND.shape[1])
     if y.numel():
         weights = None if weights_TC is None else weights_TC.contiguous()

@@ -1,8 +1,8 @@
 """The kernel of :mod:`~nanotrain_cuda.top_k`. Imported only where Triton is.
 
-One warp holds a token's scores. They are compared as integers in the order of the numbers, so that NaN has a
-place, each expert is chosen once, and none that does not exist: an index that is out of range would be read
-and written with later.
+One warp holds a token's scores. They are compared as integers of the same order, so that NaN has a defined
+rank, and each expert is chosen at most once, never one that does not exist: later kernels would access memory
+out of bounds with its index.
 
 Shapes: T tokens, E experts, K chosen per token, G groups of S consecutive experts.
 """
@@ -26,7 +26,7 @@ def ordered(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def number_of(key):  # type: ignore[no-untyped-def]
-    """Return the float32 of which :func:`ordered` makes ``key``."""
+    """Return the float32 number for which :func:`ordered` returns ``key``."""
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 

@@ -55,7 +55,7 @@ class Bucket:
         self.reset()
 
     def reset(self) -> None:
-        """Wait for every gradient again."""
+        """Drop a pending all-reduce, and mark the gradients of all parameters as missing."""
         self.pending, self.missing = None, set(self.parameters)
 
 

@@ -231,7 +231,7 @@ def check_deepseek(recipe: Recipe, config: DeepSeekConfig, layout: Layout) -> It
 
 
 def experts_captured(recipe: Recipe, config: DeepSeekConfig, layout: Layout) -> Iterator[NotCaptured]:
-    """Only in bfloat16 does one kernel multiply all experts' rows, whose numbers the host does not learn."""
+    """Yield what is not captured: only bfloat16 has an expert kernel without row counts on the host."""
     precision = recipe.precision.use
     if not config.moe_layers:
         return

@@ -134,7 +134,7 @@ class DeepSeekNames(HFMapping):
 
 
 def _kind(c: DeepSeekConfig) -> str:
-    """Return the class that computes the same: V2's never divides weights by their sum."""
+    """Return the model type that computes the same; V2's class never divides weights by their sum."""
     if c.score == "sigmoid":
         return _V3
     return _MISTRAL if c.normalize_weights and c.moe_layers else _V2
@@ -198,7 +198,7 @@ def _method(c: DeepSeekConfig) -> str:
 
 
 def _further(f: Mapping[str, Any], layers: int, tensors: Collection[str]) -> int:
-    """Return the number of modules for further tokens: files may lack those in the config."""
+    """Return the number of MTP modules in the files, which may lack those that the config lists."""
     key = "num_nextn_predict_layers" if "num_nextn_predict_layers" in f else "num_mtp_layers"
     promised = min(expect_size(f, key), len(tensors) + 1) if f.get(key) else 0
     there = sum(f"model.layers.{layers + depth}.eh_proj.weight" in tensors for depth in range(promised))

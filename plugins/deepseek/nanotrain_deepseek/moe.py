@@ -20,7 +20,7 @@ from nanotrain_deepseek.router import Router
 
 
 class Once:
-    """Calls a module once, the first time that it is asked: while rows travel to their experts, or after."""
+    """Calls a module once, at the first call: while rows are in flight to experts, or afterwards."""
 
     def __init__(self, module: nn.Module, x: torch.Tensor) -> None:
         self.module, self.x = module, x

@@ -167,7 +167,7 @@ def sort_arrivals(arrivals_QPL: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def anchor_of(module: nn.Module, rows: torch.Tensor) -> torch.Tensor | None:
-    """Return a tensor that ties the combine to the graph even if ``compute`` does not; None without grad."""
+    """Return a tensor that keeps combine in the graph even if ``compute`` is not in it; None: no grad."""
     if rows.requires_grad:
         return rows
     return next((p for p in module.parameters() if p.requires_grad), None)

@@ -23,7 +23,7 @@ from nanotrain_core.api import (
 
 __version__ = "0.1.0"
 
-#: Of each format, the block sizes there are; the first is the usual one.
+#: Supported block sizes of each format; the first is the default.
 BLOCKS = {"nvfp4": (16,), "nf4": (64, 32, 16), "bf16": (1,)}
 
 
@@ -54,22 +54,22 @@ class FP4MasterConfig:
 
     @property
     def form(self) -> str:
-        """The format, where it was not said too."""
+        """The format in effect: ``format``, or the default of the variant if that is unset."""
         return self.format or ("bf16" if self.variant == "remainder" else "nvfp4")
 
     @property
     def weights(self) -> str:
-        """What low weights are, in words."""
+        """Format and block size of low-bit weights as text, for messages and checkpoints."""
         return self.form if self.form == "bf16" else f"{self.form} in blocks of {self.block}"
 
     @property
     def block(self) -> int:
-        """The block size, where it was not said too."""
+        """The block size in effect: ``block_size``, or the default of the format if that is unset."""
         return BLOCKS[self.form][0] if self.block_size is None else self.block_size
 
 
 def check(recipe: Recipe, config: FP4MasterConfig, layout: Layout) -> Iterator[Problem]:
-    """Refuse what formats do not have, and error feedback without a momentum."""
+    """Reject unsupported formats and block sizes, an empty ``roles``, and ``eco`` without momentum."""
     sizes = BLOCKS[config.form]
     if config.variant == "remainder" and config.form != "bf16":
         text = (
@@ -94,8 +94,8 @@ def check(recipe: Recipe, config: FP4MasterConfig, layout: Layout) -> Iterator[P
 
 
 def supports_for(config: FP4MasterConfig) -> Mapping[str, Support]:
-    """Return what variants do not promise, as the harness words it."""
-    if config.variant == "naive":  # the control: nothing keeps what rounding loses
+    """Return the properties, by their names in the conformance harness, that the variant does not have."""
+    if config.variant == "naive":  # the baseline for comparison: rounding errors are lost
         return {"keeps_small_updates": Support.UNSUPPORTED}
     if config.variant == "eco" and config.form != "bf16":  # at random, so that errors are zero in the mean
         return {"rounds_to_nearest": Support.UNSUPPORTED}
@@ -103,7 +103,7 @@ def supports_for(config: FP4MasterConfig) -> Mapping[str, Support]:
 
 
 def stays_eager(recipe: Recipe, config: FP4MasterConfig, layout: Layout) -> Iterator[StaysEager]:
-    """Say that layers with packed weights do."""
+    """Yield that layers with packed weights are not compiled."""
     if config.packed and config.form != "bf16":
         yield StaysEager(Role.BLOCK, "packed weights are unpacked for each product, which no graph holds")
 

@@ -1,8 +1,8 @@
-"""Masters of bfloat16 weights: the parameter is the upper half of a float32 number, they keep the lower.
+"""Masters of bfloat16 weights: the parameter is the upper half of a float32 number, the master the lower.
 
-A float32 number is 16 bits of bfloat16 and 16 more, so *all* of it takes 16 bits beside the weight, and
-eight of them give a master with 15 bits of mantissa. Both are arithmetic on the bits as integers, which
-grow with the number.
+A float32 number consists of the 16 bits of a bfloat16 number and 16 more. Storing all of these 16 bits is
+exact; storing eight of them gives a master with 15 bits of mantissa. Both use integer arithmetic on the bits,
+which as integers have the order of the magnitudes.
 
 Source: the exact form is Transformer Engine's; eight bits beside bfloat16 are FlashOptim's, arXiv 2602.23349,
 algorithm 1, here at 1/128 of half the distance between bfloat16 numbers in place of 1/127 so that it is
@@ -26,15 +26,15 @@ def bits_of(value: torch.Tensor) -> torch.Tensor:
 
 
 def upper(weight: torch.Tensor) -> torch.Tensor:
-    """Return bfloat16 numbers as the int32 of the same float32 numbers."""
+    """Return the bits, as int32, of bfloat16 numbers converted to float32."""
     return weight.view(torch.int16).to(torch.int32) << 16
 
 
 class Remainder(MasterWeight):
     """All 16 bits: the master is a float32 number, bit for bit.
 
-    The parameter is that number rounded to nearest, but away from zero where it lies in the middle: sixteen
-    bits cannot tell both middles beside an even number.
+    The parameter is that number rounded to nearest, with ties away from zero. With ties to even, the two
+    midpoints next to an even number would have the same parameter and the same 16 bits of remainder.
     """
 
     bytes_beside = 2.0
@@ -44,13 +44,13 @@ class Remainder(MasterWeight):
         self.remainder = torch.zeros_like(weight, dtype=torch.int16)
 
     def load(self) -> torch.Tensor:
-        """Put the halves together."""
+        """Return the float32 master, joined from both halves."""
         return (upper(self.weight) + self.remainder).view(torch.float32)
 
     def store(self, value: torch.Tensor) -> None:
-        """Take them apart."""
+        """Split float32 ``value`` into the parameter and the remainder."""
         bits = bits_of(value)
-        self.remainder.copy_(bits)  # the lower half, as a signed number: upwards the parameter is one more
+        self.remainder.copy_(bits)  # the lower half, signed: negative if the magnitude was rounded up
         self.weight.view(torch.int16).copy_((bits + 2**15) >> 16)
 
     def state(self) -> Mapping[str, torch.Tensor]:
@@ -59,8 +59,8 @@ class Remainder(MasterWeight):
 
 
 class Residual8(MasterWeight):
-    """Eight bits: wrong by at most 1/128 of half the distance between bfloat16 numbers. The parameter is
-    the master rounded to nearest."""
+    """Eight bits: the error is at most 1/128 of half the spacing of bfloat16 numbers. The parameter is the
+    master rounded to nearest."""
 
     bytes_beside = 1.0
 
@@ -73,7 +73,7 @@ class Residual8(MasterWeight):
         return (upper(self.weight) + (self.residual.to(torch.int32) << 8)).view(torch.float32)
 
     def store(self, value: torch.Tensor) -> None:
-        """Round, and keep the nearest eight bits of what that loses, less than half the distance."""
+        """Round ``value`` into the parameter; store the error in eight bits, below half the spacing."""
         self.weight.copy_(value)
         lost = bits_of(value) - upper(self.weight)
         self.residual.copy_(((lost + 2**7) >> 8).clamp_(-127, 127))
@@ -105,14 +105,14 @@ class Naive(MasterWeight):
 
 
 class Eco(Naive, ErrorFeedback):
-    """Nothing: rounded up or down at random, and the optimizer carries the error in its momentum."""
+    """No master bits: rounding is stochastic, and the optimizer carries the error in its momentum."""
 
     def __init__(self, weight: torch.Tensor, noise: Noise) -> None:
         super().__init__(weight)
         self.noise = noise
 
     def store(self, value: torch.Tensor) -> None:
-        """Round to one of the two nearest so that the mean is ``value``."""
+        """Round stochastically to one of the two nearest numbers: the expected result is ``value``."""
         self.noise.begin()
         flat, weight = value.reshape(-1), self.weight.view(-1)
         for begin, end in chunks(flat):

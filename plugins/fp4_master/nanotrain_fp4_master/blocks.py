@@ -1,15 +1,16 @@
-"""Weights as blocks that share a scale, in NVFP4 or NF4: chosen, rounded and read back as numbers.
+"""Weights in blocks that share a scale, in NVFP4 or NF4: the choice of scales, and rounding.
 
-What comes out are bfloat16 numbers, which is what checkpoints have and GEMMs are made of. For NVFP4 that
-takes a tensor's scale that is a power of two: then E2M1 times E4M3 times it has at most six significant bits.
-An NF4 scale is itself a bfloat16 number.
+Results are bfloat16 numbers, the dtype of checkpoints and of GEMM operands. For NVFP4 this requires that the
+tensor's scale is a power of two: the product of an E2M1 number, an E4M3 number and that scale then has at
+most six significant bits. An NF4 scale is itself a bfloat16 number.
 
-A block's scale can be told from what was rounded: its largest magnitude is always the format's largest
-number. So codes and scales can be made of the numbers again, nothing but the weights needs to be saved, and
-rounding what was rounded changes nothing. NVFP4 has no scale for blocks 28672 times smaller than the largest
-of the tensor (or of the range that a rank holds of it): they become 0, as do blocks without a weight above
-3.6e-7. It has none for blocks with a weight above 696 either, which is what still rounds to 672, the largest
-there is: such a block becomes NaN, as one with a NaN or an infinity does, in either format.
+A block's scale can be recovered from its rounded weights, because the largest magnitude is always the
+format's largest number times the scale. Codes and scales can therefore be recomputed from the weights, only
+the weights need to be saved, and rounding is idempotent. NVFP4 has no scale for blocks 28672 times smaller
+than the largest of the tensor (or of the range of it that a rank holds): they become 0, as do blocks without
+a weight above 3.6e-7. It has none for blocks with a weight above 696 either; 672 is the largest representable
+weight, and weights up to 696 round to it. Such a block becomes NaN, as does a block with a NaN or an
+infinity, in either format.
 """
 
 from __future__ import annotations
@@ -22,30 +23,30 @@ from nanotrain_fp4_master import nf4, nvfp4
 
 
 class Format(Protocol):
-    """How a block of weights [N, B], float32, is rounded. Noise is uniform in [0, 1); None: to nearest."""
+    """Rounds blocks of weights [N, B], float32. ``noise`` is uniform in [0, 1); None: rounds to nearest."""
 
     block: int
     codec: Any
-    """The module with its codes, the bytes of its scales, and its largest weight."""
+    """The module that encodes its numbers and scales, and that defines its largest weight."""
     fits: tuple[float, float]
-    """Between which a block's largest weight over its scale may lie before the scale is chosen anew."""
+    """Limits of a block's largest weight divided by its scale; outside them a new scale is chosen."""
 
     def fit(self, largest: torch.Tensor) -> Format:
-        """Return the format for weights of which this is the largest magnitude."""
+        """Return this format with the tensor scale for weights whose largest magnitude is ``largest``."""
         ...
 
     def scales(self, blocks: torch.Tensor, noise: torch.Tensor | None) -> torch.Tensor:
-        """Return the scale [N, 1] of each block, rounded up or down by ``noise`` [N, 1]; NaN if it has
-        none.
+        """Return the scale [N, 1] of each block, rounded with ``noise`` [N, 1]; NaN if the format has none
+        for it.
         """
         ...
 
     def scales_of(self, rounded: torch.Tensor) -> torch.Tensor:
-        """Return the scales that rounded blocks have."""
+        """Return the scales [N, 1] of blocks that are already rounded, recovered from their weights."""
         ...
 
     def has(self, scales: torch.Tensor) -> torch.Tensor:
-        """Return for each scale whether a block may have it, and whether it can be told from the block."""
+        """Return, for each recovered scale, whether a block can keep it: one of the format, and not 0."""
         ...
 
     def nearest(self, ratio: torch.Tensor) -> torch.Tensor:
@@ -57,7 +58,7 @@ class Format(Protocol):
         ...
 
     def half_gap(self, ratio: torch.Tensor) -> torch.Tensor:
-        """Return the largest error of what is rounded to each of these numbers."""
+        """Return the largest error of rounding to each of these numbers of the format."""
         ...
 
 
@@ -69,7 +70,7 @@ def four_bits(x: torch.Tensor, noise: torch.Tensor | None) -> torch.Tensor:
 
 
 def quotient(x: torch.Tensor, number: float) -> torch.Tensor:
-    """Return ``x / number``, rounded as a division is: on CUDA torch multiplies by 1 / a Python number."""
+    """Return ``x / number`` by division: on CUDA torch multiplies by the reciprocal of a Python number."""
     return x / x.new_full((), number)
 
 
@@ -90,9 +91,11 @@ class NVFP4Blocks:
         return NVFP4Blocks(self.block, power_of_two(quotient(largest, nvfp4.LARGEST)))
 
     def scales(self, blocks: torch.Tensor, noise: torch.Tensor | None) -> torch.Tensor:
-        """Round a sixth of the largest weight to a normal E4M3 number, under the tensor's scale, or to 0.
+        """Return a sixth of each block's largest weight, rounded to a normal E4M3 number times the tensor's
+        scale, or to 0.
 
-        At random it may be rounded up beyond the largest there is; to nearest only where there is none.
+        A scale above the largest is clamped to it if only stochastic rounding exceeds it. If rounding to
+        nearest does as well, there is no scale: NaN.
         """
         assert self.tensor_scale is not None
         sixth = quotient(blocks.abs().amax(dim=1, keepdim=True), nvfp4.LARGEST)
@@ -112,11 +115,11 @@ class NVFP4Blocks:
 
 
 def power_of_two(largest: torch.Tensor) -> torch.Tensor:
-    """Return the scale of a tensor: the least power of two of which ``largest``, of the block scales, is
-    less than 448 times as much.
+    """Return the scale of a tensor: the least power of two such that ``largest``, the largest scale of a
+    block, is less than 448 times it.
 
-    It is rounded to nearest first, so that the scale of what was rounded is the same again. Of what is not
-    finite frexp has no exponent that it promises: that is as large as can be.
+    ``largest`` is rounded to nearest first, so that rounded weights give the same tensor scale again. A
+    non-finite ``largest``, for which frexp defines no exponent, counts as the largest float32 number.
     """
     finite = largest.nan_to_num(torch.finfo(torch.float32).max)
     _, exponent = torch.frexp(quotient(four_bits(finite, None), nvfp4.SCALES[1]))
@@ -136,7 +139,7 @@ class NF4Blocks:
         self.block = block
 
     def fit(self, largest: torch.Tensor) -> NF4Blocks:
-        """There is no scale but the blocks'."""
+        """Return this format: NF4 has no tensor scale."""
         return self
 
     def scales(self, blocks: torch.Tensor, noise: torch.Tensor | None) -> torch.Tensor:
@@ -171,15 +174,15 @@ def to_nearest(blocks: torch.Tensor, form: Format) -> torch.Tensor:
 def stochastic_round(
     blocks: torch.Tensor, form: Format, noise: torch.Tensor, scale_noise: torch.Tensor
 ) -> torch.Tensor:
-    """Stochastic rounding of blocks: to one of the two nearest numbers of the format, the mean over the noise
-    being the weight.
+    """Return blocks rounded stochastically to one of the two nearest numbers of the format.
 
-    That holds for each block's largest, through its scale, and for all weights below 8/9 of it. Above, a
-    scale that was rounded down makes them smaller than they should be, by less than an eighth.
+    The expected value is the weight itself for the largest weight of each block, whose scale is rounded
+    stochastically, and for all weights below 8/9 of it. Larger ones have a smaller expected value, by less
+    than an eighth, where the scale was rounded down.
 
     Args:
-        noise: of each weight [N, B].
-        scale_noise: of each block [N, 1].
+        noise: for each weight [N, B].
+        scale_noise: for each block [N, 1].
     """
     scales = form.scales(blocks, scale_noise)
     ratio = blocks / nonzero(scales)
@@ -191,7 +194,7 @@ def stochastic_round(
 
 
 def on_grid(numbers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Return numbers of a format times their scales, as the parameter holds them."""
+    """Return numbers of a format times their scales, rounded to bfloat16 as in the parameter; float32."""
     return (numbers * scales).bfloat16().float()
 
 

@@ -1,4 +1,4 @@
-"""Masters of 4-bit weights: the parameter is in the format, the master has what rounding lost, or nothing."""
+"""Masters of 4-bit weights: the parameter is a rounded weight, the master its rounding error or nothing."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ from nanotrain_core.api.torch import ErrorFeedback, MasterWeight, read_range, un
 from nanotrain_fp4_master.blocks import Format, nonzero, on_grid, quotient, stochastic_round, to_nearest
 from nanotrain_fp4_master.noise import Noise, chunks
 
-#: A residual is a multiple of 1/124 of the largest error that rounding to nearest makes, and at most 127 of
-#: them.
+#: The unit of a residual is 1/124 of the largest error of rounding to nearest; its range is +-127 units.
 PARTS, REACH = 124, 127
-#: A weight keeps its code until its master is by so much of the way beyond the middle to the next one.
+#: A weight keeps its code until its residual, less this fraction of it, passes the midpoint to the next one.
 SLACK = 0.05
 
 
 class Blocks:
-    """A weight seen as blocks, a chunk at a time, so that what is computed on the way stays small."""
+    """Accesses a weight as blocks, one chunk at a time, which limits the memory of temporaries."""
 
     def __init__(self, weight: torch.Tensor, form: Format, noise: Noise) -> None:
         self.weight, self.form, self.noise = weight, form, noise
@@ -30,12 +29,12 @@ class Blocks:
         return pad(flat, (0, -len(flat) % self.form.block)).view(-1, self.form.block)
 
     def fit(self, value: torch.Tensor) -> Format:
-        """Return the format for weights as large as these."""
+        """Return the format with the tensor scale for the largest magnitude of ``value``."""
         low, high = value.aminmax()
         return self.form.fit(torch.maximum(-low, high).float())
 
     def write(self, tensor: torch.Tensor, begin: int, end: int, blocks: torch.Tensor) -> None:
-        """Write blocks, less what filled the last one, into the elements of ``tensor``."""
+        """Write blocks to elements ``begin`` to ``end`` of ``tensor``, without the last one's padding."""
         write_range(tensor, begin, end, blocks.view(-1)[: end - begin])
 
     def chunks(self) -> Iterator[tuple[int, int]]:
@@ -50,7 +49,7 @@ class Blocks:
 
 
 class Naive(MasterWeight):
-    """Nothing beside the weight: every update is rounded to nearest, and most are lost. For comparison."""
+    """No master bits: each update is rounded to nearest, and most are lost. A baseline for comparison."""
 
     bytes_beside = 0.0
 
@@ -74,7 +73,7 @@ class Naive(MasterWeight):
             self.blocks.write(self.weight, begin, end, rounded)
 
     def state(self) -> Mapping[str, torch.Tensor]:
-        """Nothing: see :mod:`nanotrain_fp4_master.blocks` for why the parameter is enough."""
+        """Return no tensors: :mod:`nanotrain_fp4_master.blocks` explains why the parameter is sufficient."""
         return {}
 
 
@@ -96,12 +95,12 @@ class Eco(Naive, ErrorFeedback):
 
 
 class Residual(Naive):
-    """Eight bits beside the weight: what rounding lost, and a little more than rounding to nearest can lose.
+    """Eight bits per weight: the rounding error, with a range slightly larger than the largest such error.
 
-    That lets a weight keep its code, and a block its scale, until the master is surely on the other side;
-    were they always the nearest, one could not store what was loaded without changing some. The parts of a
-    residual are coarser than most updates, so it is rounded at random, and small updates arrive in the
-    mean.
+    The larger range gives hysteresis: a weight keeps its code, and a block its scale, until the master is
+    clearly past the midpoint. If codes were always the nearest, storing a master that was just loaded could
+    change some. A residual's unit is larger than most updates, so residuals are rounded stochastically: small
+    updates take effect on average.
     """
 
     bytes_beside = 1.0
@@ -125,7 +124,7 @@ class Residual(Naive):
         return value
 
     def store(self, value: torch.Tensor) -> None:
-        """Keep the code and the scale where the residual reaches, else round to nearest."""
+        """Keep code and scale if the residual can represent the difference, otherwise round to nearest."""
         self.blocks.noise.begin()
         form = self.blocks.fit(value)
         for begin, end in self.blocks.chunks():
@@ -141,9 +140,9 @@ class Residual(Naive):
 
 
 def units(rounded: torch.Tensor, scales: torch.Tensor, form: Format) -> torch.Tensor:
-    """Return what one part of each weight's residual is worth: a bfloat16 number; in blocks of zeros 0.
+    """Return the unit of each weight's residual, rounded to bfloat16; 0 in blocks of zeros.
 
-    So all that is added and multiplied has few bits, and float32 makes no error of its own.
+    It has so few significant bits that sums and products of it in float32 add no rounding error.
     """
     return (form.half_gap(rounded / nonzero(scales)) * quotient(scales, PARTS)).bfloat16().float()
 
@@ -151,9 +150,9 @@ def units(rounded: torch.Tensor, scales: torch.Tensor, form: Format) -> torch.Te
 def residual_of(
     wide: torch.Tensor, rounded: torch.Tensor, form: Format, noise: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return how many parts ``wide`` lies above ``rounded``, at random up or down, and what a part is worth.
+    """Return ``wide - rounded`` in units, rounded stochastically to whole ones, and the unit itself.
 
-    Both are 0 of blocks of zeros.
+    Both are 0 in blocks of zeros.
     """
     scales = form.scales_of(rounded)
     unit, empty = units(rounded, scales, form), (scales == 0).float()
@@ -163,12 +162,12 @@ def residual_of(
 def follow(
     wide: torch.Tensor, old: torch.Tensor, form: Format, noise: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what blocks ``old`` of the format, [N, B], become under masters ``wide``, and their residuals.
+    """Return the rounded blocks [N, B] for masters ``wide``, and their residuals, given the previous ``old``.
 
-    A weight that is still nearest to its master, or all but, stays; another one of its block is rounded to
-    nearest on the same scale. A block is rounded anew if that leaves a weight out of reach, or a scale that
-    fits its largest badly. All is decided by what would be read back, so that storing that does not decide
-    otherwise.
+    A weight that is still the nearest to its master, or almost, is unchanged; other weights of its block are
+    rounded to nearest with the same scale. A block gets a new scale if a residual would be out of range, or
+    if the scale no longer fits the block's largest weight. All decisions use the values that would be read
+    back, so that storing these again gives the same result.
     """
     scales = form.scales_of(old)
     divisor = nonzero(scales)
@@ -181,7 +180,7 @@ def follow(
     fit = back.abs().amax(dim=1, keepdim=True) / divisor
     keeps = (parts.abs().amax(dim=1, keepdim=True) <= REACH) & form.has(scales)
     keeps &= (fit > form.fits[0]) & (fit < form.fits[1])
-    if wide.device.type == "cpu" and bool(keeps.all()):  # as all but always; on a GPU one would wait for this
+    if wide.device.type == "cpu" and bool(keeps.all()):  # nearly always; on a GPU it would synchronize
         return moved, parts
     rounded = torch.where(keeps, moved, to_nearest(wide, form))
     return rounded, residual_of(wide, rounded, form, noise)[0].clamp_(-REACH, REACH)

@@ -3,8 +3,8 @@
 The levels are asymmetric, seven below zero and eight above it, so that 0 and both ends are exact.
 A block's scale is its largest magnitude.
 
-Source: Dettmers et al., "QLoRA", arXiv 2305.14314, section 3 and appendix E. Other than there scales are
-bfloat16 numbers, in place of float32 ones that are rounded to eight bits together, and so are weights.
+Source: Dettmers et al., "QLoRA", arXiv 2305.14314, section 3 and appendix E. Unlike there, scales
+are bfloat16 numbers instead of float32 numbers quantized to eight bits, and so are weights.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def tables(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
 
 
 def nearest_codes(x: torch.Tensor) -> torch.Tensor:
-    """Return the number, int32, of the level nearest to each of ``x``; of two the lower one."""
+    """Return the index, int32, of the level nearest to each of ``x``; at a midpoint the lower one."""
     _, middles, _ = tables(x.device)
     return torch.bucketize(x, middles, out_int32=True)
 

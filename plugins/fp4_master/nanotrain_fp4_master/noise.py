@@ -1,7 +1,7 @@
 """Random numbers that depend on the run's seed, the parameter, the step and the element, and on nothing else.
 
-Each is a hash of a counter, so a rank computes those of its own elements alone: every layout rounds alike,
-and so do CPU and GPU.
+Each is a hash of a counter, so a rank computes only the numbers of its own elements: rounding is the same
+with every layout, and on CPU and GPU.
 
 Source: the finalizer of SplitMix64: Steele, Lea and Flood, "Fast Splittable Pseudorandom Number
 Generators", 2014.
@@ -34,7 +34,7 @@ def mix(z: torch.Tensor) -> torch.Tensor:
 def uniform(elements: torch.Tensor, key: int) -> torch.Tensor:
     """Return a float32 number in [0, 1) for each int64 of ``elements``.
 
-    It is a multiple of 2^-16: added to a number below 128 none of its bits is lost, which could round up.
+    It is a multiple of 2^-16: a sum with a number below 128 keeps all of its bits, and is not rounded up.
     """
     mixed = mix(elements.mul(GOLDEN).add_(key))
     return (mixed >> 48).bitwise_and_(2**16 - 1).float().mul_(2.0**-16)
@@ -46,7 +46,7 @@ def stream(seed: int, name: str, step: int) -> int:
 
 
 def elements_of(piece: Piece, begin: int, end: int, device: torch.device) -> torch.Tensor:
-    """Return the places of elements ``begin`` to ``end`` of a piece in its whole tensor, row by row."""
+    """Return, for elements ``begin`` to ``end`` of a piece, their row-major indices in the whole tensor."""
     placement = piece.placement
     first = piece.span[0] if piece.span else 0
     rest = torch.arange(first + begin, first + end, device=device)
@@ -89,10 +89,10 @@ def chunks(tensor: torch.Tensor) -> Iterator[tuple[int, int]]:
 
 
 class Clock:
-    """What the masters of one precision have in common: the run's seed, and how many steps it has taken.
+    """State shared by all masters of a precision: the run's seed, and the number of steps taken.
 
-    It is the precision's loss scale, which the core tells of every step and keeps in checkpoints; it scales
-    nothing.
+    It has the interface of a loss scale, with a constant scale of 1, because the core updates the
+    precision's loss scale in every step and saves it in checkpoints.
     """
 
     value = 1.0
@@ -100,7 +100,7 @@ class Clock:
     def __init__(self, weights: str = "") -> None:
         self.seed, self.step = 0, 0
         self.weights = weights
-        """Format and blocks: tensors of another one have the same names, dtypes and shapes."""
+        """Format and block size. Checkpoints need it: names, dtypes and shapes of tensors do not show it."""
 
     def update(self, skipped: bool | torch.Tensor) -> None:
         """Count a step."""
@@ -111,10 +111,10 @@ class Clock:
         return {"step": self.step, "weights": self.weights}
 
     def load_meta(self, meta: Mapping[str, Any]) -> None:
-        """Go on from there.
+        """Restore the number of steps.
 
         Raises:
-            CheckpointError: weights there are rounded otherwise, and would be rounded again.
+            CheckpointError: the saved weights have another format or block size: they would be rounded again.
         """
         there = meta.get("weights") or self.weights
         if there != self.weights:
@@ -134,7 +134,7 @@ class Noise:
         self.step, self.turn = -1, 0
 
     def begin(self) -> None:
-        """Draw other numbers from here on: once a step in training, but nobody is held to that."""
+        """Use new random numbers from here on. Training calls it once per step; more calls are allowed."""
         self.turn = self.turn + 1 if self.step == self.clock.step else 0
         self.step = self.clock.step
 
@@ -143,7 +143,7 @@ class Noise:
         return uniform(elements_of(self.piece, begin, end, self.device), self._stream("weight"))
 
     def blocks(self, begin: int, end: int, block: int) -> torch.Tensor:
-        """Return another one for each block, after its first element."""
+        """Return a number for each block, derived from the index of its first element."""
         return uniform(elements_of(self.piece, begin, end, self.device)[::block], self._stream("scale"))
 
     def _stream(self, use: str) -> int:

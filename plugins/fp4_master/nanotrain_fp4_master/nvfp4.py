@@ -3,10 +3,10 @@
 E2M1 has the magnitudes 0, 0.5, 1, 1.5, 2, 3, 4 and 6, rounded to nearest with ties to the even code. A
 block's scale is its largest magnitude over 6, over the tensor's scale, as an E4M3 number.
 
-Source: NVIDIA, "Pretraining Large Language Models with NVFP4", arXiv 2509.25149, appendix B. Other than there
-the tensor's scale is a power of two (:data:`POWERS`) in place of a float32 number, and a block's is a normal
-E4M3 number (2^-6 to 448) or 0, never a subnormal one. Both then fit one byte, and weights are bfloat16
-numbers.
+Source: NVIDIA, "Pretraining Large Language Models with NVFP4", arXiv 2509.25149, appendix B. Unlike there,
+the tensor's scale is a power of two (:data:`POWERS`) instead of a float32 number, and a block's scale is a
+normal E4M3 number (2^-6 to 448) or 0, never subnormal. Both together then fit in one byte, and weights are
+bfloat16 numbers.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ SCALES = (2.0**-6, 448.0)
 
 
 def step(magnitude: torch.Tensor) -> torch.Tensor:
-    """Return how far E2M1 numbers are apart from a magnitude upwards: 0.5, from 2 on 1, from 4 on 2.
+    """Return the spacing of E2M1 numbers from a magnitude upwards: 0.5; 1 from 2 on; 2 from 4 on.
 
-    That is half of the power of two below it, which float32 has in its exponent.
+    It is half of the largest power of two up to the magnitude, which float32's exponent bits give.
     """
     return magnitude.clamp(1, 4).view(torch.int32).bitwise_and_(0x7F800000).view(torch.float32).mul_(0.5)
 
@@ -53,7 +53,7 @@ def half_gap(x: torch.Tensor) -> torch.Tensor:
 def to_codes(x: torch.Tensor) -> torch.Tensor:
     """Return the 4-bit codes of E2M1 numbers: a sign, two bits of exponent, one of mantissa. uint8.
 
-    The ten upper bits of a float32 number tell them apart: sign, exponent, and one of mantissa.
+    The upper ten bits of float32 identify an E2M1 number: the sign, the exponent, and one of mantissa.
     """
     upper = (x.float().contiguous().view(torch.int32) >> 22).bitwise_and_(1023)
     return every_code(x.device).index_select(0, upper.view(-1)).view(x.shape)
@@ -77,8 +77,7 @@ def from_codes(codes: torch.Tensor) -> torch.Tensor:
 
 #: Bytes that a block's scale takes, in the form of :func:`to_bytes`.
 SCALE_BYTES = 1
-#: What is added to the exponent of a scale, the least of which so becomes 1; the byte of one that is not a
-#: number.
+#: Exponent bias of a stored scale, with which the least exponent becomes 1; and the byte that stores NaN.
 BIAS, NAN = 25, 1
 #: The least and the largest power of two that a tensor's scale may be, so that all block scales have a byte.
 POWERS = (-18, -2)
@@ -90,8 +89,8 @@ LARGEST_WEIGHT = LARGEST * LARGEST_SCALE
 def to_bytes(scales: torch.Tensor) -> torch.Tensor:
     """Return scales [N, 1], an E4M3 number times a power of two in :data:`POWERS`, as bytes [N, 1].
 
-    A scale has no sign. So its byte has five bits of exponent and three of mantissa, for 2^-24 to 112: what
-    takes an E4M3 number and the tensor's scale elsewhere. One beyond is as one that is not a number.
+    A scale has no sign, so its byte has five bits of exponent and three of mantissa, for 2^-24 to 112; the
+    published format stores an E4M3 number and a scale of the tensor instead. Larger scales become NaN.
     """
     bits = scales.float().contiguous().view(torch.int32)
     code = (((bits >> 23) - 127 + BIAS) << 3) | ((bits >> 20) & 7)

@@ -1,13 +1,13 @@
-"""Four bits a weight, two weights to a byte, and the scales of their blocks: how weights are held.
+"""The storage of packed weights: 4-bit codes, two in a byte, and the scales of their blocks.
 
-A row has the codes of 64 weights, in 32 bytes, and behind them their scales:
+A row consists of the codes of 64 weights, in 32 bytes, followed by their scales:
 
 | | scales of a row | bytes of a row | bits a weight |
 |---|---|---|---|
 | NVFP4 | 4, a byte each | 36 | 4.5 |
 | NF4, blocks of 64, 32, 16 | 1, 2, 4, two bytes each | 34, 36, 40 | 4.25, 4.5, 5 |
 
-Nothing is shared by more than a row, so a range of a weight can be held, sent and changed by itself.
+Rows share nothing, so a range of rows of a weight can be stored, sent and updated by itself.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class FourBits:
         self.width = CODES + RANGE // form.block * form.codec.SCALE_BYTES
 
     def rounded(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Round flat numbers to nearest, but for blocks that can be held as they are.
+        """Return flat numbers, rounded to nearest, in bfloat16. Blocks that can be stored exactly stay.
 
-        Those were rounded before, perhaps under another tensor's scale: that of a rank's range, or of a step
-        before. Under the scale of all these numbers the smallest would become 0.
+        Such blocks were rounded earlier, possibly with another tensor scale: that of a rank's range, or of an
+        earlier step. With the tensor scale of all these numbers, the smallest blocks would become 0.
         """
         result = torch.empty_like(numbers, dtype=torch.bfloat16)
         low, high = numbers.aminmax()
@@ -50,7 +50,7 @@ class FourBits:
         return result
 
     def _can_hold(self, blocks: torch.Tensor) -> torch.Tensor:
-        """Return for each block [N, B] whether it comes back from codes and scale as it is: [N, 1]."""
+        """Return [N, 1]: for each block [N, B], whether encoding and decoding it leaves it unchanged."""
         scales, codec = self.form.scales_of(blocks), self.form.codec
         stored = codec.from_bytes(codec.to_bytes(scales)).view(scales.shape)
         back = on_grid(self.form.nearest(blocks / nonzero(scales)), stored)

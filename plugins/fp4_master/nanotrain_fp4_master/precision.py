@@ -1,4 +1,4 @@
-"""The ``fp4_master`` component: which parameter is kept how."""
+"""The ``fp4_master`` component: selects the storage format and the master of each parameter."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ BFLOAT16: dict[str, Callable[[torch.Tensor], MasterWeight]] = {
 
 @attrs.define(frozen=True)
 class Row:
-    """What some of a model's parameters got."""
+    """One row of the table: parameters with the same role, format and master."""
 
     role: str
     """Of their modules; ``pattern`` if a pattern of the recipe keeps them, ``none`` without a role."""
@@ -77,7 +77,7 @@ class FP4Master(Precision):
         self.rows: list[Row] = []
 
     def setup(self, seed: int, passes: Passes, gemm: GEMMBackend) -> None:
-        """Round at random after the run's seed."""
+        """Seed stochastic rounding with the run's seed; keep the run's passes and GEMM backend."""
         self.clock.seed, self.passes, self.gemm = seed, passes, gemm
 
     def convert(self, part: nn.Module) -> nn.Module:
@@ -91,10 +91,10 @@ class FP4Master(Precision):
         return part
 
     def check_parts(self, parts: Sequence[nn.Module], mesh: Mesh) -> None:
-        """Refuse patterns that keep nothing, and make the table of all stages. Gathers over pp.
+        """Reject patterns that match no parameter, and build the table of all stages. Gathers over pp.
 
         Raises:
-            NanotrainError: names the pattern, and the nearest name.
+            NanotrainError: a pattern matches nothing; the text has the pattern and the nearest name.
         """
         parameters = [named for part in parts for named in part.named_parameters()]
         own = ([name for name, _ in parameters], self.table(parameters))
@@ -107,7 +107,7 @@ class FP4Master(Precision):
         self.rows = summed(row for _, rows in stages for row in rows)
 
     def describe(self) -> list[str]:
-        """Return what is held of weights with each role, and of all."""
+        """Return lines with the bytes per parameter of weights and masters, by role and in total."""
         total = sum(row.parameters for row in self.rows)
         held = sum(row.parameters * row.bytes_each for row in self.rows)
         return [
@@ -120,7 +120,7 @@ class FP4Master(Precision):
         ]
 
     def _unpack_for_products(self, part: nn.Module) -> None:
-        """Have the GEMMs of low weights made of what is dequantized, and note that these can be packed."""
+        """Make the GEMMs of low-bit weights dequantize them, and record that these weights can be packed."""
         for prefix, module, _ in tagged(part):
             names = {name: f"{prefix}.{name}" if prefix else name for name in gemm_parameters(module)}
             low = {full for name, full in names.items() if self._may_be_packed(full, getattr(module, name))}
@@ -129,7 +129,7 @@ class FP4Master(Precision):
                 self.packed |= low
 
     def _may_be_packed(self, name: str, weight: nn.Parameter) -> bool:
-        """Return whether a weight gets a low master: none is made of frozen ones, or of another dtype's."""
+        """Return whether a weight gets a low-bit master: not if it is frozen or has another dtype."""
         own = weight.dtype == self.parameter_dtype and weight.requires_grad
         return own and self.is_low(name, weight.dim())
 
@@ -147,7 +147,7 @@ class FP4Master(Precision):
                     hold(part, name, made[parameter])
 
     def is_low(self, name: str, dimensions: int) -> bool:
-        """Return whether a parameter gets the format and variant: every matrix, if no model was seen."""
+        """Return whether a parameter gets the format and variant; without a model, every matrix does."""
         kept = any(fnmatchcase(name, pattern) for pattern in self.config.keep)
         role = self.roles.get(name, "none") if self.roles else self.config.roles[0]
         return not kept and dimensions > 1 and role in self.config.roles
@@ -198,7 +198,7 @@ class FP4Master(Precision):
 
 
 def summed(rows: Iterable[Row]) -> list[Row]:
-    """Return rows with those alike, but for their parameters, as one."""
+    """Return ``rows``, merging those that differ only in their number of parameters."""
     counts: Counter[tuple[str, str, float]] = Counter()
     for row in rows:
         counts[row.role, row.weights, row.bytes_each] += row.parameters
@@ -213,10 +213,10 @@ def of_bfloat16(variant: str, weight: torch.Tensor, noise: Noise) -> MasterWeigh
 
 
 def check_largest(piece: Piece, numbers: torch.Tensor, form: Format) -> None:
-    """Refuse weights, before they are rounded, that their format has no scale for. Waits for the device.
+    """Reject weights that are too large for any scale of the format, before rounding. Waits for the device.
 
     Raises:
-        NanotrainError: names the parameter, and the weight.
+        NanotrainError: a weight is too large; the text has the parameter and the weight.
     """
     low, high = numbers.aminmax()
     largest = torch.maximum(-low, high).float()
@@ -228,7 +228,7 @@ def check_largest(piece: Piece, numbers: torch.Tensor, form: Format) -> None:
 
 
 def straddling(piece: Piece, config: FP4MasterConfig) -> str:
-    """Return why a piece cannot be kept in blocks, and the nearest that can."""
+    """Return an error text: blocks of this piece lie on several ranks; with the nearest valid settings."""
     placement, size = piece.placement, config.block
     remedies = [
         f"{fewer} in place of {ranks} ranks along its axis {axis}"
@@ -250,7 +250,7 @@ def cut(placement: Placement, block: int) -> bool:
 
 
 def largest_whole(placement: Placement, block: int) -> Iterator[tuple[int, int, int]]:
-    """Yield axis, ranks along it, and the most below that cut no block, other axes being as they are."""
+    """Yield each axis, its number of ranks, and the largest lower one that cuts no block, if any."""
     for axis, (length, own) in enumerate(zip(placement.global_shape, placement.shape, strict=True)):
         ranks = length // own
         for fewer in (n for n in range(ranks - 1, 0, -1) if length % n == 0):

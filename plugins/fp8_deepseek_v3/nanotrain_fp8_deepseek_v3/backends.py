@@ -38,14 +38,14 @@ def _anywhere(device: torch.device, recipe: Recipe) -> str:
 
 
 def _needs_torch(device: torch.device, recipe: Recipe) -> str:
-    """Return what torch's scaled GEMMs lack."""
+    """Return why torch's scaled GEMMs cannot run on ``device``; empty if they can."""
     if device.type == "cuda" and not hasattr(torch.nn.functional, "scaled_mm"):
         return f"torch {torch.__version__} has no torch.nn.functional.scaled_mm: 2.10 brought it"
     return _needs_gpu(device, recipe)
 
 
 def _needs_gpu(device: torch.device, recipe: Recipe) -> str:
-    """Return what GEMMs of FP8 operands on tensor cores lack."""
+    """Return why FP8 GEMMs on tensor cores cannot run on ``device``; empty if they can."""
     if device.type != "cuda":
         return f"it needs a CUDA device, this is {device.type}"
     found, cuda = torch.cuda.get_device_capability(device), torch.version.cuda or "0"
@@ -57,7 +57,7 @@ def _needs_gpu(device: torch.device, recipe: Recipe) -> str:
 
 
 def _needs_triton(device: torch.device, recipe: Recipe) -> str:
-    """Return what Triton's kernels, and torch's GEMMs of what they round, lack."""
+    """Return why Triton's kernels, or torch's GEMMs of their outputs, cannot run; empty if they can."""
     if not recipe.tile:
         return "its kernels round tiles of 128; 'torch' has one scale for a whole tensor"
     return _needs_torch(device, recipe) or _missing("triton", "triton") or _disagreement(device)
@@ -74,7 +74,7 @@ def _disagreement(device: torch.device) -> str:
 
 
 def _needs_te(device: torch.device, recipe: Recipe) -> str:
-    """Return what Transformer Engine's GEMMs lack."""
+    """Return why Transformer Engine's GEMMs cannot run on ``device``; empty if they can."""
     if not recipe.tile:
         return "it rounds tiles of 128; 'torch' has one scale for a whole tensor"
     refusal = _needs_gpu(device, recipe) or _missing("transformer_engine", "transformer-engine[pytorch]")

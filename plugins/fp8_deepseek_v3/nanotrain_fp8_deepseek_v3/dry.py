@@ -19,8 +19,8 @@ Tensor = torch.Tensor
 
 
 class DryFP8(FP8GEMM):
-    """Stands in a plan for the FP8 backend of the device: shapes and bytes of products, of one weight or of
-    stacked ones with equal numbers of rows each."""
+    """Replaces the FP8 backend of the device in a plan: only shapes and bytes of products, of one weight or
+    of stacked weights with equal numbers of rows each."""
 
     def __init__(
         self, recipe: Recipe, scratch: Scratch | None = None, counts_E: Tensor | None = None
@@ -68,7 +68,7 @@ class DryFP8(FP8GEMM):
         return self._of_coded(self._transposed(d_y_MN), kept)
 
     def defer_wgrad(self, d_y_MN: Tensor, kept: Kept) -> Callable[[], Tensor]:
-        """Return what makes wgrad later, of codes and scales of dy transposed."""
+        """Return a function that computes wgrad later, from codes and scales of dy transposed."""
         return partial(self._of_coded, self._transposed(d_y_MN), kept)
 
     def _transposed(self, d_y_MN: Tensor) -> Kept:

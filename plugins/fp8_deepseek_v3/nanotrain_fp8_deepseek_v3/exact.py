@@ -27,7 +27,7 @@ def matmul(a_MK: torch.Tensor, b_KN: torch.Tensor, out: torch.Tensor | None = No
     if a_MK.device.type == "cuda":
         y = torch.mm(a_MK.double(), b_KN.double())
         return y.to(a_MK.dtype) if out is None else out.copy_(y)
-    if torch.compiler.is_compiling():  # a graph has the switches of its compiler
+    if torch.compiler.is_compiling():  # the compiler's settings apply in a graph
         return torch.mm(a_MK, b_KN) if out is None else out.copy_(torch.mm(a_MK, b_KN))
     with ExitStack() as switches:
         kind = a_MK.device.type
@@ -47,6 +47,6 @@ def _float32_stays() -> Iterator[None]:
     try:
         yield
     finally:
-        setting.fp32_precision = "none"  # it may have been that, and followed a more general one
+        setting.fp32_precision = "none"  # it may have been unset, and inherited a general setting
         if setting.fp32_precision != before:
             setting.fp32_precision = before

@@ -49,7 +49,7 @@ def disagreement(device: torch.device) -> str:
 
 
 def _swiglu(device: torch.device) -> Iterator[tuple[str, bool]]:
-    """Yield whether what the kernels of SwiGLU compute is torch's, and what they round is the emulation's."""
+    """Yield what was compared, and whether SwiGLU's kernels agree with torch and with emulated rounding."""
     numbers = torch.Generator().manual_seed(0)
     gate, up, d_h = (torch.randn(sum(COUNTS), 200, generator=numbers) for _ in range(3))
     gate[:, 7] *= 30
@@ -83,14 +83,14 @@ def _output(h: QuantizedInput, expected: torch.Tensor, theirs: EmulatedFP8) -> I
 
 
 def _near(found: torch.Tensor, expected: torch.Tensor, terms: torch.Tensor | None = None) -> bool:
-    """Return whether all are equal to two roundings of their dtype; ``terms``: what may have cancelled."""
+    """Return whether all are equal up to two roundings of their dtype; ``terms``: terms that may cancel."""
     bound = 2 * torch.finfo(expected.dtype).eps * expected.float().abs()
     bound += (0.0 if terms is None else terms.float().abs() * 2.0**-18) + 2.0**-126
     return found.dtype == expected.dtype and bool(((found.float() - expected.float()).abs() <= bound).all())
 
 
 def _same(found: Kept, expected: Kept) -> bool:
-    """Return whether codes and scales are values of the same bits."""
+    """Return whether two pairs of codes and scales dequantize to the same values."""
     return torch.equal(dequantize(found[0], found[1], E4M3), dequantize(expected[0], expected[1], E4M3))
 
 

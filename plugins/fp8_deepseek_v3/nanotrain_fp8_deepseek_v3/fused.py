@@ -76,14 +76,14 @@ class Rounded(FP8GEMM):
     def swiglu_again(
         self, gate: Kept, up: Kept, dtype: torch.dtype, *, whole: bool = False
     ) -> QuantizedInput:
-        """Return h of codes and scales, rounded in the kernel that computes it."""
+        """Return h, recomputed from codes and scales of gate and up, and rounded in the same kernel."""
         made = self._swiglu_again(gate, up, dtype, None, whole=whole)
         return QuantizedInput(made.h, gate[0].shape, dtype, made.whole)
 
     def swiglu_backward(
         self, gate: Kept, up: Kept, d_h_MF: torch.Tensor, *, whole: bool = False
     ) -> tuple[QuantizedInput, torch.Tensor, torch.Tensor]:
-        """Return the same, and the gradients of gate and up, by the same kernel."""
+        """Return h as :meth:`swiglu_again` does, and the gradients of gate and up, from the same kernel."""
         made = self._swiglu_again(gate, up, d_h_MF.dtype, d_h_MF, whole=whole)
         assert made.d_gate is not None and made.d_up is not None  # noqa: PT018
         return QuantizedInput(made.h, d_h_MF.shape, d_h_MF.dtype, made.whole), made.d_gate, made.d_up
@@ -125,7 +125,7 @@ class Rounded(FP8GEMM):
         )
 
     def _kept_transposed(self, kept: Kept, groups: Groups | None) -> Pair:
-        """Return what was kept of x, for the same."""
+        """Return the saved x for the gradient of the weight, rounded again in tiles along M."""
         recipe, (codes_MK, scales) = self.recipe, kept
         how = "columns", recipe.input_power_of_two, groups
         right: Pair = self.scratch.transposed.get(
@@ -162,7 +162,7 @@ class TritonFP8(Rounded):
         return self._of_transposed(self._gradient_transposed(d_y_MN, None), d_y_MN.shape[1], kept)
 
     def defer_wgrad(self, d_y_MN: torch.Tensor, kept: Kept) -> Callable[[], torch.Tensor]:
-        """Return what makes wgrad later, of codes and scales of dy transposed."""
+        """Return a function that computes wgrad later, from codes and scales of dy transposed."""
         left = self._gradient_transposed(d_y_MN, None)
         return partial(self._of_transposed, left, d_y_MN.shape[1], kept)
 
@@ -211,7 +211,7 @@ class TritonExperts(Rounded):
         return self._of_transposed(left, d_y_MN.shape[1], kept)
 
     def defer_wgrad(self, d_y_MN: torch.Tensor, kept: Kept) -> Callable[[], torch.Tensor]:
-        """Return what makes wgrad later, of codes and scales of dy transposed."""
+        """Return a function that computes wgrad later, from codes and scales of dy transposed."""
         left = self._gradient_transposed(d_y_MN, self.groups(d_y_MN.device))
         return partial(self._of_transposed, left, d_y_MN.shape[1], kept)
 

@@ -123,14 +123,14 @@ class Float32GEMM(PreparesWeights, GEMMBackend):
         return self.rows_times(self.of_gradient(d_y_MN, for_weight=False), right)
 
     def gradients_by_group(self, d_y_MN: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Yield dy for the weight's gradient: of each weight, the rows that are its own."""
+        """Yield, for each weight, the rows of dy that belong to it, as operands of wgrad."""
         for d_y in torch.split(d_y_MN, self.groups or [len(d_y_MN)]):
             yield self.of_gradient(d_y, for_weight=True)
 
     def weight_gradient(
         self, gradients: Iterable[torch.Tensor], inputs: Sequence[torch.Tensor]
     ) -> torch.Tensor:
-        """Return the transposed dy times x, of both each weight's rows, as they are multiplied."""
+        """Return the transposed dy times x, for each weight with its own rows; arguments are operands."""
         pieces = zip(gradients, inputs, strict=True)
         if self.groups is None:
             return next(self.multiply(d_y.T, x) for d_y, x in pieces)
@@ -214,7 +214,7 @@ class EmulatedFP8(FP8GEMM, Float32GEMM):
         return made
 
     def round_input(self, x_MK: torch.Tensor) -> tuple[torch.Tensor, Kept]:
-        """Return :meth:`of_input`, computed anew."""
+        """Return what :meth:`of_input` returns, without its cache."""
         tiled = self._rows(x_MK, E4M3, power_of_two=self.recipe.input_power_of_two)
         alone = not self.recipe.tile and self.groups is None
         scales = tiled.scales.sum().view(1, 1) if alone else tiled.scales.flatten(1)
@@ -222,7 +222,7 @@ class EmulatedFP8(FP8GEMM, Float32GEMM):
         return tiled.values(), kept
 
     def _rows(self, rows: torch.Tensor, format_: Format, *, power_of_two: bool) -> Tiled:
-        """Scale each row, or everything that is multiplied with one weight together."""
+        """Scale tiles of each row; without tiles, all rows that are multiplied by one weight together."""
         if self.recipe.tile or self.groups is None:
             return quantize(rows, self.along_row, format_, power_of_two=power_of_two)
         return quantize_groups(rows, self.groups, format_, power_of_two=power_of_two)
@@ -251,7 +251,7 @@ class EmulatedFP8(FP8GEMM, Float32GEMM):
         return quantize(d_y_MN, self.along_column, form, power_of_two=power_of_two).values()
 
     def defer_wgrad(self, d_y_MN: torch.Tensor, kept: Kept) -> Callable[[], torch.Tensor]:
-        """Return what makes wgrad later, of codes and scales of each weight's rows of dy."""
+        """Return a function that computes wgrad later, from codes and scales of each weight's rows of dy."""
         coded = [self.keep_gradient(d_y) for d_y in torch.split(d_y_MN, self.groups or [len(d_y_MN)])]
         return partial(self._of_coded, coded, kept)
 

@@ -122,7 +122,7 @@ class Products(QuantizedActivations, GEMMBackend):
     """The products of a backend in a graph: see :class:`~nanotrain_core.precision.gemm.GEMMBackend`."""
 
     def __init__(self, key: str, of_one: QuantizedActivations | None, counts_E: Tensor | None) -> None:
-        """``of_one``: what quantizes activations; ``counts_E``: the rows of each weight, None for one."""
+        """``of_one``: quantizes activations; ``counts_E``: rows of each stacked weight; None: one weight."""
         self.key, self.of_one, self.counts_E = key, of_one, counts_E
 
     def forward(self, x_MK: Tensor, *weights_NK: Tensor) -> tuple[list[Tensor], Kept]:

@@ -48,7 +48,7 @@ class FP8Monitor(Monitor):
         self.watched: list[int] = []
         """Watched steps, from the last reported one on: a GPU's figures arrive a logged step late."""
         self.passes: list[Passes] = []
-        """Of the watched runs: on watched steps compiled layers run eagerly."""
+        """Passes of the monitored modules: on watched steps their compiled layers run eagerly."""
 
     def on_start(self, run: RunInfo) -> None:
         """Wrap the backends with counters, and gather the operands of all ranks. Collective."""

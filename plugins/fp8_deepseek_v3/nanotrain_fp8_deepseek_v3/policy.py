@@ -27,7 +27,7 @@ class Row:
     role: str
     format: str
     why: str = ""
-    """Reason for a module that is not in FP8, whatever the patterns say."""
+    """Why the module is not in FP8, regardless of the patterns; empty if they decide."""
     linear: bool = False
     """Whether patterns apply to it."""
 

@@ -102,7 +102,7 @@ class FP8DeepSeekV3(ByModule):
     config: FP8DeepSeekV3Config
 
     def convert(self, part: nn.Module) -> nn.Module:
-        """Cast, and make the rows of FP8 experts be sent in FP8."""
+        """Cast to bfloat16, and install the codec that sends rows of FP8 experts in FP8."""
         part = super().convert(part)
         for name, module, tag in tagged(part) if self.config.dispatch else ():
             if tag.role is Role.EXPERTS and gemm_parameters(module):
@@ -132,8 +132,8 @@ class FP8DeepSeekV3(ByModule):
 class FP8Hybrid(ByModule):
     """One scale per tensor: E4M3 for inputs and weights, E5M2, with a larger range, for gradients.
 
-    Scales are computed from the tensor itself, not from an earlier step, which a spike would overflow. Each
-    expert has its own, for its weight and its rows, and each rank those of its shard.
+    Scales are computed from the tensor itself: with those of an earlier step a spike would overflow. Each
+    expert has separate scales for its weight and its rows, and each rank for its shard.
 
     Source: Micikevicius et al., arXiv 2209.05433, section 3.
     """

@@ -143,7 +143,7 @@ class ScaledFP8(FP8GEMM):
         return self._weight_gradients(gradients, d_y_MN.shape[1], kept)
 
     def defer_wgrad(self, d_y_MN: torch.Tensor, kept: Kept) -> Callable[[], torch.Tensor]:
-        """Return what makes wgrad later, of codes and scales of dy transposed."""
+        """Return a function that computes wgrad later, from codes and scales of dy transposed."""
         gradients = [self._of_gradient(d_y.T) for d_y in self._split(d_y_MN)]
         return partial(self._weight_gradients, gradients, d_y_MN.shape[1], kept)
 

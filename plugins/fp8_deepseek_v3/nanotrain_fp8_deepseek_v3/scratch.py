@@ -36,7 +36,7 @@ class Scratch:
 
 
 class MadeOnce(Generic[T]):
-    """Computes a result for each parameter once while weights are unchanged, and anew at any other time.
+    """Computes a result for each parameter once while weights are unchanged, otherwise at every call.
 
     For a tensor that is not a parameter it is recomputed each time: its object may be a temporary view.
     """

@@ -100,7 +100,7 @@ class TransformerEngineFP8(FP8GEMM):
         return d_w
 
     def defer_wgrad(self, d_y_MN: torch.Tensor, kept: Kept) -> Callable[[], torch.Tensor]:
-        """Return what makes wgrad later, of dy by columns."""
+        """Return a function that computes wgrad later, from dy rounded column-wise."""
         groups = self._split(d_y_MN)
         rounded: list[Any] = [self._of_gradient(d_y, rows=False) if len(d_y) else d_y for d_y in groups]
         rows = [d_y.new_empty(len(d_y), 0) for d_y in groups]  # their number and dtype, no memory

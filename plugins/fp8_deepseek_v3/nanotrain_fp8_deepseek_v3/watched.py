@@ -210,7 +210,7 @@ class WatchedCodec:
         self.behind, self.watch, self.name, self.module = behind, watch, name, module
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
-        """Count rows, or gradients, which need none themselves: rows in a backward pass are recomputed."""
+        """Count rows or gradients, and encode them. Rows in backward that need a gradient are recomputed."""
         recomputed = rows.requires_grad and in_backward(self.module)
         if self.watch.counts(self.module) and self.module.training and rows.numel() and not recomputed:
             x = rows.detach()

@@ -112,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
         environment=environment,
         made_by=shlex.join(["nanotrain", *args.words]),
     )
-    script = target.script(job, options)  # its mistakes are errors before the plan's seconds
+    script = target.script(job, options)  # rejects wrong options before the plan, which takes seconds
     if not args.no_plan and (plan := _planned(args, recipe, found.registry)):
         script = target.script(attrs.evolve(job, plan=plan), options)
     return _deliver(script, args.out)
@@ -141,10 +141,10 @@ def _choose_sizes(args: argparse.Namespace) -> None:
 
 
 def _check_fewest(args: argparse.Namespace, recipe: Recipe, restarts: int) -> None:
-    """See that the recipe runs on every number of machines that ``--min-nnodes`` allows.
+    """Check that the recipe runs on every number of machines that ``--min-nnodes`` allows.
 
     Raises:
-        NanotrainError: it does not, there cannot be so many, or ranks would not be started again.
+        NanotrainError: it does not, the number is not valid, or ranks would not be restarted.
     """
     least = args.min_nnodes
     if least is None:
@@ -164,7 +164,7 @@ def _changes(args: argparse.Namespace) -> tuple[str, ...]:
 
 
 def _notes(args: argparse.Namespace, recipe: Recipe, layout: Layout) -> Iterator[str]:
-    """Yield what works, and is worth a thought."""
+    """Yield notes on settings that work, but may be unintended."""
     width = layout.size("tp") if "tp" in layout.dims else 1
     if args.nnodes > 1 and (width > args.nproc or args.nproc % width):
         yield f"tp = {width} goes beyond a node of {args.nproc}: its collectives are on the network"

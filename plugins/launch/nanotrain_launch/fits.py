@@ -1,4 +1,4 @@
-"""Whether a recipe fits the machines: what ``nanotrain plan --json`` says, where it is installed."""
+"""Checks whether a recipe fits the machines, with ``nanotrain plan --json`` if that is installed."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ GB = 1e9
 
 
 def plan(registry: Registry, words: Sequence[str], hardware: str) -> dict[str, Any] | None:
-    """Return the plan of a recipe; None if nothing plans here.
+    """Return the plan of a recipe; None if ``nanotrain plan`` is not installed.
 
     Args:
-        registry: says whether the command is there.
+        registry: the installed commands are read from it.
         words: recipe and options, as ``nanotrain plan`` takes them.
         hardware: a name, or a file.
 
     Raises:
-        NanotrainError: there is no plan, as of hardware that nobody knows.
+        NanotrainError: planning failed, for example for unknown hardware.
     """
     planned = plan_recipe(registry, [*words, "--hardware", hardware])
     if planned is not None and planned.plan is None:
@@ -33,7 +33,7 @@ def refuse_what_does_not_fit(found: Mapping[str, Any], words: Sequence[str], har
     """Check the memory of a plan, of devices and of hosts.
 
     Raises:
-        NanotrainError: it is not enough; the text says who knows what would help.
+        NanotrainError: it is not enough; the text has the command that lists which keys to change.
     """
     memory, host = found["memory"], found["host_memory"]
     if memory["fits"] and host["fits"]:
@@ -53,13 +53,13 @@ def refuse_what_does_not_fit(found: Mapping[str, Any], words: Sequence[str], har
 
 
 def refuse_larger_nodes(found: Mapping[str, Any], nproc: int, ranks: int, hardware: str) -> None:
-    """Check that a node has as many devices as it is given ranks: times and host memory are planned so.
+    """Check that a node has a device for each of its ranks, as the plan of times and host memory assumes.
 
     Raises:
         NanotrainError: it has fewer.
     """
     there = found["hardware"]["devices_per_node"]
-    if nproc > there and not found["hardware"]["cores"]:  # of a CPU there are as many ranks as one likes
+    if nproc > there and not found["hardware"]["cores"]:  # a CPU can have any number of ranks
         raise NanotrainError(
             f"{nproc} ranks on a node, and a node of {hardware} has {there} devices: {ranks} ranks are "
             f"--nodes {-(-ranks // there)}\n"

@@ -1,4 +1,4 @@
-"""What is to be launched, whatever does it, and how its commands are written."""
+"""The description of a job, independent of the target, and the formatting of its commands."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Job:
     grace: float
     """``run.grace``, in seconds."""
     patience: float
-    """Seconds in which ranks that are left notice that others are gone: the longest they wait for them."""
+    """Seconds until the remaining ranks detect that others are gone: the longest wait for a rank."""
     folder: str
     """Of the run: the same each time, so that it is resumed."""
     changes: tuple[str, ...] = ()
@@ -47,11 +47,11 @@ class Job:
     """What ``nanotrain plan`` said, in a line."""
 
     def words(self) -> list[str]:
-        """Return the words of ``nanotrain`` for a rank that something else starts."""
+        """Return the arguments of ``nanotrain`` for a rank that another tool starts."""
         return ["run", self.recipe, *self.changes, "--folder", self.folder, "--resume", "auto"]
 
     def launcher_words(self) -> list[str]:
-        """Return those of a launcher, one on each node, but for where they meet."""
+        """Return the arguments for the launcher of a node, without the rendezvous options."""
         sizes = ["--nnodes", str(self.nodes), "--nproc", str(self.nproc)]
         if self.min_nodes is not None:
             sizes += ["--min-nnodes", str(self.min_nodes)]
@@ -61,8 +61,8 @@ class Job:
         """Return the command of a node.
 
         Args:
-            nanotrain: the words that call it.
-            meet: further words: where launchers meet.
+            nanotrain: the words of the command that calls nanotrain.
+            meet: the rendezvous options.
         """
         launcher = [*nanotrain, *self.launcher_words(), *meet]
         if not self.checks_hosts:
@@ -71,7 +71,7 @@ class Job:
 
     @property
     def grace_until_killed(self) -> int:
-        """Seconds from the signal on after which the cluster may kill what is left."""
+        """Seconds after the signal from which on the cluster may kill remaining processes."""
         return math.ceil(self.grace) + MARGIN
 
     def label(self, longest: int = 40) -> str:

@@ -1,8 +1,9 @@
 """A Job of Kubernetes and the headless Service by which its pods find the first: ``kubectl apply -f FILE``.
 
-An Indexed Job of ``batch/v1``, no operator needed: one pod a node, one launcher a pod. ``podFailurePolicy``
-goes by the exit codes of docs/reliability.md: what was preempted is started again and not counted, a crash or
-a hang is counted (``backoffLimit``), and what would only happen again fails the Job. Since Kubernetes 1.31.
+An Indexed Job of ``batch/v1``, which needs no operator: one pod per node, one launcher per pod.
+``podFailurePolicy`` uses the exit codes of docs/reliability.md: preempted pods are restarted and not counted,
+crashes and hangs are counted (``backoffLimit``), and failures that would recur fail the Job. Requires
+Kubernetes 1.31.
 
 Source: kubernetes.io/docs/concepts/workloads/controllers/job.
 """
@@ -43,7 +44,7 @@ OPTIONS = {
     "command": Option("how pods call nanotrain", COMMAND, "/opt/venv/bin/nanotrain", default="nanotrain"),
 }
 
-#: What would only happen again.
+#: Exit codes of failures that would recur after a restart.
 FINAL = sorted((Exit.USER, Exit.DIVERGED, Exit.LOCKED, Exit.CORRUPTED, Exit.UNSAVED, Exit.INTERRUPTED))
 CONTAINER = "nanotrain"
 
@@ -57,7 +58,7 @@ def script(job: Job, options: dict[str, str]) -> str:
 
 
 def service(job: Job, options: dict[str, str]) -> dict[str, Any]:
-    """Return the headless Service: names of pods are known before they are ready, or none would ever be."""
+    """Return the headless Service. It publishes names of pods that are not ready: they need one another."""
     return {
         "apiVersion": "v1",
         "kind": "Service",
@@ -86,8 +87,8 @@ def indexed_job(job: Job, options: dict[str, str]) -> dict[str, Any]:
             "completionMode": "Indexed",
             "completions": job.nodes,
             "parallelism": job.nodes,
-            # Of an attempt that crashes all pods end, and each counts; so does one that was started again
-            # before the others had noticed.
+            # If an attempt crashes, all of its pods end, and each counts as a failure; so does a pod that was
+            # restarted before the others had noticed.
             "backoffLimit": 2 * int(options["requeues"]) * job.nodes,
             "podFailurePolicy": {"rules": rules},
             "template": {"metadata": {"labels": _labels(job)}, "spec": _pod(job, options)},
@@ -99,7 +100,7 @@ def _pod(job: Job, options: dict[str, str]) -> dict[str, Any]:
     resources: dict[str, str | int] = {key: options[key] for key in ("cpu", "memory") if key in options}
     if job.gpus:
         resources[options["gpu"]] = job.nproc
-    # The name that the first pod's /etc/hosts has: it knows itself before the cluster's DNS does.
+    # The name in the first pod's /etc/hosts: that pod can resolve it before the cluster's DNS can.
     name, domain = job.label(), f"{options['namespace']}.svc.{options['domain']}"
     endpoint = f"{name}-0.{name}.{domain}:{options['port']}"
     nanotrain = command_words(options["command"])

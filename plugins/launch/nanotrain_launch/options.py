@@ -1,4 +1,4 @@
-"""``--option KEY=VALUE``: what a cluster needs to know, checked before it is written into a script."""
+"""``--option KEY=VALUE``: settings of the target, validated before they are written into a script."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import attrs
 
 from nanotrain_core.api import NanotrainError, did_you_mean
 
-#: One word that no shell, Slurm or YAML reads anything into.
+#: One word without characters that a shell, Slurm or YAML would interpret.
 WORD = r"[\w.,:@%+=/\[\]-]+"
 COUNT = r"[1-9]\d*"
 #: Kubernetes' quantities of memory.

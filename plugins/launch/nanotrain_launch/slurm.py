@@ -1,9 +1,9 @@
 """A batch script for Slurm: ``sbatch FILE``.
 
-One launcher a node, started by ``srun``: each starts and watches its ranks, as on one machine. Slurm warns
-the batch script of the time limit (``--signal=B:TERM@SECONDS``), and the script has Slurm tell the launchers:
-``srun`` itself would answer a SIGTERM by killing them. The job then goes back to the queue, by the exit codes
-of docs/reliability.md. A job that is cancelled does not: it is no longer RUNNING.
+One launcher per node, started by ``srun``: each starts and monitors its ranks, as on one machine. Before the
+time limit Slurm signals the batch script (``--signal=B:TERM@SECONDS``), which makes Slurm signal the
+launchers: ``srun`` itself would kill them on a SIGTERM. The job is then requeued, depending on the exit codes
+of docs/reliability.md. A cancelled job is not requeued: it is no longer RUNNING.
 
 Source: sbatch(1), srun(1), scancel(1) of Slurm 24.05.
 """
@@ -21,7 +21,7 @@ from nanotrain_launch.options import COUNT, Option, command_words
 TIME = r"\d+|\d+:\d+|\d+:\d+:\d+|\d+-\d+(:\d+(:\d+)?)?"
 MEMORY = r"\d+[KMGT]?"
 
-#: Those that are passed on as they are are options of sbatch by the same names.
+#: Those that are not in :data:`OWN` are passed unchanged to the options of sbatch with the same names.
 OPTIONS = {
     "partition": Option("a partition", example="gpu"),
     "account": Option("an account"),
@@ -135,7 +135,7 @@ def _directives(job: Job, options: dict[str, str], seconds: int) -> list[str]:
 
 
 def _step(job: Job, options: dict[str, str]) -> str:
-    """Return the ``srun``: one task a node, with all its cores, none of which is killed for another."""
+    """Return the ``srun`` command: one task per node, with all its cores; no task is killed for another."""
     srun = ["srun", "--ntasks-per-node=1", "--cpu-bind=none", "--kill-on-bad-exit=0"]
     if job.min_nodes is None:
         srun += [f"--wait={int(job.patience) + MARGIN}", "--label"]

@@ -1,6 +1,6 @@
-"""One command for each node, by torch's own launcher, where something else starts processes there.
+"""A torchrun command for each node, for clusters where another tool starts the processes on nodes.
 
-torchrun ends with 1 whatever its ranks said: their code is in the last line of the log.
+torchrun exits with 1 for every failure of its ranks: their exit code is in the last line of the log.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def script(job: Job, options: dict[str, str]) -> str:
     """Return the lines.
 
     Raises:
-        NanotrainError: fewer hosts are to be enough, or hosts are to be examined.
+        NanotrainError: torchrun does not support ``--min-nnodes`` and ``--check-hosts``.
     """
     if job.checks_hosts:
         raise NanotrainError(
@@ -40,9 +40,9 @@ def script(job: Job, options: dict[str, str]) -> str:
         )
     hosts = read_hosts(options["hosts"], job.nodes)
     environment = {
-        # Without it gloo cannot meet a second time after a failure.
+        # Without it a second rendezvous of gloo, after a failure, does not work.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-        # From a SIGTERM on, until torchrun kills what is left: its own 30 s are less than run.grace.
+        # From SIGTERM until torchrun kills remaining ranks: the default of 30 s is less than run.grace.
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(job.grace_until_killed),
         **job.environment,
     }

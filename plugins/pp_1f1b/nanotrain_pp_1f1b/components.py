@@ -61,7 +61,7 @@ class OneForwardOneBackward(Pipeline):
         return schedules.one_forward_one_backward(pp, rank, microbatches)
 
     def held(self, pp: int, rank: int) -> float:
-        """Return one for each rank from this one on."""
+        """Return one for this rank, and one for each later rank."""
         return pp - rank
 
 

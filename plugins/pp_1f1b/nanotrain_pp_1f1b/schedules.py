@@ -113,7 +113,7 @@ def dualpipe_v(pp: int, rank: int, microbatches: int) -> Order:
 def number(steps: Iterator[str], stages: dict[str, int]) -> Iterator[Action]:
     """Yield the actions of steps such as ``F up``: each kind takes a stage's microbatches in order.
 
-    ``b`` is a backward that leaves its weight gradients to a ``W``, which takes deferred ones first.
+    ``b`` is a backward that defers its weight gradients; a ``W`` computes the oldest deferred ones.
     """
     counters = {(kind, way): count() for kind in "FB" for way in stages}
     put_off: list[tuple[int, int]] = []

@@ -9,7 +9,7 @@ from nanotrain_core.api.torch import Mesh
 
 
 class LateFlag:
-    """All-reduces a flag at every call. On a GPU each call returns what the one before it was about.
+    """All-reduces a flag at every call. On a GPU each call returns the result of the previous call.
 
     Reading the flag of the same call would make the host wait for all work queued on the GPU, and then the
     GPU for the host.
@@ -22,7 +22,7 @@ class LateFlag:
         self._sent: tuple[torch.Tensor, torch.Event | None] | None = None
 
     def forget(self) -> None:
-        """Discard what was sent and not read: it was about something else. On all ranks alike."""
+        """Discard the result of the previous call, which no longer applies. All ranks must call it."""
         self._sent = None
 
     def any(self, mine: bool) -> bool | None:

@@ -148,9 +148,9 @@ def read_text(folder: Path) -> str:
 def apart(folder: Path, text: str) -> str:
     """Return how the manifest in ``folder`` differs from ``text``, as rank 0 has read it: empty if equal.
 
-    A rank may see its own disk, or on a shared one be led to a folder that has since been set aside: with
-    shards of the same sizes, which only some ranks verify against their SHA-256. Every rank reads only the
-    last line's hash.
+    A rank may read a local disk, or, on a shared one, a folder that has been set aside since. Its shards may
+    have the same sizes, and each SHA-256 is verified by one rank only, so every rank compares the hash in the
+    manifest's last line.
     """
     end = text[-len(_SEAL) - 64 - len(_END) :].encode()
     try:

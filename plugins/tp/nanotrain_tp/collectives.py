@@ -66,7 +66,7 @@ class Ranks:
         Args:
             x: this rank's share.
             dim: dimension of the shares.
-            length: of the result; by default all ranks have as much as this one.
+            length: of the result along ``dim``; by default all shares have the length of this one.
 
         Raises:
             SplitError: ``x`` is not this rank's share of ``length``.

@@ -213,7 +213,7 @@ class Boundary:
     def leave(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum of every rank's partial output ``x`` [B, S, D], or this rank's share of it."""
         if torch.compiler.is_compiling():
-            self.forget()  # tensors remembered at the end of a graph are among its outputs
+            self.forget()  # a tensor still cached at the end of a graph would be an output of it
         if self.sequence_parallel:
             return Scatter.apply(x, self.ranks, SEQUENCE)  # type: ignore[no-any-return, no-untyped-call]
         return Reduce.apply(x, self.ranks)  # type: ignore[no-any-return, no-untyped-call]

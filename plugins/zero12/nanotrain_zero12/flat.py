@@ -1,8 +1,8 @@
 """One buffer for the weights of many parameters, split into buckets of which each rank owns an equal range.
 
 A parameter is a view into its buffer, so weights that other ranks updated can be received directly into
-the model, and a float32 range is its own master. A buffer has rows of :data:`ALIGN` weights, in whatever form
-a precision stores them: packed ones are also sent packed. Bucket boundaries are independent of parameter
+the model, and a float32 range is its own master. A buffer has rows of :data:`ALIGN` weights, in the storage
+form of the precision: packed weights are also sent packed. Bucket boundaries are independent of parameter
 boundaries: a large parameter is in several buckets, and each rank's range of a bucket has pieces of a few.
 
 Source: the partition of Rajbhandari et al., "ZeRO", arXiv 1910.02054, section 5, bucket by bucket.
@@ -71,7 +71,7 @@ class Bucket:
         self.reset()
 
     def reset(self) -> None:
-        """Wait for every gradient again."""
+        """Mark the gradients of all parameters as missing."""
         self.missing = {fill.parameter for fill in self.fills}
 
 

@@ -67,7 +67,7 @@ class BucketQueue:
             bucket.reset()
 
     def expect(self, parameters: Set[nn.Parameter]) -> None:
-        """Wait for gradients of these parameters only: all others have theirs."""
+        """Expect only gradients of these parameters in this round: those of all others have arrived."""
         if not self.expecting:
             self.expecting = True
             for bucket, _ in self.buckets:
