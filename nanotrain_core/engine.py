@@ -92,6 +92,9 @@ class RuntimeEngine:
                 or the beginning if there is none.
             callbacks: monitors in addition to the recipe's, called after them, on this rank: give all ranks
                 the same.
+
+        Raises:
+            NanotrainError: the recipe cannot be run; mostly a RecipeError, PluginError or DataError.
         """
         from nanotrain_core.recipe import load_recipe
         from nanotrain_core.registry.registry import load_plugins
@@ -146,6 +149,14 @@ class RuntimeEngine:
             train_loader: a script's batches, iterated again when they run out. Recipes name their data.
             val_loader: a script's validation batches.
             steps: total number; a script must give it, a recipe has it.
+
+        Returns:
+            How the run ended.
+
+        Raises:
+            CheckpointError: there is nothing to resume from, or it is damaged or does not fit.
+            Diverged: training diverged.
+            SaveFailed: the last save failed, or several in a row.
         """
         with log.kept_in(self.folder, self.run.mesh.rank, lambda: self.step):
             return self._fit(train_loader, val_loader, steps)
@@ -374,7 +385,14 @@ class RuntimeEngine:
         self.resume = None
 
     def load(self, which: str) -> bool:
-        """Restore weights, optimizer state and progress from a checkpoint; false if there is none."""
+        """Restore weights, optimizer state and progress from a checkpoint; return False if there is none.
+
+        Called by :meth:`fit` after it has opened the run folder, and for a rollback.
+
+        Raises:
+            NanotrainError: on all ranks, in most cases a CheckpointError: it is damaged or does not fit. The
+                state of this engine is unchanged.
+        """
         if not load_checkpoint(self, which):
             return False
         # A further call of fit continues from where this one ends.

@@ -31,7 +31,10 @@ class TrainState:
 
 
 class Checkpoint(Protocol):
-    """Saves and restores a run in one folder. All but ``settle``, ``steps`` and ``verify`` are collective.
+    """Saves and restores a run in one folder.
+
+    ``open``, ``due``, ``save``, ``advance`` and ``load`` are collective: all ranks call them at the same
+    point, and a format may communicate in each of them. ``settle``, ``steps`` and ``verify`` are not.
 
     A save has several stages, so that files can be written while training continues: :meth:`save` begins it,
     :meth:`settle` returns when ``state`` may change again, and :meth:`advance` reports, at a later step

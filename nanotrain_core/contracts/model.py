@@ -53,11 +53,14 @@ class Model(Protocol):
     """A model's dimensions and its parts. Independent of parallelism."""
 
     layers: int
+    """Number of layers among which :meth:`build` can split the model: those of ``Costs.layers``. Modules
+    after the head, such as MTP, are not counted."""
     vocab_size: int
     max_length: int | None
     """Longest sequence in tokens; None if any length works."""
     loss_weights: Mapping[str, float]
-    """Weight of each loss term in the training loss. ``"lm"`` is the next-token loss."""
+    """Weight of each loss term in the training loss. Must contain ``"lm"``, the next-token loss, which
+    evaluation reports."""
 
     def build(self, part: Part, ops: Ops = TORCH) -> nn.Module:
         """Return a :class:`ModelPart`. Parameters need no values: they are initialized by name.
@@ -70,9 +73,13 @@ class Model(Protocol):
         ...
 
     def loss_counts(self, batch: Batch) -> Mapping[str, torch.Tensor]:
-        """Return the counts by which each loss term is averaged in ``batch`` (``lm``: its target tokens).
+        """Return, for each name in :attr:`loss_weights`, the count over which that term is averaged in
+        ``batch``.
 
-        Counts are summed over all microbatches of all ranks and divide the sums before backward.
+        A count is a scalar tensor of any integer or float dtype on the batch's device; that of ``lm`` is the
+        number of target tokens. Counts are summed over all microbatches and data ranks in float64. The engine
+        multiplies each loss sum by its weight over that total, at least 1, before backward. It raises a
+        PluginError if the count of a name in :attr:`loss_weights` is missing.
         """
         ...
 

@@ -62,17 +62,23 @@ class RunInfo:
     parts: Sequence[nn.Module]
     """This rank's model parts."""
     placed: Sequence[PlacedParameter]
+    """This rank's parameters."""
     data: Any
+    """The data component, or a script's loader."""
     logits: Callable[..., torch.Tensor]
-    """``logits(tokens, begins=None)``, collective: the model's logits [B, S, V] for tokens [B, S], on every
-    rank of any layout. With ``begins`` [B, S] as ``Batch.begins``, documents are masked from one another."""
+    """``logits(tokens, begins=None)``, collective: the model's logits [B, S, V] for tokens int64 [B, S], in
+    the dtype that the model returns, on every rank of any layout. With ``begins`` int64 [B, S] as
+    ``Batch.begins``, documents are masked from one another."""
     progress: Progress
     """This rank's position in the step, and how long its phases took."""
     weights: Callable[[], Iterator[tuple[torch.Tensor, Placement]]]
-    """Yields the weights that this rank holds, decoded, each with its placement: for ``metrics.placed``."""
+    """``weights()`` yields (weight, placement) of every parameter on this rank, dequantized, in the shape of
+    its block: for ``metrics.placed``."""
     optimizer_state: Callable[..., Iterator[tuple[torch.Tensor, Placement]]]
-    """Yields this rank's optimizer state of these names, such as ``exp_avg``, likewise; nothing for a state
-    that does not exist or is not held in floating point."""
+    """``optimizer_state(*names)`` yields, for each parameter that this rank updates, its state tensors of
+    these names, such as ``exp_avg`` or ``master``, each with the placement of its parameter; a range of a
+    parameter in several boxes. Scalars, and state that does not exist or is not stored in floating point, are
+    omitted."""
     tap: Callable[..., Sequence[str]]
     """``tap(look, ["layers.*.attn"])`` makes the core call ``look(name, output)`` with the modules' outputs
     in logged steps: see :meth:`nanotrain_core.run.taps.Taps.add`. In ``on_start``, on all ranks."""
@@ -121,7 +127,7 @@ class Restore:
     may_restart: bool = False
     """Whether a launcher would restart the ranks after a failure."""
     again: bool = False
-    """Whether it has restarted them."""
+    """Whether a launcher has restarted the ranks."""
     failed_at: float | None = None
     """When the launcher detected the failure, in seconds since the epoch; None if unknown."""
     identity: Callable[[], Mapping[str, str]] = dict

@@ -93,7 +93,14 @@ class Optimizer:
         gradients: GradientSync,
         mesh: Mesh,
     ) -> None:
-        """Create the masters and allocate all state, so that a checkpoint can fill it before step 1."""
+        """Create the masters and allocate all state, so that a checkpoint can fill it before step 1.
+
+        ``gradients`` is attached: its ``pieces()`` are what this rank updates.
+
+        Raises:
+            NanotrainError: the precision's masters need error feedback
+                (:class:`~nanotrain_core.contracts.ErrorFeedback`) and this optimizer cannot carry it.
+        """
         raise NotImplementedError(
             f"{type(self).__name__} has no setup(parameters, precision, gradients, mesh)"
         )
@@ -115,7 +122,12 @@ class Optimizer:
         """
 
     def blocks(self) -> Iterable[Block]:
-        """Yield every state tensor, masters included."""
+        """Yield a :class:`Block` of every state tensor, masters included, named ``state/parameter``.
+
+        Use :meth:`Block.of_piece`. The names and global shapes of all ranks together must be the same on
+        every layout, and must not change after :meth:`setup`. Tensors are live: a checkpoint fills them in
+        place.
+        """
         raise NotImplementedError(f"{type(self).__name__} has no blocks()")
 
     def meta(self) -> dict[str, Any]:

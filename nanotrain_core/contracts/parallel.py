@@ -19,7 +19,17 @@ class Parallel:
     def apply(self, part: nn.Module, placements: Placements, mesh: Mesh) -> nn.Module:
         """Return the transformed part (it may be the same object) and update ``placements`` to match.
 
-        As it is unless this is overridden: a wrapper may only shard, or only complete gradients.
+        Parameters and buffers are on ``meta``. For each one that it shards, a wrapper assigns a parameter (or
+        buffer) of the block's shape under the same name and replaces the entry of ``placements`` (see
+        :meth:`Placement.split`, ``cut`` and ``sum_over``). The core rejects a part whose shapes and
+        placements differ.
+
+        The default returns ``part`` unchanged, for a component that only overrides :meth:`shard` or only
+        provides gradient sync.
+
+        Raises:
+            NanotrainError: the part cannot be sharded over this mesh; the text names the dimension of the
+                topology, or the key of the recipe, and the nearest valid value.
         """
         return part
 

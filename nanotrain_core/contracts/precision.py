@@ -69,7 +69,10 @@ class LossScale(Protocol):
         ...
 
     def update(self, skipped: bool | torch.Tensor) -> None:
-        """Record whether the step was skipped: a bool, or one on the device, which must be waited for."""
+        """Update the scale after a step.
+
+        ``skipped``: a bool, or a scalar bool tensor on the device; reading it synchronizes.
+        """
         ...
 
     def meta(self) -> dict[str, Any]:
@@ -82,7 +85,8 @@ class LossScale(Protocol):
 
 
 class Precision:
-    """The dtypes of a run: a base class, whose methods do nothing unless stated otherwise."""
+    """A base class for the dtypes of a run. Override :meth:`convert` and :meth:`master`; the other methods do
+    nothing by default."""
 
     parameter_dtype: torch.dtype
     """Dtype of the model's parameters and activations."""
@@ -130,7 +134,8 @@ class Precision:
     def master(self, weight: torch.Tensor, piece: Piece) -> MasterWeight:
         """Return the master of ``weight``: a parameter, or a live view of a range of one.
 
-        It may round ``weight`` into its format immediately: ranks that hold it do the same, or receive it.
+        It may round ``weight`` in place. All ranks that hold the same weight round it alike, or receive the
+        rounded values by all-gather.
 
         Args:
             weight: initialized; the master's ``store`` writes through to it. The weight of ``piece``, or a

@@ -26,9 +26,10 @@ class StepReport:
     tokens: int
     """Tokens seen since the beginning of the run, including those before a resume."""
     tokens_per_second: float
-    """Throughput since the previous report, over all ranks, by this rank's clock."""
+    """Throughput over all ranks since the last logged step, evaluation, save or rollback, by this rank's
+    clock."""
     seconds: float
-    """Time of one step, the mean since the previous report, by this rank's clock."""
+    """Mean time of a step since then, in seconds, by this rank's clock."""
     loss_scale: float = 1.0
     """Factor of this step's loss before backward; 1 except in float16."""
     skipped: bool = False

@@ -146,8 +146,8 @@ class UpdateReport:
         """Return the 2-norm of every trained parameter's whole gradient, by global name, sorted.
 
         Collective: every rank must call it in the same step, and gets the same result. It costs one
-            all-reduce of one value for each parameter, and a device synchronization; the first call of a run
-            also gathers the names. The norms of a step that will be skipped include infinities or NaN.
+        all-reduce of one value for each parameter, and a device synchronization; the first call of a run
+        also gathers the names. The norms of a step that will be skipped include infinities or NaN.
         """
         if not self._names:
             own = {piece.placement.name for piece in self._sync.pieces()}

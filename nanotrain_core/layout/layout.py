@@ -105,18 +105,31 @@ class Layout:
         raise KeyError(f"no view of the layout has all of {list(dims)} (views are {known})")
 
     def size(self, *dims: str) -> int:
-        """Return the number of ranks along ``dims``: 1 for no dimension."""
+        """Return the number of ranks along ``dims`` combined, 1 for none.
+
+        Raises:
+            KeyError: no view of the layout has all of ``dims``. Not every topology has ``tp`` or ``cp``: test
+                ``dim in layout.dims`` first.
+        """
         return prod(self.view(dims).size(dim) for dim in dims)
 
     def coordinate(self, rank: int, *dims: str) -> int:
-        """Return the position of ``rank`` along ``dims`` combined, in their given order."""
+        """Return the position of ``rank`` along ``dims`` combined, in their given order.
+
+        Raises:
+            KeyError: as in :meth:`size`.
+        """
         view, position = self.view(dims), 0
         for dim in dims:
             position = position * view.size(dim) + view.coordinate(rank, dim)
         return position
 
     def ranks(self, rank: int, *dims: str) -> tuple[int, ...]:
-        """Return the ranks that differ from ``rank`` only along ``dims``, ascending."""
+        """Return the ranks that differ from ``rank`` only along ``dims``, ascending.
+
+        Raises:
+            KeyError: as in :meth:`size`.
+        """
         return self.view(dims).ranks(rank, dims)
 
     def some_member(self, rank: int, span: Span) -> int:

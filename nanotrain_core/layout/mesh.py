@@ -67,14 +67,28 @@ class Mesh:
         return self.device.type != "cpu"
 
     def size(self, *dims: str) -> int:
+        """Return the number of ranks along ``dims`` combined, 1 for none.
+
+        Raises:
+            KeyError: no view of the layout has all of ``dims``. Not every topology has ``tp`` or ``cp``: test
+                ``dim in mesh.layout.dims`` first.
+        """
         return self.layout.size(*dims)
 
     def coordinate(self, *dims: str) -> int:
-        """Return this rank's position along ``dims`` combined."""
+        """Return this rank's position along ``dims`` combined.
+
+        Raises:
+            KeyError: as in :meth:`size`.
+        """
         return self.layout.coordinate(self.rank, *dims)
 
     def ranks(self, *dims: str) -> tuple[int, ...]:
-        """Return the global ranks of this rank's group along ``dims``, ascending."""
+        """Return the global ranks of this rank's group along ``dims``, ascending.
+
+        Raises:
+            KeyError: as in :meth:`size`.
+        """
         return self.layout.ranks(self.rank, *dims)
 
     def create_groups(self, wanted: Iterable[Span]) -> None:

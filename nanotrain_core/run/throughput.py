@@ -38,7 +38,10 @@ class Throughput:
         self._began, self._step, self._tokens = time.monotonic(), step, tokens
 
     def since(self, step: int, tokens: int, *, restart: bool = True) -> tuple[float, float]:
-        """Return seconds per step and tokens per second since the last restart, and measure from here."""
+        """Return seconds per step and tokens per second since the last restart.
+
+        With ``restart``, measure from here afterwards.
+        """
         elapsed = max(time.monotonic() - self._began, 1e-9)
         found = elapsed / max(1, step - self._step), (tokens - self._tokens) / elapsed
         if restart:
