@@ -296,10 +296,11 @@ def pipeline_position(mesh: Mesh) -> tuple[int, int]:
 
 
 def split_linear_layers(part: nn.Module, gemm: GEMMBackend, passes: Passes) -> None:
-    """Make standalone linear layers compute dgrad and wgrad separately, experts for W passes only.
+    """Give linear layers a GEMM backend, so that dgrad and wgrad are separate; experts only if the schedule
+    has W passes.
 
-    Wrappers schedule the wgrads of linear layers; experts keep the single kernel that a GPU has for all of
-    them.
+    A wrapper overlaps the wgrads of linear layers only. Experts otherwise keep ``ops.experts``, on a GPU one
+    grouped kernel.
     """
     for _, module, found in tagged(part):
         names = gemm_parameters(module)
@@ -323,8 +324,8 @@ def _apply(use: str, kernels: Kernels, part: nn.Module, passes: Passes) -> None:
         before = backends.get(name)
         if before is not None and before.backends and gemms_of(module) is not before:
             raise PluginError(
-                f"kernels '{use}': apply replaced the GEMM backend of {name}, which the precision or a "
-                "schedule had put there: leave modules alone whose gemms_of(module) is not None"
+                f"kernels '{use}': apply replaced the GEMM backend of {name}, set by the precision, a "
+                "wrapper or the schedule: skip modules for which gemms_of(module) is not None"
             )
 
 

@@ -91,7 +91,7 @@ class LocalGradients:
             if partial:
                 raise NanotrainError(
                     f"the gradient of {placed.placement.name} is partial along {partial}, and "
-                    f"{type(self).__name__} adds up none; "
+                    f"{type(self).__name__} does not reduce it; "
                     "expected another gradient_sync, such as "
                     "nanotrain_core.layout.gradients.AllReduceGradients()"
                 )
@@ -221,7 +221,7 @@ class AllReduceGradients(LocalGradients):
                 parameter.grad = total.view(parameter.shape)
 
     def zero(self) -> None:
-        """Forget all gradients, those of a broken-off step that are in DTensors still included."""
+        """Clear all gradients, including those that an interrupted step left in DTensors."""
         super().zero()
         for _, dtensor in self._sharded:
             dtensor.grad = None

@@ -33,7 +33,7 @@ class Role(Enum):
     """Arbitrary call signature, with ``.weight`` [S, D]."""
     COLUMN = "linear whose outputs may be split: each rank computes some of them from a whole input"
     """``module(x [..., in]) -> [..., out]``, one tensor; ``.weight`` [out, in], ``.bias`` [out] or None."""
-    ROW = "linear whose inputs may be split: each rank adds a partial sum of every output"
+    ROW = "linear whose inputs may be split: each rank computes a partial sum of every output"
     """As COLUMN; the bias is added once, to the whole sum."""
     REPLICATED = "linear kept whole on every rank, for example a low-rank latent projection"
     """As COLUMN."""
@@ -41,7 +41,8 @@ class Role(Enum):
     """``module(x [..., D]) -> [..., D]``, with ``.weight`` [D] and optional ``.bias`` [D]. Also for a
     scale."""
     INNER = (
-        "between COLUMN and ROW, but not split, as a norm of each query head: each rank applies it to its own"
+        "between COLUMN and ROW, replicated: for example a norm of each query head, which every rank applies "
+        "to its own heads"
     )
     """Arbitrary call signature. Replicated on every rank, and each rank's gradient of it is partial."""
     PER_HEAD = (
@@ -54,7 +55,7 @@ class Role(Enum):
     passed."""
     BLOCK = "one layer of the model: the unit of recomputation"
     """``module(x [B, S, D], ...) -> [B, S, D]``: further arguments are the model's own."""
-    SHARED = "identity on what all heads share, as MLA's rotary key: where it enters the split region"
+    SHARED = "identity, marks where a tensor that all heads share (MLA's rotary key) enters the split region"
     """``module(x [B, S, ...]) -> x``. A COLUMN's input passes through it too, without this role."""
     ROUTER = "chooses experts per token: whole on every rank, and sees whole sequences"
     """``module(x [B, S, D])`` returns a :class:`~nanotrain_core.moe.routing.Routing` [B, S, K]. After each

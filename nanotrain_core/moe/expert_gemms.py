@@ -35,13 +35,14 @@ def use_expert_gemms(
     carriers: Mapping[str, torch.Tensor | None],
     passes: Passes,
 ) -> None:
-    """Make EXPERTS compute with ``backends``: their table of functions gets another ``experts``.
+    """Replace ``ops.experts`` of a module of role EXPERTS by one that uses ``backends``.
 
     Args:
-        module: of that role, with ``gemm_weights`` in its tag: the parameters passed to ``ops.experts``.
+        module: its tag has ``gemm_weights``: the parameters passed to ``ops.experts``.
         backends: for each of them; read in every call.
-        prepared: for each parameter, what a compiled graph multiplies instead of it.
-        carriers: for each parameter, what receives its gradient in a compiled graph; None: the parameter.
+        prepared: by parameter, the prepared form that a compiled graph reads instead of the weight.
+        carriers: by parameter, the tensor to which a compiled graph returns its wgrad; None: the
+            parameter itself. See ``wgrad_carrier``.
         passes: of the run.
     """
     found = tag_of(module)

@@ -19,24 +19,30 @@ Tensor = torch.Tensor
 
 
 def rows_times(rows_MK: Tensor, right_EKN: Tensor, counts: list[int]) -> Tensor:
-    """Return each matrix's rows, the given number of them, times it [M, N]; there may be none."""
+    """Multiply rows [M, K], sorted by expert, by their expert's matrix [E, K, N]; return [M, N].
+
+    ``counts[e]`` rows belong to expert e, possibly 0.
+    """
     pieces = zip(torch.split(rows_MK, counts), right_EKN, strict=True)
     return torch.cat([rows @ right_KN for rows, right_KN in pieces])
 
 
 def transposed_times(left_MN: Tensor, right_MK: Tensor, counts: list[int]) -> Tensor:
-    """Return each matrix's rows of ``left``, transposed, times those of ``right`` [E, N, K]; 0 if none."""
+    """Return left_e^T right_e for every expert e [E, N, K], zero for an expert without rows.
+
+    ``left_e`` are the rows of ``left`` that belong to expert e: ``counts[e]`` of them, sorted by expert.
+    """
     pieces = zip(torch.split(left_MN, counts), torch.split(right_MK, counts), strict=True)
     return torch.stack([left.T @ right for left, right in pieces])
 
 
 def multiply(rows_MK: Tensor, right_EKN: Tensor, counts_E: Tensor) -> Tensor:
-    """Return :func:`rows_times`, for counts on a device."""
+    """Return :func:`rows_times`, with counts in a tensor: the host waits for them."""
     return rows_times(rows_MK, right_EKN, counts_E.tolist())
 
 
 def multiply_transposed(left_MN: Tensor, right_MK: Tensor, counts_E: Tensor) -> Tensor:
-    """Return :func:`transposed_times`, for counts on a device."""
+    """Return :func:`transposed_times`, with counts in a tensor: the host waits for them."""
     return transposed_times(left_MN, right_MK, counts_E.tolist())
 
 
@@ -44,8 +50,8 @@ def has_one_kernel(rows: Tensor, *sizes: int) -> bool:
     """Return whether ``F.grouped_mm`` supports ``rows``: on a GPU, in bfloat16, in multiples of 16 bytes.
 
     Args:
-        rows: of the left operand, sorted.
-        sizes: of one matrix, or of the right operand's rows.
+        rows: the left operand.
+        sizes: the other dimensions, each of which must be a multiple of 16 bytes, like that of a row.
     """
     whole = all(size * rows.element_size() % 16 == 0 for size in (rows.shape[-1], *sizes))
     return rows.is_cuda and rows.dtype == torch.bfloat16 and bool(len(rows)) and whole

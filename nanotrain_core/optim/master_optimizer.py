@@ -195,7 +195,10 @@ class MasterOptimizer(Optimizer):
         torch._foreach_mul_(gradients, clip_factor(norm, limit, gradients) / loss_scale)
 
     def blocks(self) -> Iterable[Block]:
-        """Yield masters and state, each named after its parameter, whose ranges share its scalars."""
+        """Yield masters and state under ``state/parameter``.
+
+        A scalar is yielded once per parameter, for its first range.
+        """
         seen: set[str] = set()
         for slot in self.slots:
             for name, tensor in {**slot.master.state(), **self.inner.state[slot.weight]}.items():

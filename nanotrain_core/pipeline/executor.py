@@ -65,7 +65,10 @@ class Executor:
     # --- training -----------------------------------------------------------------------------
 
     def check_model(self) -> None:
-        """Notice what a script has changed in the model since the last ``fit``: nothing matters here."""
+        """Discard what is cached of the model if a script has changed it since the last ``fit``.
+
+        This executor caches nothing.
+        """
 
     def run(
         self,
@@ -195,7 +198,7 @@ class Executor:
     def _seeded(
         self, stage: int, number: int, output: PartOutput
     ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
-        """Return what a stage's backward pass begins from, and the gradient of each; None of a loss is 1."""
+        """Return the roots of a stage's backward pass and their gradients: None, for a scalar loss, means 1."""
         losses = self._roots(output.losses)
         if stage == self.final:
             return losses, [None] * len(losses)

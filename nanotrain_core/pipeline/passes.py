@@ -35,7 +35,8 @@ class Passes:
         self.observed = False
         """Whether monitors observe this step's forward passes: they run in Python, and are not replayed."""
         self.model_changes = 0
-        """How often phases have changed keys of the model: whoever keeps what a pass computes compares it."""
+        """Number of changes that phases have made to the model's config: code that caches results of a pass
+        (CUDA graphs) compares it."""
         self._number, self._open = 0, False
 
     @property
@@ -95,9 +96,10 @@ class Passes:
         For the backward pass of an autograd function: return what this returns.
 
         Args:
-            weight: what it is of.
-            wgrad: makes it.
-            defer: returns what makes it in a W pass and holds less memory until then; None: ``wgrad`` does.
+            weight: the weight of the layer.
+            wgrad: computes its gradient.
+            defer: returns a function that computes it in the W pass and holds less memory until then; None:
+                ``wgrad`` is kept.
         """
         if self.deferred is not None and isinstance(weight, nn.Parameter):
             self.deferred.add(weight, wgrad if defer is None else defer())

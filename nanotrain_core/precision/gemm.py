@@ -58,14 +58,14 @@ LINEAR = frozenset({Role.COLUMN, Role.ROW, Role.REPLICATED})
 
 
 class Offer(NamedTuple):
-    """How a linear layer's input is recomputed; not differentiable."""
+    """How to recompute a linear layer's input in backward."""
 
     of: Kept
-    """What is saved instead of it."""
+    """The tensors to save instead of the input."""
     make: Callable[..., torch.Tensor]
-    """Computes it from ``of``, or makes a :class:`QuantizedInput`."""
+    """``make(*of)`` returns the input, or its :class:`QuantizedInput`. Not differentiable."""
     forms: Kept
-    """Of a :class:`QuantizedInput` that the forward pass reads instead; none: it reads the input."""
+    """Quantized tensors that forward reads instead of the input; empty: it reads the input."""
 
 
 class Recomputed:

@@ -58,13 +58,13 @@ class GEMMBackend(Protocol):
 
 
 class QuantizedActivations:
-    """An optional mixin of a :class:`GEMMBackend`: keeps quantized what a backward pass needs later.
+    """An optional mixin of a :class:`GEMMBackend` that saves tensors for backward in quantized form.
 
-    Activations that x is computed from, and the gradients of outputs that wait for a W pass.
+    They are the activations from which x is recomputed, and output gradients that wait for a W pass.
     """
 
     def quantize(self, made_of_MK: torch.Tensor) -> Kept | None:
-        """Return what to save for the backward pass instead of it; None: the tensor itself."""
+        """Return the quantized form of ``made_of_MK`` to save for backward; None: save the tensor itself."""
         return None
 
     def dequantize(self, kept: Kept, dtype: torch.dtype) -> torch.Tensor:
@@ -94,7 +94,10 @@ class QuantizedActivations:
         return None
 
     def defer_wgrad(self, d_y_MN: torch.Tensor, kept: Kept) -> WgradFn:
-        """Return what makes wgrad in a W pass, the same bits: of dy it holds what wgrad would make of it."""
+        """Return a function that computes :meth:`wgrad` in a later W pass, with a bitwise equal result.
+
+        Override it to hold the quantized form of dy instead of dy.
+        """
         return partial(cast(GEMMBackend, self).wgrad, d_y_MN, kept)
 
 
@@ -116,7 +119,8 @@ class QuantizedInput:
 
 
 def as_quantized(x_MK: torch.Tensor, forms: Kept) -> torch.Tensor:
-    """Return ``x`` in the form a backend receives: quantized by it before, if there are ``forms``."""
+    """Return ``x`` for a backend: a :class:`QuantizedInput` if it was quantized earlier (``forms`` is not
+    empty)."""
     if not forms:
         return x_MK
     return cast(torch.Tensor, QuantizedInput(forms, x_MK.shape, x_MK.dtype, x_MK))
@@ -125,8 +129,8 @@ def as_quantized(x_MK: torch.Tensor, forms: Kept) -> torch.Tensor:
 def deferred_wgrad(backend: GEMMBackend, d_y_MN: torch.Tensor, keep: Callable[[], Kept]) -> WgradFn:
     """Return the wgrad of a W pass, which holds as little until then as ``backend`` can.
 
-    ``keep`` returns what wgrad needs of x. One that quantizes is asked for it at once; where x stays as it is
-    it may be recomputed, and is when the W pass comes.
+    ``keep`` returns what wgrad needs of x. It is called now for a backend that quantizes, so that only the
+    quantized form is held; otherwise in the W pass, so that an x that is recomputed is not held until then.
     """
     if isinstance(backend, QuantizedActivations):
         return backend.defer_wgrad(d_y_MN, keep())

@@ -1,8 +1,7 @@
 """Overlaps the reduction of an input's gradient (dgrad) over ranks with the wgrad GEMMs.
 
-Layers that read one tensor run two GEMMs each in backward: for their part of that tensor's gradient, and for
-their weight's gradient. Other ranks wait only for the first. Autograd runs ready nodes in the reverse
-order of forward, so the order of forward is::
+In backward each layer that reads a tensor computes a dgrad and a wgrad. Other ranks need only the sum of the
+dgrads. Autograd runs ready nodes in the reverse order of forward, so the order of forward is::
 
     hold     backward: wait for the sum, and pass it on
     places   backward: the wgrad GEMMs, one place for each layer
@@ -28,7 +27,7 @@ from nanotrain_tp.collectives import Ranks
 
 
 class Crossing:
-    """The entry of one tensor into sharded layers."""
+    """Gathers one tensor for sharded layers, if it is split, and reduces its gradient asynchronously."""
 
     def __init__(self, ranks: Ranks, dim: int | None, length: int | None = None) -> None:
         """``dim``: the dimension of its shares, which make up ``length``; None: it is whole."""
@@ -44,7 +43,7 @@ class Crossing:
         return held
 
     def open(self, held: torch.Tensor) -> torch.Tensor:
-        """Return the input of the sharded layers: their gradients of it are partial."""
+        """Return the input of the sharded layers, whose gradient is partial on every rank."""
         inside: torch.Tensor = _Open.apply(held, self)  # type: ignore[no-untyped-call]
         return inside
 
@@ -55,7 +54,7 @@ class Crossing:
         self._under_way.append(pending)
 
     def gather_again(self, share: torch.Tensor) -> Pending:
-        """Begin to all-gather the input again in backward; once for all layers that wait."""
+        """Begin to all-gather the input again in backward; once for all layers that wait at the same time."""
         if self._gathering is None:
             assert self.dim is not None
             self._gathering = self.ranks.begin_all_gather(share, self.dim, self.length)

@@ -34,22 +34,24 @@ Args = tuple[Any, ...]
 
 
 class Entry:
-    """A share of tokens that was gathered, or a whole input that was copied, as it was then."""
+    """One tensor that sharded layers read: this rank's share of the sequence, or a whole input, with what was
+    made of it."""
 
     def __init__(self, outside: torch.Tensor) -> None:
         self.outside, self.state = outside, self._state(outside)
         self.inside: torch.Tensor | None = None
-        """As split layers read it: their gradients of it are partial."""
+        """The input of the sharded layers: gathered, or a copy. Its gradient is partial on every rank."""
         self.whole: torch.Tensor | None = None
-        """As those read it that every rank runs alike."""
+        """The same values for replicated modules, such as routers: its gradient is complete on every rank."""
         self.first: nn.Module | None = None
-        """The first of the layers that read it."""
+        """The first sharded layer that read it, where wgrads are placed; otherwise None."""
         self.again: Again | None = None
-        """How those that do not keep it get it in backward."""
+        """This rank's share and :meth:`Crossing.gather_again`, by which layers gather it again in backward;
+        None: they keep it."""
         self.watched = False
-        """Whether :meth:`Boundary.forget` is called when its gradient comes."""
+        """Whether a gradient hook that calls :meth:`Boundary.forget` is installed."""
         self.places: dict[nn.Module, Place] = {}
-        """Where those that are known to read it have their wgrads made."""
+        """For each layer known from an earlier pass to read it: where its wgrad is computed."""
 
     def is_of(self, x: torch.Tensor) -> bool:
         """Return whether ``x`` is that tensor, unmodified, and the gradient mode is the same."""
@@ -156,7 +158,7 @@ class Boundary:
         inside.register_hook(forget)  # type: ignore[no-untyped-call]
 
     def enter_layer(self, x: torch.Tensor, layer: nn.Module) -> torch.Tensor:
-        """As :meth:`enter`, and give ``layer`` the place for its weight's product if there can be one."""
+        """As :meth:`enter`, and set where the wgrad of ``layer`` is computed, if it can overlap."""
         entry, gemms = self._entry(x), gemms_of(layer)
         if entry.inside is None and gemms is not None and self._overlaps(x):
             self._cross(entry, layer)
@@ -175,7 +177,7 @@ class Boundary:
         return x.requires_grad and torch.is_grad_enabled() and self.places_wgrad
 
     def _cross(self, entry: Entry, first: nn.Module) -> None:
-        """Pass ``entry`` in; in backward its gradient is reduced while the readers' wgrads are computed."""
+        """Make ``entry.inside``, whose gradient is reduced while its readers' wgrads are computed."""
         crossing = Crossing(self.ranks, SEQUENCE if self.sequence_parallel else None, self.length)
         held = crossing.hold(entry.outside, entry.values)
         if not self.keep:
@@ -185,9 +187,10 @@ class Boundary:
         entry.inside = crossing.open(held)
 
     def _place(self, entry: Entry, layer: nn.Module) -> Place | None:
-        """Return a place for ``layer``. An unexpected layer's place runs before the reduction begins.
+        """Return the place of ``layer``'s wgrad, None if its weight is not trained.
 
-        It has one nevertheless: a layer that is recomputed for its backward pass must behave the same.
+        For a layer not seen in an earlier pass it runs before the reduction starts: no overlap, but
+        recomputation needs the same graph.
         """
         assert entry.first is not None
         readers = self._readers[entry.first]
@@ -204,7 +207,7 @@ class Boundary:
         return whole
 
     def forget(self, *_: Any) -> None:
-        """Release the last tensor that entered. Also a forward hook."""
+        """Drop the cached :class:`Entry`. Also a forward hook."""
         if torch.compiler.is_compiling():
             self._last_in_graph = None
         else:

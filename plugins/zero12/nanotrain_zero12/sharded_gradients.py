@@ -147,9 +147,9 @@ class ShardedGradients(LocalGradients):
         queue = self.queue_of[parameter]
         if queue is self.tied or not self.config.overlap:
             return
-        # Until the W pass of a microbatch, its parameters without deferred gradients may get the next
-        # microbatch's, too. A bucket sent before would have only part of the microbatches of the other
-        # buckets of such a parameter. All of them are sent by the end of the W pass.
+        # Before a microbatch's W pass, parameters whose wgrad is not deferred may already accumulate the next
+        # microbatch's gradient. A bucket sent now could then contain fewer microbatches than the other
+        # buckets of the same parameter. So all buckets are sent by the end of the W pass.
         if self.passes.deferred is not None:
             return
         if self.passes.computing is not None:
@@ -195,7 +195,7 @@ class ShardedGradients(LocalGradients):
                 buffer[fill.target].copy_(fill.parameter.grad.reshape(-1)[fill.source])
 
     def finish(self) -> None:
-        """Send what was not announced as complete, then what several stages add to, and wait."""
+        """Reduce-scatter what is left: parts without a complete round, then tied parameters; wait for all."""
         for queue in self.queues:
             if not queue.rounds:
                 self._end_round(queue)
