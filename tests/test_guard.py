@@ -250,7 +250,7 @@ def test_without_a_checkpoint_that_is_old_enough_the_run_says_so(tmp_path):
         CASE.alone().recipe(**changes), registry=CASE.registry(), folder=tmp_path
     )
     engine.run = attrs.evolve(engine.run, optimizer=OneStepLRMultiplier(engine, 23, 300.0))
-    with pytest.raises(Diverged, match="went wrong at step 23 and no whole checkpoint is older"):
+    with pytest.raises(Diverged, match="went wrong at step 23 and there is no older complete checkpoint"):
         engine.fit()
 
 

@@ -200,7 +200,7 @@ def test_resuming_from_an_older_step_leaves_the_later_branch_aside(tmp_path):
     )
     resumed = nanotrain("run", "small.toml", "--folder", "a", *words, cwd=tmp_path)
     assert resumed.code == Exit.DONE
-    assert "checkpoints of a branch that is left were set aside" in resumed.err
+    assert "checkpoints of an abandoned branch were set aside" in resumed.err
     kept = sorted(path.name for path in (tmp_path / "a/checkpoints").glob("*.safetensors"))
     assert kept == ["step-00000004.safetensors", "step-00000005.safetensors"]
     aside = sorted(path.name for path in (tmp_path / "a/checkpoints").glob("superseded-*/*"))

@@ -39,7 +39,7 @@ def test_restarts_without_a_checkpoint_pause_longer_and_are_given_up(tmp_path, p
     assert again() == (False, 0)
     told = capsys.readouterr().err
     assert "rank 1 was killed by SIGKILL; restarting in 2 s (1 of 99) from where it began" in told
-    assert "5 restarts in a row came to no checkpoint: given up" in told
+    assert "giving up after 5 consecutive restarts without a new checkpoint" in told
     os.utime(tmp_path / HAS_SAVED, ns=(1, 1))  # another one was saved
     assert again() == (True, 0)
 

@@ -41,13 +41,13 @@ def test_data_that_remember_under_a_key_of_the_core_are_refused(meta):
 @pytest.mark.parametrize(
     ("meta", "text"),
     [
-        ({"moments": {"names": [1, {2}]}}, "optimizer.moments.names.1 is a set, which JSON does not know"),
+        ({"moments": {"names": [1, {2}]}}, "optimizer.moments.names.1 is a set, which JSON cannot represent"),
         ({"by_step": {3: 0.5}}, "optimizer.by_step is a dict whose keys are not all str"),
     ],
     ids=["set", "numbers"],
 )
 def test_a_state_that_is_no_json_is_named_by_kind_and_key(meta, text):
-    with pytest.raises(PluginError, match=f"^a checkpoint cannot remember this state: {re.escape(text)}"):
+    with pytest.raises(PluginError, match=f"^a checkpoint cannot store this state: {re.escape(text)}"):
         state({"step": 1, "optimizer": meta})
 
 

@@ -154,7 +154,12 @@ def test_the_resolved_recipe_of_a_run_repeats_it(recipe, tmp_path):
 @pytest.mark.parametrize(
     ("number", "code", "reason", "told"),
     [
-        (signal.SIGINT, Exit.INTERRUPTED, "interrupted", "nanotrain: Ctrl-C: a last step and a checkpoint, "),
+        (
+            signal.SIGINT,
+            Exit.INTERRUPTED,
+            "interrupted",
+            "nanotrain: stopping after this step and a checkpoint, ",
+        ),
         pytest.param(signal.SIGTERM, Exit.PREEMPTED, "preempted", "", marks=pytest.mark.full),  # see the next
         pytest.param(signal.SIGHUP, Exit.PREEMPTED, "preempted", "", marks=pytest.mark.full),
     ],

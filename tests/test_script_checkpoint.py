@@ -290,7 +290,7 @@ def test_the_guard_takes_a_script_back_and_leaves_its_data_out(tmp_path):
 
 def test_a_guard_with_nothing_to_go_back_to_says_what_it_needs():
     guard = Guard(GuardConfig(warmup=8, window=16, patience=2, threshold=3.0))
-    with pytest.raises(Diverged, match=r"saves nothing that it could go back to: .*folder=.*, save_every="):
+    with pytest.raises(Diverged, match=r"saves no checkpoints to roll back to: .*folder=.*, save_every="):
         guarded(hostile(many_batches()), 30, [guard])
 
 

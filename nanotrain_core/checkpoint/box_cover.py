@@ -11,7 +11,7 @@ from nanotrain_core.checkpoint.tensor_boxes import Box, Shape
 def uncovered(shape: Shape, boxes: Sequence[Box]) -> str:
     """Return why ``boxes`` do not make up a tensor of ``shape``: empty if each element is in exactly one."""
     if not boxes:
-        return "nothing of it is there"
+        return "no block of it exists"
     for offset, size in boxes:
         if len(offset) != len(shape) or len(size) != len(shape):
             return f"a block at {offset} of shape {size} does not belong to {shape}"

@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+#: The error of a resume from anything else.
+NO_RUN_STATE = "the checkpoint does not contain a valid run state"
 #: Keys that the engine always saves.
 OF_A_RUN = ("recipe", "model", "optimizer", "loss_scale", "data")
 #: Keys of the data that it always saves, in addition to those of the component's ``meta``.
@@ -57,7 +59,7 @@ def _each_once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     if len(table) < len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise ValueError(f"the key {twice!r} is there twice")
+        raise ValueError(f"the key {twice!r} is duplicated")
     return table
 
 
@@ -225,7 +227,7 @@ def streams_problem(streams: Mapping[str, Any]) -> str:
             return f"the random-number stream '{name}' has shape {streams[name].shape}, expected {(count,)}"
     for name in ("python", "numpy"):
         if name in streams and (streams[name].dtype != "int64" or (streams[name] >> 32).any()):
-            return f"the random-number stream '{name}' has other numbers than 32 bits hold"
+            return f"the random-number stream '{name}' is not int64, or has values that do not fit 32 bits"
     return _torch_problem(streams["torch"]) if "torch" in streams else ""
 
 
@@ -239,7 +241,9 @@ def _torch_problem(state: Any) -> str:
     left, seeded = state[8:16].view("<i4").tolist()
     at = int(state[16:24].view("<u8")[0])
     fine = seeded == 1 and 0 < left <= 624 and at <= 624
-    return "" if fine else "the random-number stream 'torch' is at no place of its 624 words"
+    if fine:
+        return ""
+    return "the random-number stream 'torch' is not seeded, or has an invalid position in its 624-word state"
 
 
 def _is_count(value: Any) -> bool:

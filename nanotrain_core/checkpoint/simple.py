@@ -57,7 +57,7 @@ class SimpleCheckpoint:
             remove_leftovers(folder)
             for entry in unexpected_entries(folder):
                 log = structlog.get_logger("nanotrain.checkpoint")
-                log.warning("this is no checkpoint, and left out", entry=str(entry))
+                log.warning("ignoring an entry that is not a checkpoint", entry=str(entry))
 
     def due(self, step: int) -> bool:
         """Save every ``every`` steps."""
@@ -183,7 +183,7 @@ class SimpleCheckpoint:
             later = [saved for saved in self.steps() if saved > step or not own]
             if aside := set_checkpoints_aside(self.folder, map(self.path, later)):
                 log = structlog.get_logger("nanotrain.checkpoint")
-                log.warning("checkpoints of a branch that is left were set aside", now=str(aside))
+                log.warning("checkpoints of an abandoned branch were set aside", now=str(aside))
 
     def _newest_whole(self) -> tuple[Path | None, Mapping[Path, str]]:
         """Return the newest intact file, as rank 0 finds it, and what is wrong with newer ones."""

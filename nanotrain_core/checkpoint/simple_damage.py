@@ -72,7 +72,7 @@ def read_header(file: Any) -> dict[str, str]:
     """
     header = load_json((file.metadata() or {}).get("nanotrain", "{}"))
     if not isinstance(header, dict) or not all(isinstance(value, str) for value in header.values()):
-        raise ValueError("its header is no table of texts")
+        raise ValueError("its header is not a table of strings")
     return header
 
 

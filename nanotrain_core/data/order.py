@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 
 from nanotrain_core.batch import IGNORE, Batch, Shard
+from nanotrain_core.checkpoint.run_state import NO_RUN_STATE
 from nanotrain_core.data.prefetch import ReadAhead, Request
 from nanotrain_core.errors import CheckpointError, DataError
 from nanotrain_core.run.random_state import stream_seed
@@ -198,9 +199,7 @@ class SequenceData:
         found = {"length": self.longest, "train": 0, **meta}
         for key in ("position", "length", "train"):
             if type(found.get(key)) not in (int, float):
-                raise CheckpointError(
-                    f"the checkpoint has not the state of a run: data.{key} is {found.get(key)}"
-                )
+                raise CheckpointError(f"{NO_RUN_STATE}: data.{key} is {found.get(key)}")
         self.position = int(found["position"])
         self._position_length, self._position_train = int(found["length"]), int(found["train"])
 

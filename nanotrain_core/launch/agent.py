@@ -109,7 +109,7 @@ class Agent(LocalElasticAgent):
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         """Restart the ranks: one failed, which was reported, or another host waits to join."""
         if not self._failed:
-            log.say("another host has come, new or in the place of one that is gone: all ranks start again")
+            log.say("another host has joined: all ranks are restarted")
         super()._restart_workers(worker_group)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:

@@ -1,9 +1,8 @@
 """Connects restarted ranks with each other and with earlier attempts, which no single host knows.
 
-A launcher counts only the failures of its own host: where another host failed it restarts its ranks
-without counting, and the launcher of a replaced host knows nothing. And torchrun keeps one
-store for all attempts, so that what ranks wrote before they failed is still there: also what rank 0 leaves
-for later attempts, where no host counts a host that joins.
+A launcher counts only failures of its own ranks: a restart caused by another host is not counted, and the
+launcher of a replaced host has no history. torchrun keeps one store for all attempts, so keys of a failed
+attempt are still there; rank 0 uses that to leave a :class:`Past` for later attempts.
 """
 
 from __future__ import annotations
@@ -43,10 +42,11 @@ class Past:
 
 
 def meet(store: Store, rank: int, world_size: int, mine: Past, *, timeout: float) -> tuple[Store, Past]:
-    """Return a part of ``store`` unused by earlier attempts, and on rank 0 the past that any host knows.
+    """Return ``store`` under a new prefix, and on rank 0 the combined :class:`Past` of all hosts.
 
-    Each rank calls under a name that no earlier process had, and rank 0 answers with the name of the part
-    until the rank has read it: a call or an answer left by an earlier attempt reaches no rank.
+    Every other rank publishes a unique token and waits for the answer under it; rank 0 repeats its answer,
+    the prefix, until the rank has confirmed it. Keys of earlier attempts have other tokens, so they reach no
+    rank.
 
     Args:
         store: a store that all ranks reach, used or new.

@@ -79,7 +79,7 @@ class Restarts:
         self._in_vain = 1 if progress else self._in_vain + 1
         self._saved, self._step = saved, max(step, self._step)
         if self._in_vain > MOST_IN_VAIN:
-            log.say(f"{MOST_IN_VAIN} restarts in a row came to no checkpoint: given up")
+            log.say(f"giving up after {MOST_IN_VAIN} consecutive restarts without a new checkpoint")
             return False
         pause = self._pause()
         where = "the newest checkpoint" if saved else "where it began"

@@ -45,8 +45,8 @@ class StagedTransport(Transport):
         """
         if dist.get_backend(group) == "nccl":
             raise NanotrainError(
-                "run.share_device = true: these process groups are NCCL's, which has no two ranks on one "
-                'GPU: make them with init_process_group("gloo"), or give each rank a GPU of its own'
+                "run.share_device = true needs gloo process groups, because NCCL does not support two ranks "
+                'on one GPU: use init_process_group("gloo"), or one GPU per rank'
             )
         return StagedExchange(group, device, self.down)
 

@@ -3,10 +3,10 @@
 They are dequantized to the master's dtype, updated by the usual kernel, and quantized again (rounding to
 nearest), one piece after the other: only the moments of one piece are dequantized at any time.
 
-``bfloat16`` is DeepSeek-V3's choice. It has 8 significant bits: a change below half the spacing of its
-values, 2^-9 to 2^-8 of the value, is rounded away. Where gradients are steady or become smaller, a step
-changes the second moment by at most 1 - beta2 of itself: 0.001 at 0.999, which is always lost; with ``int8``
-too, whose scale is rounded up. A beta2 above 0.99 is refused with both
+``bfloat16`` is DeepSeek-V3's choice. It has 8 significant bits, so a relative change below 2^-9 to 2^-8 is
+rounded away. One step changes the second moment by at most 1 - beta2 of its value when gradients are steady
+or shrinking: at beta2 = 0.999 that change is always lost, in ``bfloat16`` and in ``int8``, whose scale is
+rounded up. Hence beta2 above 0.99 is refused with both
 (:func:`~nanotrain_core.optim.moment_groups.check_moments`).
 
 ``int8`` is FlashOptim's: groups of 32 consecutive elements of a row share a scale, and moments are companded

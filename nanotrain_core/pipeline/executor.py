@@ -198,7 +198,7 @@ class Executor:
     def _seeded(
         self, stage: int, number: int, output: PartOutput
     ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
-        """Return the roots of a stage's backward pass and their gradients: None, for a scalar loss, means 1."""
+        """Return the roots of a stage's backward pass and their gradients: None, of a loss, means 1."""
         losses = self._roots(output.losses)
         if stage == self.final:
             return losses, [None] * len(losses)

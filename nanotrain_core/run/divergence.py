@@ -39,7 +39,8 @@ class SkippedSteps:
             self.saves.advance(wait=True)  # on all ranks alike: an intact save may be in progress
             raise Diverged(
                 f"step {flags.step}: the gradient norm was {flags.grad_norm} for {MOST_SKIPPED} "
-                "steps in a row, which were skipped: the weights are those from before"
+                "steps in a row, which were skipped: the weights are those of the last step that was not "
+                "skipped"
             )
 
     def check_last_steps(self, steps: int, loss_scale: float, *, stopped: bool) -> None:
@@ -53,7 +54,7 @@ class SkippedSteps:
         if self.in_a_row > MOST_AT_THE_END and not stopped and loss_scale <= 1:
             raise Diverged(
                 f"the last {self.in_a_row} of {steps} steps were skipped, since their gradient norm was not "
-                "finite: the run is at its end and not done"
+                "finite: the run has not trained for all of its steps"
             )
 
 
@@ -99,8 +100,8 @@ def may_save(run: Run, state: TrainState, step: int, saves: CheckpointSaver, *, 
     if problem and last:
         saves.advance(wait=True)  # on all ranks alike: an intact save may be in progress
         raise Diverged(
-            f"{problem}, and nothing was saved of it: go on from an older one with --resume STEP, with "
-            "a lower learning rate, or with the monitor guard, which goes back by itself"
+            f"{problem}, so this step was not saved: continue from an older checkpoint with --resume STEP "
+            "and a lower learning rate, or use the monitor guard, which rolls back automatically"
         )
     if problem and run.mesh.rank == 0:
         structlog.get_logger("nanotrain.checkpoint").warning("nothing is saved for now", problem=problem)

@@ -317,7 +317,7 @@ class Events:
         if isinstance(problem, FailedElsewhere):
             if self.strict:
                 raise NanotrainError(f"the monitor in {what}: {problem}") from None
-            text = "a monitor leaves an event that it failed in elsewhere"
+            text = "a monitor's event was ended: it failed on another rank"
             if self._again(what, str(problem)):
                 record("warning", text, monitor=what, why=str(problem))
             else:

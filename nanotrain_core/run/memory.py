@@ -51,8 +51,8 @@ def expect_training_to_fit(
 ) -> None:
     """Reject what a rank holds at the end of every backward pass if it is larger than all memory. Collective.
 
-    That is without buckets and activations. On a CPU the system promises more memory than it has, and kills
-    whoever fills it.
+    That is without buckets and activations. On a CPU, Linux overcommits memory and kills the process that
+    touches too much of it.
 
     Raises:
         NanotrainError: on every rank, with ranks, host, sizes and keys.
@@ -97,7 +97,7 @@ def _advice(recipe: Recipe) -> str:
 def explain_out_of_memory(recipe: Recipe, rank: int, progress: Progress) -> Iterator[None]:
     """Turn an allocation that fails before the end of the first step into an error that names what to change.
 
-    A later one may be over after a restart, and keeps its traceback.
+    Later failures may be transient: they keep their traceback, and ranks may be restarted.
     """
     try:
         yield

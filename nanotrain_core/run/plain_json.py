@@ -24,7 +24,7 @@ def as_json(value: Any, path: str = "meta") -> Any:
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
         return {key: as_json(each, f"{path}.{key}") for key, each in value.items()}
     odd = f"a {type(value).__name__}" + (" whose keys are not all str" if isinstance(value, Mapping) else "")
-    raise TypeError(f"{path} is {odd}, which JSON does not know")
+    raise TypeError(f"{path} is {odd}, which JSON cannot represent")
 
 
 def remembered(meta: Mapping[str, Any]) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def remembered(meta: Mapping[str, Any]) -> dict[str, Any]:
     try:
         return {key: as_json(value, key) for key, value in meta.items()}
     except (AttributeError, TypeError) as problem:
-        raise PluginError(f"a checkpoint cannot remember this state: {problem}") from None
+        raise PluginError(f"a checkpoint cannot store this state: {problem}") from None
 
 
 def json_text(value: Any, *, indent: int | None = None) -> str:

@@ -60,7 +60,7 @@ def warn_of_lengths(timeline: PhaseTimeline, tokens: int, *, first: int, last: i
     lengths = {batch.length for batch in islice(timeline.batches(tokens), first - 1, last)}
     if len(lengths) > 1:
         log.warning(
-            "the sequences to skip are of several lengths: not all that are suspect are left out",
+            "the sequences to skip have several lengths: not all suspect data is skipped",
             lengths=sorted(lengths),
         )
 
@@ -90,13 +90,13 @@ def load_newest_before(onset: int, engine: RuntimeEngine) -> int:
                 return step
         except CheckpointError as problem:  # on every rank
             if mesh.rank == 0:
-                log.warning("a checkpoint cannot be gone back to", step=step, problem=str(problem))
+                log.warning("cannot roll back to a checkpoint", step=step, problem=str(problem))
     if checkpoint is None:
         raise Diverged(
-            f"training went wrong at step {onset} and this run saves nothing that it could go back to: "
+            f"training went wrong at step {onset} and this run saves no checkpoints to roll back to: "
             "it needs a folder (in a script, ScriptConfig(folder=..., save_every=...))"
         )
     raise Diverged(
-        f"training went wrong at step {onset} and no whole checkpoint is older: save more often "
+        f"training went wrong at step {onset} and there is no older complete checkpoint: save more often "
         "(checkpoint.every; save_every of a script), or keep more of them (checkpoint.keep; keep)"
     )

@@ -75,7 +75,10 @@ def end_on_sigterm() -> None:
         for each in {*ENDING} & {*heeded()}:
             signal.signal(each, signal.SIG_IGN)  # already being handled
         name = signal.Signals(number).name
-        raise Preempted(f"ended by {name} at once: the last checkpoint, if there is one, is all there is")
+        raise Preempted(
+            f"ended by {name} immediately, outside of a training step: only checkpoints that were already "
+            "complete remain"
+        )
 
     for number in {*ENDING} & {*heeded()}:
         signal.signal(number, end)
@@ -171,9 +174,9 @@ class StopRequest:
 
 def announce(grace: float) -> None:
     """Tell the user who pressed Ctrl-C what happens now."""
-    text = f"a last step and a checkpoint, within {grace:g} s; again, and all ranks end at once"
+    text = f"stopping after this step and a checkpoint, within {grace:g} s"
     with suppress(OSError):  # nobody reads the terminal: stop all the same
-        log.say(f"Ctrl-C: {text}", level="warning")
+        log.say(f"{text}; press Ctrl-C again to kill all ranks", level="warning")
 
 
 def _end_after(

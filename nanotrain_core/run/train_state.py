@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from nanotrain_core.checkpoint.run_state import state_problems
+from nanotrain_core.checkpoint.run_state import NO_RUN_STATE, state_problems
 from nanotrain_core.contracts import Block, TrainState
 from nanotrain_core.errors import CheckpointError, NanotrainError
 from nanotrain_core.precision.quantized_storage import dequantize, quantize_into
@@ -49,7 +49,7 @@ def restore_meta(engine: RuntimeEngine, meta: Mapping[str, Any]) -> None:
     """
     run = engine.run
     if problems := state_problems(meta):
-        raise CheckpointError(f"the checkpoint has not the state of a run: {'; '.join(problems)}")
+        raise CheckpointError(f"{NO_RUN_STATE}: {'; '.join(problems)}")
     try:
         changing = run.phases.model_keys if run.phases else ()
         refuse_other_model(meta["model"], run.model, changing=changing)
@@ -59,7 +59,7 @@ def restore_meta(engine: RuntimeEngine, meta: Mapping[str, Any]) -> None:
         engine.step, engine.evaluation_pending = int(meta["step"]), bool(meta.get("owes_evaluation"))
         engine.evaluated = meta.get("evaluated")
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as problem:
-        raise CheckpointError(f"the checkpoint has not the state of a run: {problem!r}") from None
+        raise CheckpointError(f"{NO_RUN_STATE}: {problem!r}") from None
 
 
 def restore_progress(engine: RuntimeEngine, saved: TrainState) -> None:
@@ -74,7 +74,7 @@ def restore_progress(engine: RuntimeEngine, saved: TrainState) -> None:
         engine.run.optimizer.load_meta(saved.meta["optimizer"])
         random_state.restore(saved.rank_tensors)
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as problem:
-        raise CheckpointError(f"the checkpoint has not the state of a run: {problem!r}") from None
+        raise CheckpointError(f"{NO_RUN_STATE}: {problem!r}") from None
 
 
 def load_checkpoint(engine: RuntimeEngine, which: str) -> bool:

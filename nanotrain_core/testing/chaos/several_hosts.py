@@ -107,7 +107,7 @@ class HostLost(HostsRow):
     number, name = "30", "host lost, replaced"
     texts: Sequence[str] = (
         "on host1 (process ",
-        "another host has come",
+        "another host has joined",
     )  # the replacement may be there sooner
 
     def strike(self, launches: Launches, random: Random) -> None:

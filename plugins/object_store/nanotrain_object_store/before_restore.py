@@ -85,7 +85,7 @@ def ask(store: Store, prefix: Prefix, restore: Restore) -> Found:
 
 
 def _skip(log: structlog.stdlib.BoundLogger, store: Store, problem: str) -> None:
-    log.warning("this is no checkpoint, and left out", store=store.url, problem=problem)
+    log.warning("ignoring an entry that is not a checkpoint", store=store.url, problem=problem)
 
 
 def _refusal(store: Store, restore: Restore, found: Found) -> NanotrainError | None:

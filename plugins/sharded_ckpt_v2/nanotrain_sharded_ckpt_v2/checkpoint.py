@@ -87,7 +87,7 @@ class ShardedCheckpoint:
         self._on_first(lambda: folders.clear_leftovers(folder))
         if mesh.rank == 0:
             for entry in folders.unexpected_entries(folder):
-                self.log.warning("this is no checkpoint, and left out", entry=str(entry))
+                self.log.warning("ignoring an entry that is not a checkpoint", entry=str(entry))
 
     def due(self, step: int) -> bool:
         """Save every ``every`` steps, and when ``every_minutes`` have elapsed on rank 0.
@@ -258,7 +258,7 @@ class ShardedCheckpoint:
         left = (step for step in self.steps() if step > saved.step or not own)
         aside = self._on_first(lambda: folders.set_aside(self.folder, [*left]))
         if aside and self.mesh.rank == 0:
-            self.log.warning("checkpoints of a branch that is left were set aside", now=str(aside))
+            self.log.warning("checkpoints of an abandoned branch were set aside", now=str(aside))
         if own:
             self._restored.add(saved.step)
             if self.config.verify == "full":

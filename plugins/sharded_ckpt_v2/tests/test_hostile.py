@@ -119,7 +119,7 @@ FORGERIES = {
     "no_tensors": (lambda path: reseal(path, lambda table: table.pop("tensors")), "it lacks 'tensors'"),
     "unknown_dtype": (tensor(dtype="F128"), "w is stored as 'F128'; known are"),
     "other_step_of_the_state": (set_to("meta", {"step": 7}), "its state is that of step 7, not 1"),
-    "key_twice": (key_twice, "the key 'step' is there twice"),
+    "key_twice": (key_twice, "the key 'step' is duplicated"),
     "other_number_of_ranks": (set_to("world_size", 2), "layout.dense has 1 ranks, but world_size is 2"),
     "file_of_nothing": (
         lambda path: forge(path, "more.safetensors", serialize({"w": torch.zeros(1)})),
@@ -135,7 +135,7 @@ FORGERIES = {
     "truth_as_number": (tensor(shape=[True, 3]), "shape of w is True"),
     "hole": (tensor(chunks=[[0, [0, 0], [1, 3]]]), "its blocks hold 3 numbers, but (4, 3) has 12"),
     "overlap": (tensor(chunks=[[0, [0, 0], [2, 3]], [0, [1, 0], [2, 3]]]), "at (0, 0) and (1, 0) overlap"),
-    "nothing": (tensor(chunks=[]), "nothing of it is there"),
+    "nothing": (tensor(chunks=[]), "no block of it exists"),
     "shard_without_file": (tensor(chunks=[[9, [0, 0], [4, 3]]]), "shard-00009.safetensors, which is not"),
     "header_with_other_dtype": (
         lambda path: header(path, lambda table: table["w@0,0"].update(dtype="I32")),
@@ -217,7 +217,7 @@ def test_a_forged_state_is_refused(tmp_path, forgery):
     reseal(path, lambda table: FORGED_META[forgery](table["meta"]))
     engine = make_engine(case, {"run": {"steps": 2}}, folder=tmp_path, resume="latest")
     before = [placed.parameter.detach().clone() for placed in engine.run.placed]
-    with pytest.raises(CheckpointError, match=r"has not the state of a run|no checkpoint in .* is whole"):
+    with pytest.raises(CheckpointError, match=r"not contain a valid run state|no checkpoint in .* is whole"):
         engine.fit()
     if forgery != "data_without_position":  # which the data component alone knows
         (saved,) = list_checkpoints(tmp_path)
