@@ -44,7 +44,7 @@ class Role(Enum):
         "between COLUMN and ROW, replicated: for example a norm of each query head, which every rank applies "
         "to its own heads"
     )
-    """Arbitrary call signature. Replicated on every rank, and each rank's gradient of it is partial."""
+    """Arbitrary call signature. Each rank's gradient of it is partial."""
     PER_HEAD = (
         "one entry for each head along axis 0 of every parameter and buffer, as ALiBi's slopes or decays"
     )

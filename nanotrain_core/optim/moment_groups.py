@@ -36,7 +36,8 @@ def check_moments(recipe: Recipe, config: AdamWConfig, layout: Layout) -> Iterat
             "optimizer.betas",
             f"with moment_dtype = '{config.moment_dtype}' a step lowers the second moment by at most "
             f"1 - beta2 = {1 - config.betas[1]:g} of its value, which rounding can lose: it hardly "
-            f"decreases, and updates become too small; expected beta2 of at most {MOST_BETA2}, or moment_dtype = 'float32'",
+            f"decreases, and updates become too small; expected beta2 of at most {MOST_BETA2}, or "
+            "moment_dtype = 'float32'",
         )
     if config.moment_dtype != "int8":
         return
