@@ -241,9 +241,7 @@ def _torch_problem(state: Any) -> str:
     left, seeded = state[8:16].view("<i4").tolist()
     at = int(state[16:24].view("<u8")[0])
     fine = seeded == 1 and 0 < left <= 624 and at <= 624
-    if fine:
-        return ""
-    return "the random-number stream 'torch' is not seeded, or has an invalid position in its 624-word state"
+    return "" if fine else "the random-number stream 'torch' is unseeded, or at no valid one of its 624 words"
 
 
 def _is_count(value: Any) -> bool:

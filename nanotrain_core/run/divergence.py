@@ -39,8 +39,7 @@ class SkippedSteps:
             self.saves.advance(wait=True)  # on all ranks alike: an intact save may be in progress
             raise Diverged(
                 f"step {flags.step}: the gradient norm was {flags.grad_norm} for {MOST_SKIPPED} "
-                "steps in a row, which were skipped: the weights are those of the last step that was not "
-                "skipped"
+                "steps in a row, which were skipped: the weights are those of the last step not skipped"
             )
 
     def check_last_steps(self, steps: int, loss_scale: float, *, stopped: bool) -> None:

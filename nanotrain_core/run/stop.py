@@ -75,10 +75,7 @@ def end_on_sigterm() -> None:
         for each in {*ENDING} & {*heeded()}:
             signal.signal(each, signal.SIG_IGN)  # already being handled
         name = signal.Signals(number).name
-        raise Preempted(
-            f"ended by {name} immediately, outside of a training step: only checkpoints that were already "
-            "complete remain"
-        )
+        raise Preempted(f"ended by {name} outside of a training step: only complete checkpoints remain")
 
     for number in {*ENDING} & {*heeded()}:
         signal.signal(number, end)
