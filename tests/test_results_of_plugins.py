@@ -116,6 +116,6 @@ def test_kernels_that_take_a_precisions_backend_away_are_refused(tmp_path):
     path.write_text(GREEDY)
     make_run(Case("kernels", use="greedy", plugins=(path,)), {})
     case = Case("kernels", use="greedy", plugins=(path,), overrides={"precision": {"use": "own"}})
-    wanted = r"kernels 'greedy': apply replaced the GEMM backend of layers.0.attn.q, which the precision"
+    wanted = r"kernels 'greedy': apply replaced the GEMM backend of layers.0.attn.q, set by the precision"
     with pytest.raises(PluginError, match=wanted):
         make_run(case, {})
