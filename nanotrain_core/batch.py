@@ -23,8 +23,8 @@ class Batch:
     targets: torch.Tensor | None = None
     """The next token at each position, or :data:`IGNORE`. None asks the model for logits."""
     cache: Cache | None = None
-    """What the model's layers kept of the preceding tokens, during text generation: these tokens follow
-    :attr:`start` others. None: there are no preceding tokens."""
+    """During text generation: what the model's layers have cached of the preceding tokens, of which there are
+    :attr:`start`. None: there are no preceding tokens."""
     whole: Batch | None = None
     """The whole sequences, where ranks split each of them (context parallelism) and these tokens are this
     rank's part. None: these tokens are whole sequences."""
@@ -45,7 +45,7 @@ class Batch:
         return self.tokens.shape[1] if self.whole is None else self.whole.tokens.shape[1]
 
     def cache_of(self, layer: str) -> LayerCache | None:
-        """Return what that layer kept of the preceding tokens; None without a cache, as in training."""
+        """Return the cache of the layer of this name; None without a cache, as in training."""
         return None if self.cache is None else self.cache.layer(layer)
 
     @property
@@ -72,8 +72,8 @@ class Batch:
         )
 
     def to(self, device: torch.device) -> Batch:
-        """Return it on ``device``. A copy to a device is asynchronous; one to the host is complete on return,
-        because its reader does not wait for a stream."""
+        """Return the batch on ``device``. A copy to a device is asynchronous; a copy to the host is complete
+        on return, because code that reads it there does not wait for a stream."""
         overlaps = device.type != "cpu"
         return self._each(lambda tensor: tensor.to(device, non_blocking=overlaps))
 
@@ -82,7 +82,7 @@ class Batch:
         return self._each(torch.clone)
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return the tensors of which it consists, also those of :attr:`whole`, always in the same order."""
+        """Return all tensors of the batch, including those of :attr:`whole`, always in the same order."""
         own = [each for each in (self.tokens, self.targets, self.begins) if each is not None]
         return own if self.whole is None else [*own, *self.whole.tensors()]
 

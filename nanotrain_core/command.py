@@ -59,8 +59,8 @@ class Command:
     """Whether ``COMMAND RECIPE --hardware NAME --json --no-advice`` prints a JSON object with ``memory``:
     ``fits``, and the bytes ``peak`` and ``usable``. ``nanotrain check --hardware NAME`` calls it."""
     extends: bool = False
-    """Another plugin has the command, and this one extends it: the module's ``takes(args) -> bool`` decides
-    which calls it runs instead of that one."""
+    """Whether this extends a command of another plugin: the module's ``takes(args) -> bool`` decides which
+    calls it runs instead of that command."""
 
     def load(self) -> CommandModule:
         """Import the module.

@@ -113,7 +113,7 @@ class RuntimeEngine:
     ) -> None:
         self.run, self.steps, self.folder, self.resume = run, steps, folder, resume
         self.restart = Restart()
-        """What a launcher knows about restarted ranks."""
+        """The launcher's information about a restart of the ranks."""
         self.step = 0
         """Optimizer steps done, those before a resume included."""
         self.evaluation_pending = False

@@ -122,7 +122,7 @@ def shortened(text: str) -> str:
 
 
 def describe(error: BaseException) -> str:
-    """Return ``ValueError: text (file.py:12)``: an error in a plugin's code, for whoever must fix it."""
+    """Describe an error in a plugin's code, for its author: ``ValueError: text (file.py:12)``."""
     if isinstance(error, SyntaxError):
         return f"{type(error).__name__}: {error.msg} ({error.filename}:{error.lineno})"
     frames = traceback.extract_tb(error.__traceback__)
@@ -153,5 +153,5 @@ def nearby(path: Path) -> str:
 
 
 def alike(path: Path, choices: Sequence[str]) -> list[str]:
-    """Return the choices that are like ``path`` by more than the suffix: ``.py`` makes no files alike."""
+    """Return the choices that resemble ``path`` by more than the suffix: ``.py`` makes no files similar."""
     return [choice for choice in choices if did_you_mean(path.stem, [Path(choice).stem])]

@@ -17,7 +17,7 @@ from nanotrain_core.run.progress_bar import show_progress
 
 
 def convert_checkpoint(registry: Registry, kind: str, saved: CheckpointInfo, wanted: str, out: Path) -> Path:
-    """Write ``saved`` to the new folder ``out`` with another component, in one process that holds it whole.
+    """Write ``saved`` to the new folder ``out`` in another format. One process holds all of it in memory.
 
     The result is the checkpoint of a one-rank run: random-number streams of several ranks are dropped.
 

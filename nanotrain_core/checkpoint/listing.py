@@ -23,9 +23,9 @@ def resume_path(resume: str | None) -> Path | None:
 
 
 def expect_own_kind(folder: Path, resume: str | None, use: str, registry: Registry) -> None:
-    """Reject a resume where only other formats are saved, or from a path that holds several checkpoints.
+    """Reject a resume if all saved checkpoints have other formats, or if its path holds several checkpoints.
 
-    A run that starts from the beginning next to checkpoints that it cannot read has silently lost them.
+    Otherwise the run would start from the beginning and silently ignore checkpoints that it cannot read.
 
     Args:
         folder: of the run.

@@ -17,13 +17,13 @@ NO_RUN_STATE = "the checkpoint does not contain a valid run state"
 OF_A_RUN = ("recipe", "model", "optimizer", "loss_scale", "data")
 #: Keys of the data that it always saves, in addition to those of the component's ``meta``.
 COUNTED = ("taken", "tokens", "skipped")
-#: Keys of ``SequenceData.meta``. Data that has most of them is of that class, and has all.
+#: Keys of ``SequenceData.meta``. State with most of them is taken to be of that class, and must have all.
 OF_SEQUENCES = ("position", "length", "train", "fingerprint")
 #: Largest accepted step or position: 2^53 sequences are more than all existing text.
 LARGEST = 2**53
 #: Maximum sequences, or batches of a script, that a run may have skipped: each costs the time to read it.
 MOST_SKIPPED = 2**31
-#: Most bytes of a JSON file that are read: the index of a model of a million tensors has a tenth.
+#: Maximum size in bytes of a JSON file: the index of a model of a million tensors takes a tenth of it.
 LARGEST_JSON = 2**28
 
 
@@ -41,11 +41,11 @@ def load_json(text: str | bytes) -> Any:
 
 
 def read_json(path: Path) -> bytes:
-    """Return the bytes of a JSON file, if it is one that somebody could have meant.
+    """Return the bytes of a JSON file.
 
     Raises:
         OSError: it cannot be read.
-        ValueError: it is no plain file, or has more than :data:`LARGEST_JSON` bytes.
+        ValueError: it is missing, not a regular file, or larger than :data:`LARGEST_JSON` bytes.
     """
     if not path.is_file():
         raise ValueError("it is missing, or is no plain file")
@@ -83,9 +83,9 @@ def state_problems(meta: Any, step: int | None = None) -> list[str]:
 
 
 def is_of_a_run(meta: Mapping[str, Any]) -> bool:
-    """Return whether the engine has written ``meta``, as far as can be seen where some of it is missing.
+    """Return whether the engine wrote ``meta``: whether it has most of :data:`OF_A_RUN`; some may be missing.
 
-    Other writers' state, as for weights alone, is not checked.
+    State of other writers, such as in files with weights alone, is not checked.
     """
     return sum(key in meta for key in OF_A_RUN) > len(OF_A_RUN) / 2
 
@@ -101,17 +101,16 @@ def _step(meta: Mapping[str, Any], step: int | None) -> Iterator[str]:
 
 
 def newest_evaluated(steps: Sequence[int], meta: Mapping[str, Any]) -> list[int]:
-    """Return the newest of ``steps`` that an evaluation found to be sound, or nothing.
+    """Return a list with the newest of ``steps`` up to the last evaluation with a finite loss; empty if none.
 
-    It is the step of the last evaluation with a finite loss, or the one before: retention keeps it, since
-    weights may be finite and still useless.
+    Retention keeps this checkpoint, since later weights may be finite and still useless.
     """
     last = meta.get("evaluated")
     return [step for step in sorted(steps) if last is not None and step <= last][-1:]
 
 
 def _ranks(meta: Mapping[str, Any]) -> Iterator[str]:
-    """For formats that store them with the state."""
+    """Yield problems with the world size and the layout, which some formats store with the state."""
     if "world_size" in meta and not (_is_count(meta["world_size"]) and meta["world_size"]):
         yield f"world_size is {_short(meta['world_size'])}, expected a number of 1 or more"
     views = meta.get("degrees", {})
@@ -180,11 +179,11 @@ def _ranges(pairs: Sequence[Sequence[int]]) -> Iterator[str]:
 
 
 def _taken(data: Mapping[str, Any], step: int, recipe: str) -> Iterator[str]:
-    """Check the consumed amount against the number of steps: each step consumed a batch.
+    """Check the number of consumed sequences against the number of steps: each step consumed one batch.
 
-    And against the position of :class:`~nanotrain_core.data.order.SequenceData`, which counts the same where
-    all sequences had one length: a position at another length is converted, and counts others.
-    A script's loader has batches of any size, and their sizes are not known.
+    Also check it against the position of :class:`~nanotrain_core.data.order.SequenceData`. The two are equal
+    if all sequences had the same length; after a change of length, the converted position differs.
+    A script's loader is not checked: its batches may have any size, and their sizes are not saved.
     """
     if "batch_sizes" not in data:
         return

@@ -24,7 +24,7 @@ from nanotrain_core.run.files import write_atomically, write_text_atomically
 from nanotrain_core.run.progress_bar import Advance, show_progress
 
 INDEX = "model.safetensors.index.json"
-#: A file name without folders: an index that names others could have any file of this machine read.
+#: A file name without folders: otherwise an index could make this process read any file of the machine.
 _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_. -]*\.safetensors")
 
 #: Dtypes that weights may be stored in, and their safetensors codes.

@@ -67,7 +67,11 @@ class CheckpointSaver:
             self._on_saved(report)
 
     def _tolerate(self, act: Callable[[], object], *, last: bool) -> None:
-        """Let ``act`` fail, unless it was the last attempt. It fails on all ranks or on none."""
+        """Call ``act``, which fails on all ranks or on none. A failure is reported, and training continues.
+
+        Raises:
+            SaveFailed: it failed and is the ``last`` save, or too many saves in a row have failed.
+        """
         try:
             with self._progress.within("checkpoint"):
                 act()

@@ -17,7 +17,7 @@ _LARGEST_HEADER = 100 * 2**20
 
 
 def list_checkpoints(path: Path) -> list[CheckpointInfo]:
-    """Return those of a run folder, of the folder they are in, or the one at ``path``; oldest first."""
+    """Return the checkpoints in a run folder or its subfolder, or the one at ``path``; oldest first."""
     return sorted((_saved(file) for file in _files(path)), key=lambda saved: saved.step)
 
 

@@ -6,12 +6,12 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-#: As saves write it: eight digits, and more only where a step has more.
+#: A file name as saves write it: the step with eight digits, or more if eight are not enough.
 _NAME = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,})\.safetensors")
 
 
 def step_of(path: Path) -> int:
-    """Return the step in the name of one of :func:`own`."""
+    """Return the step in the name of a file that :func:`own` yields."""
     found = named_step(path)
     assert found is not None
     return found

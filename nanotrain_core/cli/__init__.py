@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return Exit.DONE
     except OSError as error:
-        if error.errno != errno.ENAMETOOLONG:  # which any look at a path may raise
+        if error.errno != errno.ENAMETOOLONG:  # any access to a path may raise it
             raise
         print(f"nanotrain: {shortened(f'{error.filename}: {error.strerror}')}", file=sys.stderr)
         return Exit.USER
@@ -55,7 +55,7 @@ def _call(words: list[str]) -> int:
     parser.add_argument("--version", action="version", version=f"nanotrain {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     chosen = words[0] if words and not words[0].startswith("-") else None
-    # Plugins are searched for commands only where they may have the one called, or all are listed.
+    # Load plugins only if the command may be one of theirs, or if all commands are listed.
     asked = chosen not in CORE_COMMANDS and words != ["--version"]
     registry = load_plugins(**_plugins_among(words[1:])) if asked else None
     added = {name: command.summary for name, command in registry.commands().items()} if registry else {}
@@ -71,7 +71,7 @@ def _call(words: list[str]) -> int:
                     extension.add_arguments(command)
                 from nanotrain_core.cli.common import add_plugin_options
 
-                # A command of a local file exists only with --plugin, whether its module parses that or not.
+                # A local plugin's command needs --plugin, even if its module does not add that option.
                 add_plugin_options(command)
             usage = command.format_usage()
     if chosen is not None and module is None:
@@ -98,7 +98,7 @@ def _module(name: str, registry: Registry | None) -> CommandModule:
 
 
 def _plugins_among(words: list[str]) -> dict[str, list[str]]:
-    """Parse ``--plugin`` and ``--no-plugin``, wherever they stand: a command may come from one."""
+    """Parse ``--plugin`` and ``--no-plugin`` at any position: the command may be one of such a plugin."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--plugin", action="append", default=[], dest="local")
     parser.add_argument("--no-plugin", action="append", default=[], dest="block")

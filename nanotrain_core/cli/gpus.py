@@ -23,7 +23,7 @@ def gpus_here() -> int:
 
 
 def fit_to_gpus(args: argparse.Namespace, found: Resolution) -> Recipe:
-    """Use as many ranks as there are GPUs where the recipe asks for more: the global batch stays.
+    """Return the recipe, with one rank per GPU if it has more ranks than GPUs; the global batch is the same.
 
     Raises:
         RecipeError: it cannot run on this many ranks; the text says why, and the commands that do run it.
@@ -52,7 +52,7 @@ def _load(args: argparse.Namespace, ranks: int) -> Recipe:
 
 
 def _misfits(found: Resolution, ranks: int) -> Iterator[str]:
-    """Yield which degrees do not fit this many ranks: each that does not fit alone, otherwise all above 1."""
+    """Yield the degrees that do not fit this many ranks (those that fail alone, else all), and the reason."""
     selection = found.recipe.topology
     names = [field.name for field in attrs.fields(type(selection.config))]
     values = {name: getattr(selection.config, name) for name in names}
@@ -67,7 +67,10 @@ def _misfits(found: Resolution, ranks: int) -> Iterator[str]:
 
 
 def _refusal(found: Resolution, degrees: dict[str, int], kept: dict[str, int], ranks: int) -> str:
-    """Return why the topology, with all its ``degrees`` or only those ``kept``, rejects this many ranks."""
+    """Return why the topology rejects this many ranks; an empty string if it accepts them.
+
+    ``kept``: if not empty, all other ``degrees`` are set to 1.
+    """
     selection = found.recipe.topology
     if kept:
         changed = attrs.evolve(selection.config, **(dict.fromkeys(degrees, 1) | kept))
@@ -80,7 +83,7 @@ def _refusal(found: Resolution, degrees: dict[str, int], kept: dict[str, int], r
 
 
 def _commands(args: argparse.Namespace, gpus: int) -> Iterator[str]:
-    """Yield the commands that run the recipe on fewer of the GPUs, if it does, and on the CPU."""
+    """Yield a command that runs the recipe on fewer of the GPUs, if there is one, and one for the CPU."""
     words = ["nanotrain", *args.words]
     for ranks in range(gpus - 1, 0, -1):
         try:

@@ -14,8 +14,8 @@ def fewest_machines(args: argparse.Namespace, recipe: Recipe) -> int:
     """Return the minimum number of machines, after checking that the recipe runs on each number of them.
 
     Raises:
-        RecipeError: it does not, for example because the degrees of a layout do not divide the ranks.
-        NanotrainError: there cannot be this many.
+        NanotrainError: the minimum is above ``--nnodes``, or the recipe does not run on one of the numbers,
+            for example because the degrees of its layout do not divide the ranks.
     """
     most = args.nnodes or 1
     least = most if args.min_nnodes is None else args.min_nnodes

@@ -1,7 +1,7 @@
 """The files of a new plugin, made from the template of its kind in ``templates/``.
 
-A template has two halves: what every command imports, with hook and config, and what the factory
-loads. A single file has the second half in the function ``build``, a package in a module of its own.
+A template has two halves: the code that every command imports (hook and config), and the code that the
+factory loads. A single file has the second half in the function ``build``, a package in a separate module.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class NewPlugin:
                 "README.md": self._fill("README.md", ""),
                 f"{module}/__init__.py": self._halves(self._factory())[0],
                 f"{module}/{self.kind}.py": f'"""{self._title()}"""\n\n' + self._halves("")[1],
-                # In packages that pytest is given together, files of one name would clash.
+                # Test files of the same name would clash if pytest runs several packages together.
                 f"tests/test_{self.name}.py": self._test(),
             }.items()
         }

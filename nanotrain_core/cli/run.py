@@ -122,8 +122,8 @@ def run(args: argparse.Namespace) -> int:
 def is_rank(joined: Ranks, args: argparse.Namespace) -> bool:
     """Return whether this process is one of the ranks that srun or torchrun has started.
 
-    A single Slurm task, as in `srun --pty bash`, is a shell like any other; so is one on each host, if the
-    command line gives the rendezvous of hosts: ranks are then started here, as many as the recipe requires.
+    A single Slurm task, as in `srun --pty bash`, is not a rank. Neither is one task per host if the command
+    line gives the hosts' rendezvous. Such a process starts as many ranks as the recipe requires.
     """
     return joined.launcher != "srun" or (joined.world_size > 1 and not args.rdzv_endpoint)
 
@@ -131,10 +131,10 @@ def is_rank(joined: Ranks, args: argparse.Namespace) -> bool:
 def check_resume(args: argparse.Namespace) -> None:
     """Reject a path to resume from that does not exist, before ranks start and a run folder is made.
 
-    Hosts of several may see different disks: there the ranks decide.
+    With several hosts, which may see different disks, the ranks check it instead.
 
     Raises:
-        CheckpointError: with what is near it.
+        CheckpointError: it does not exist; the text suggests a similar path.
     """
     path = resume_path(args.resume)
     if path is not None and (args.nnodes or 1) == 1 and not path.exists():

@@ -109,7 +109,7 @@ def _of_recipe(args: argparse.Namespace) -> tuple[str, Schedule, int, int, Costs
         schedule,
         pipeline_of(found.layout),
         microbatches_of(found.recipe, found.layout),
-        # The length for which a run splits its stages, once.
+        # A run splits its stages once, for this length.
         model.flops(PhaseTimeline(found.recipe).largest().batch.length),
     )
 

@@ -1,9 +1,10 @@
 """Replays the forward and backward pass of a microbatch from a CUDA graph, captured once for one shape.
 
 The host may need longer to launch the kernels of a small model one by one than the GPU to run them; a graph
-launches all of them at once. It repeats the same kernels on the same addresses. Microbatches are therefore
-copied into one that stays, gradients are accumulated in tensors that stay, and what Python code does in a
-pass is done around a replay: losses are added up, routers get their loads, weights in flight are waited for.
+launches all of them at once. It repeats the same kernels on the same addresses. Each microbatch is therefore
+copied into the memory of the captured one, and gradients are accumulated in persistent tensors. What Python
+code does in a pass is done before or after a replay: waiting for weights in flight, adding up losses, and
+passing routers their loads.
 
 A microbatch is not replayed if its shape is not that of the step's first one, if monitors observe the step,
 or if it is the last one and gradients are reduced during its backward pass.
@@ -34,7 +35,7 @@ T = TypeVar("T")
 
 #: Microbatches that run eagerly before one is captured: layers are compiled, libraries choose kernels.
 WARM_UP = 2
-#: Steps after which a run is told that nothing was replayed.
+#: Steps without a replay after which a warning is logged.
 PATIENCE = 10
 
 _log = structlog.get_logger()
@@ -47,23 +48,23 @@ class CUDAGraph:
         self.device, self._graph = device, torch.cuda.CUDAGraph()
 
     def capture(self, work: Callable[[], T]) -> T:
-        """Record the kernels of ``work`` without running them; return its result, whose values come later.
+        """Record the kernels of ``work`` without running them; return its result, computed by each replay.
 
-        Other threads, which copy batches to the GPU, go on meanwhile.
+        Other threads, which copy batches to the GPU, continue meanwhile.
 
         Raises:
-            RuntimeError: what ``work`` raised where something cannot be captured, or nothing was.
+            RuntimeError: raised by ``work`` if it cannot be captured; or it launched no kernels.
         """
         raised: list[Exception] = []
 
         def noted() -> T:
             try:
                 return work()
-            except Exception as problem:  # the end of the capture will raise another, without the reason
+            except Exception as problem:  # ending the capture raises another error, without the cause
                 raised.append(problem)
                 raise
 
-        gc.collect()  # a graph of autograd's that is still alive would draw another stream in
+        gc.collect()  # an autograd graph that is still alive would involve another stream
         stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         try:
             with (
@@ -126,21 +127,21 @@ class CapturingExecutor(Executor):
         self._captured: Captured | None = None
         self._factors = torch.empty(0)
         self._key: Any = None
-        """What the captured passes depend on besides tensors' values."""
+        """The properties that captured passes depend on, besides tensor values and addresses."""
         self.steps = self.replays = 0
-        """Steps, and microbatches that were replayed."""
+        """Number of steps, and number of replayed microbatches."""
         self._why = ""
-        """Why the last microbatch was not."""
+        """Why the last microbatch that ran eagerly was not replayed."""
         self._model: Any = None
-        """What a script, or a monitor at its start, may have changed in the model."""
+        """The model's trained parameters and hooks, which a script or a monitor's ``on_start`` may change."""
         self.check_model()
 
     def check_model(self) -> None:
-        """See :meth:`Executor.check_model`: at the next step, after monitors have put their hooks."""
+        """Check the model at the next step, after monitors have installed their hooks."""
         self._unchecked = True
 
     def _check_model(self) -> None:
-        """Capture anew if other parameters are trained, or if modules have other hooks."""
+        """Discard the captured graph if the trained parameters, or the hooks of modules, have changed."""
         self._unchecked = False
         parts = [*self.stages.values()]
         modules = [module for part in parts for module in part.modules()]
@@ -154,10 +155,10 @@ class CapturingExecutor(Executor):
             self._forget()
 
     def _forget(self) -> None:
-        """Capture anew, after microbatches that run eagerly."""
+        """Discard the captured graph; capture again after :data:`WARM_UP` eager microbatches."""
         if self._captured is not None and self.mesh.device_is_async:
-            # Its last replay may still run, and the allocator may unmap a released pool immediately: it waits
-            # for the stream of the capture only.
+            # The last replay may still be running, and the allocator, which waits only for the stream of the
+            # capture, may unmap the released pool immediately.
             torch.accelerator.synchronize(self.mesh.device)
         self._captured = None
         self._ran = 0
@@ -191,7 +192,7 @@ class CapturingExecutor(Executor):
             _log.warning("run.cuda_graphs has no effect", why=why)
 
     def _put_gradients(self) -> None:
-        """Give parameters without a gradient a zero one, which is in the same memory in every step."""
+        """Give each parameter without a gradient a zero gradient, in the same memory in every step."""
         cleared = []
         for each in self._trained:
             if each.grad is None:

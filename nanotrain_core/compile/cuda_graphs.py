@@ -1,7 +1,7 @@
-"""Whether a recipe's microbatches can be replayed from a CUDA graph: known before anything runs. Torch-free.
+"""Checks, before anything runs, whether microbatches can be replayed from a CUDA graph. Torch-free.
 
-In a replay no Python code runs and every tensor keeps its address. Whether a component allows that only its
-author knows: it is declared with :attr:`Component.cuda_graphs`, and refused where nothing is declared.
+In a replay no Python code runs and every tensor keeps its address. A component's author declares with
+:attr:`Component.cuda_graphs` whether it allows this; without a declaration, CUDA graphs are refused.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from nanotrain_core.recipe.component_functions import call_declared
 from nanotrain_core.recipe.tree import Recipe, Selection
 from nanotrain_core.registry.registry import Registry
 
-#: Kinds whose components take part in forward and backward passes, or say where weights and gradients are.
+#: Kinds whose components take part in forward and backward passes, or allocate weights or gradients.
 KINDS = ("kernels", "model", "parallel", "precision", "optimizer")
 
 
@@ -69,7 +69,7 @@ def _reasons(recipe: Recipe, registry: Registry, layout: Layout, device: str | N
 
 
 def _in_turn(actions: Sequence[Action]) -> bool:
-    """Return whether they are F and B of each microbatch in turn, of one stage."""
+    """Return whether ``actions`` are F and B of one microbatch after the other, in one stage."""
     pairs = zip(actions[::2], actions[1::2], strict=False)
     return len(actions) % 2 == 0 and all(
         (f.kind, b.kind) == ("F", "B") and (f.stage, f.microbatch) == (b.stage, b.microbatch) and f.stage == 0

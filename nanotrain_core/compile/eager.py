@@ -1,8 +1,8 @@
-"""What in a recipe's run is compiled, what stays eager, and why: known before anything runs. Torch-free.
+"""Determines, before anything runs, what is compiled, what stays eager, and why. Torch-free.
 
-A component declares what cannot be traced because of it, with :attr:`Component.stays_eager`. The core itself
-knows that weight gradients of W passes are deferred: a graph holds a whole backward pass, which computes
-them immediately.
+A component declares with :attr:`Component.stays_eager` which modules cannot be traced because of it. The core
+adds a rule for W passes, which compute weight gradients later: a graph contains a whole backward pass, which
+computes them immediately.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def refused(recipe: Recipe, kept: Iterable[KeptEager]) -> Iterator[Problem]:
 
 
 def describe_compiled(backend: str, kept: Iterable[KeptEager]) -> list[str]:
-    """Return lines that say what is compiled, and what stays eager because of which component."""
+    """Return lines that list what is compiled, and what stays eager because of which component."""
     kept = list(kept)
     against = [each for each in kept if each.role is Role.BLOCK]
     roles = {each.role for each in kept}
@@ -129,7 +129,7 @@ def describe_compiled(backend: str, kept: Iterable[KeptEager]) -> list[str]:
 
 
 def explain_compiled(recipe: Recipe, registry: Registry, layout: Layout) -> list[str]:
-    """Return these lines for ``nanotrain check --explain``, for the recipe's device as far as it is known."""
+    """Return :func:`describe_compiled` for ``nanotrain check --explain``; the device may be unknown."""
     wanted, device = recipe.run.compile, recipe.run.device
     if wanted is False:
         return ["torch.compile: off"]

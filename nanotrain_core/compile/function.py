@@ -1,9 +1,9 @@
 """A function compiled by ``torch.compile`` into few, bounded graphs, with a log line for each.
 
-A new kind of call may need another graph, and is prepared for: gradients in another
-dtype than their parameter's, which torch cannot trace, are set aside, and a checkpointed layer is allowed to
-remember its input's gathered form. torch makes sizes that have changed symbolic, so that a third batch size
-needs no third graph; after :data:`MOST_GRAPHS` of them new kinds of calls run eagerly.
+The first call of a new kind may trace another graph. For that call, gradients in another dtype than their
+parameter's, which torch cannot trace, are set aside, and a checkpointed layer may cache its gathered input, a
+side effect. torch makes a size that has changed symbolic, so a third batch size needs no third graph. After
+:data:`MOST_GRAPHS` graphs, new kinds of calls run eagerly.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from nanotrain_core.errors import NanotrainError, in_one_line
 from nanotrain_core.pipeline.passes import Passes
 from nanotrain_core.precision.gemm import gemms_of, prepare_weights
 
-#: Graphs of identical layers: training and evaluation, each for a first size, for one sequence (which
-#: torch never makes symbolic) and for any, and as many again.
+#: Maximum number of graphs of identical layers. Training and evaluation may each need three: for the first
+#: size, for a single sequence (which torch never makes symbolic) and for any size. The limit is twice that.
 MOST_GRAPHS = 12
 
 _log = structlog.get_logger()
@@ -46,7 +46,7 @@ class CompiledFunction:
         modules: int = 0,
         passes: Passes | None = None,
     ) -> None:
-        """Compile nothing yet: calls do that.
+        """Prepare; graphs are compiled when the function is called.
 
         Args:
             function: the current function; a ``forward`` takes its module first.
@@ -109,13 +109,13 @@ class CompiledFunction:
         return result
 
     def _first(self, *args: Any, **kwargs: Any) -> Any:
-        """Make the first call of its kind."""
+        """Make the first call of a kind, which may compile a graph."""
         fields = {"layer": self.name, "alike": self.modules, "backend": self.backend}
         if self.log and not self.graphs:
             _log.info("compiling", **fields)
         before, began = counters["stats"]["unique_graphs"], time.perf_counter()
-        # Activation checkpointing inside a graph does not repeat side effects: that a tensor-parallel
-        # boundary remembers what it gathered is one.
+        # Activation checkpointing inside a graph does not repeat side effects, such as that a
+        # tensor-parallel boundary caches the tensor that it has gathered.
         flags = {
             "skip_fwd_side_effects_in_bwd_under_checkpoint": True,
             "recompile_limit": self.most,
@@ -168,7 +168,7 @@ def _without_wide_gradients(args: Iterable[Any]) -> Iterator[None]:
 
 
 def _signature(arguments: Iterable[Any]) -> tuple[Any, ...]:
-    """Return what in a call's arguments may require another graph."""
+    """Return the properties of arguments for which a call may require another graph."""
     return tuple(map(_of_argument, arguments))
 
 

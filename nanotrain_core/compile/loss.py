@@ -1,9 +1,9 @@
 """The head's chunked loss and its gradient, as compiled functions: few passes over the logits.
 
-The matrix products around them stay outside, with their sums in float32. What the eager definition
-(:func:`~nanotrain_core.models.cross_entropy.cross_entropy`) does in place in a float32 copy of the logits is
-written here without one: a compiler computes exponentials where they are used, directly from the logits, and
-stores nothing of that size except the gradient, in the logits' dtype, with its columns of zeros. Where ranks
+The matrix products around them stay outside, with their sums in float32. The eager definition
+(:func:`~nanotrain_core.models.cross_entropy.cross_entropy`) works in place in a float32 copy of the logits.
+Here there is no copy: the compiler computes exponentials where they are used, directly from the logits, and
+the only result of that size is the gradient, in the logits' dtype, including its columns of zeros. If ranks
 shard the vocabulary, they communicate between two graphs.
 
 The row count is symbolic from the first call on, so that a last, shorter chunk needs no graph of its own.
@@ -103,7 +103,7 @@ class CompiledLoss:
 
 
 def _rows_vary(*tensors: torch.Tensor, dim: int = 0) -> None:
-    """Let a graph take any number of rows; zero or one row needs its own graph."""
+    """Make the number of rows symbolic in a graph; zero or one row needs a separate graph."""
     for each in tensors:
         torch._dynamo.maybe_mark_dynamic(each, dim)
 

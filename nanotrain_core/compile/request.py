@@ -21,9 +21,9 @@ def is_compiled(recipe: Recipe, device: str) -> bool:
 def group_timeout(recipe: Recipe, device: str) -> timedelta:
     """Return the timeout of process groups.
 
-    Compiled pipeline stages are compiled one after the other, each when its first input arrives, while the
-    last one waits in its first receive: NCCL would end the run there. The hang detector, which knows that a
-    step is the first one, still applies ``run.hang_timeout`` to all others.
+    It is longer if pipeline stages are compiled: one is compiled after the other, each when its first input
+    arrives. Meanwhile the last stage waits in its first receive, where NCCL would end the run. The hang
+    detector makes an exception only for the first step, and applies ``run.hang_timeout`` to all others.
     """
     slow = is_compiled(recipe, device) and device == "cuda" and recipe.run.ranks > 1
     return timedelta(seconds=recipe.run.timeout * (PATIENCE if slow else 1))
@@ -32,10 +32,10 @@ def group_timeout(recipe: Recipe, device: str) -> timedelta:
 def compiler_options(backend: str, placements: Iterable[Placement], layout: Layout) -> dict[str, Any]:
     """Return the options of ``torch.compile``.
 
-    Inductor benchmarks configurations of a reduction in each process by itself, and these sum in different
-    orders. Where ranks compute the same gradient each for itself (``Placement.same``: norms and routers under
-    tensor parallelism), their copies of the weight would drift apart. Its deterministic mode chooses without
-    benchmarks. Source: ``torch._inductor.config.deterministic``.
+    Inductor benchmarks configurations of a reduction in each process separately, and configurations differ in
+    their order of summation. If several ranks each compute the same gradient (``Placement.same``: norms and
+    routers under tensor parallelism), their copies of the weight would drift apart. Inductor's deterministic
+    mode chooses without benchmarks. Source: ``torch._inductor.config.deterministic``.
     """
     if backend != "inductor" or all(layout.size(*sorted(each.same)) == 1 for each in placements):
         return {}

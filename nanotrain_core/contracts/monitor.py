@@ -32,7 +32,7 @@ from nanotrain_core.watch.progress import Progress
 
 @attrs.define(frozen=True, eq=False)
 class RunInfo:
-    """What a monitor may know about the run it watches. Read-only by convention."""
+    """The description of a run for its monitors. Read-only by convention."""
 
     name: str
     folder: Path | None

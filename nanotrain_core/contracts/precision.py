@@ -19,12 +19,12 @@ class MasterWeight:
 
     @property
     def plain(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The master's own storage and the model weight it is copied into; None: it is encoded.
+        """The master's own storage and the model weight that it is copied into; None: the master is encoded.
 
-        Not None only if :meth:`load` always returns that storage, and :meth:`store` of it only copies it into
-        the weight, in the weight's dtype; the same tensor twice if the weight is its own master. An optimizer
-        then updates the storage in place and copies many into their weights in one call, and :meth:`load` and
-        :meth:`store` are not called. A class that overrides :meth:`load` or :meth:`store` overrides this too.
+        Return them only if :meth:`load` always returns that storage and :meth:`store` only copies it into the
+        weight, in the weight's dtype; the same tensor twice if the weight is its own master. The optimizer
+        then updates the storage in place, copies many masters into their weights in one call, and does not
+        call :meth:`load` or :meth:`store`. A class that overrides one of these must override this too.
         """
         return None
 

@@ -59,11 +59,10 @@ class UpdateReport:
     step: int
     """The step's number; the first is 1."""
     loss_scale: float
-    """The factor of gradients in the run's memory; it is divided out of everything that is offered here."""
+    """The factor of gradients in the run's memory; values that this class returns do not contain it."""
     logged: bool
-    """Whether this step's metrics are reported next. Compute anything more expensive than a value that the
-    host already has only in these steps. (A step in which a stop is requested is reported, too, but that is
-    not yet known.)"""
+    """Whether this step's metrics will be reported. Only in such steps compute anything beyond values that
+    the host already has. (A step in which a stop is requested is reported too, but this is not known yet.)"""
     _sync: GradientSync
     _mesh: Mesh
     counts: Mapping[str, torch.Tensor] = attrs.field(factory=dict)
@@ -107,9 +106,9 @@ class UpdateReport:
     def keep_weights(self, wanted: Callable[[Placement], bool] = lambda placement: True) -> None:
         """Copy the weights that this rank updates, for :meth:`changes`.
 
-        This takes as much memory again as the selected weights.
+        The copies take as much memory as the selected weights.
 
-        ``wanted`` selects them. The selections of several monitors are combined.
+        ``wanted`` selects the weights. The selections of several monitors are combined.
         """
         kept = {piece.name for piece, _ in self._kept}
         pieces = (p for p in self._sync.pieces() if p.name not in kept and wanted(p.placement))

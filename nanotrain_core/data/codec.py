@@ -33,7 +33,7 @@ class EncodesSpecial(Protocol):
 
 @runtime_checkable
 class HasPrefix(Protocol):
-    """Optional interface of a tokenizer that says which special tokens it puts before a text, such as BOS."""
+    """Optional interface of a tokenizer that puts special tokens before a text, such as BOS."""
 
     @property
     def prefix(self) -> tuple[int, ...]: ...
@@ -54,15 +54,15 @@ class HasTokenizer(Protocol):
 
 @runtime_checkable
 class HasConversations(Protocol):
-    """What a data component of conversations may offer beside: a prompt for the assistant's answer."""
+    """Optional interface of a data component of conversations: a prompt for the assistant's answer."""
 
     def answer_prompt(self, messages: Sequence[Mapping[str, str]]) -> tuple[list[int], frozenset[int]]:
-        """Return the tokens behind which the assistant's answer begins, and those that may end it.
+        """Return the tokens of a prompt for the assistant's answer, and the tokens that may end the answer.
 
         Args:
             messages: each with ``role`` (``system``, ``user``, ``assistant``) and ``content``.
 
         Raises:
-            DataError: what renders them is missing, or refuses them.
+            DataError: the code or template that renders them is missing, or rejects them.
         """
         ...

@@ -27,9 +27,14 @@ class HashedTokens:
     def __init__(
         self, path: Path, tokens: Tokens, hashes: bytes, compared: npt.NDArray[np.bool_] | None = None
     ) -> None:
-        """Take the result of :func:`piece_hashes` for ``tokens``, [tokens] of an unsigned type.
+        """Create it without reading the tokens.
 
-        ``compared``: :attr:`compared` of an object that had the file open before.
+        Args:
+            path: the file, for error messages.
+            tokens: [tokens], of an unsigned type.
+            hashes: the result of :func:`piece_hashes` for them.
+            compared: :attr:`compared` of an earlier object for the same file: those pieces are not verified
+                again.
         """
         self.path, self.tokens, self.hashes = path, tokens, hashes
         self.dtype = tokens.dtype

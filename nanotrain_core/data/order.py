@@ -63,9 +63,9 @@ class SequenceData:
     """
 
     position_in_tokens = True
-    """Whether a position is carried over to sequences of another length by its fraction of the epoch, rounded
-    up to a whole sequence: by its tokens, where every length has all of them. False: by sequences, where the
-    n-th one of each length has its own tokens."""
+    """How a position is converted when the sequence length changes. True, if an epoch has the same tokens at
+    every length: it stays at the same fraction of the epoch, rounded up to a whole sequence. False, if the
+    n-th sequence of each length has its own tokens: it stays at the same number of sequences."""
     read_ahead = 0
     """Training batches that a thread prefetches. Above 0, two threads at a time may call
     ``read_sequences`` or ``read_batch``, and ``set_length`` calls :meth:`prepare_length` before it changes
@@ -90,7 +90,7 @@ class SequenceData:
             seed: of the order.
             train: number of training sequences in an epoch.
             validation: number of held-out sequences.
-            fingerprint: readable, and different for any data in which positions mean something else.
+            fingerprint: human-readable, and different for data in which a position means other sequences.
         """
         self._ahead = None
         self.longest, self._seed = max(self._expected, length), seed
@@ -189,7 +189,7 @@ class SequenceData:
 
         Raises:
             DataError: it is a position in other data.
-            CheckpointError: it is none.
+            CheckpointError: it is not a valid position.
         """
         if meta.get("fingerprint") != self.fingerprint:
             raise DataError(

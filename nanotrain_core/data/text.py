@@ -90,7 +90,7 @@ class Text(SequenceData):
     def _bytes_per_token(self) -> float:
         """Measure on targets of the validation split, or of the training split if nothing is held out.
 
-        On evenly spaced sequences: these are in the order of the documents, of which later ones may differ.
+        Evenly spaced sequences are measured: they are in document order, and later documents may differ.
         """
         count = self.validation or self.train
         measured = min(self.MEASURED, count)

@@ -90,8 +90,8 @@ class TokenizerFile:
         self.separator = next((vocab[word] for word in END_OF_TEXT if word in vocab), None)
         self.name = f"{path.name} {hashlib.sha256(content).hexdigest()[:12]}"
         if self._tokenizer.truncation or self._tokenizer.padding:
-            # A file's settings for a model's inputs would truncate documents, and pad those shorter than
-            # others. The name differs because truncated tokens were once cached.
+            # The file's settings, made for a model's inputs, would truncate long documents and pad short
+            # ones. The name differs from that of earlier versions, which cached truncated tokens.
             self._tokenizer.no_truncation()
             self._tokenizer.no_padding()
             self.name += " whole"
@@ -103,7 +103,7 @@ class TokenizerFile:
 
         Each ends with the tokenizer's end-of-text token, if it has one of the known names.
         """
-        # Tokens were once cached in which the text of a special token became that token.
+        # Another key than in earlier versions, which turned the text of a special token into that token.
         cache = TokenCache(f"{fingerprint}/{self.name}/special tokens as text", self._dtype)
         known = cache.read()
         if known is not None:
@@ -144,7 +144,7 @@ class TokenizerFile:
 
     def encode_special(self, text: str) -> list[int]:
         """Return the tokens of ``text``, in which the text of a special token becomes that token."""
-        other = type(self._tokenizer).from_str(self._tokenizer.to_str())  # which parses them, the default
+        other = type(self._tokenizer).from_str(self._tokenizer.to_str())  # which by default parses them
         return list(other.encode(text, add_special_tokens=False).ids)
 
     @property

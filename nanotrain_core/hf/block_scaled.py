@@ -18,7 +18,7 @@ from nanotrain_core.hf.mapping import HFError
 
 E4M3 = "F8_E4M3"
 SCALE = "_scale_inv"
-"""Suffix of the name of a weight's scales: elements are multiplied by them, whatever the name suggests."""
+"""Suffix of the name of a weight's scales. Despite this name, elements are multiplied by them."""
 
 
 class BlockScaled:
@@ -26,7 +26,7 @@ class BlockScaled:
 
     Raises:
         CheckpointError: a tensor in E4M3 lacks its scales, or they have another shape.
-        HFError: ``options`` says another format than blocks of E4M3.
+        HFError: ``options`` specifies another format than blocks of E4M3.
     """
 
     def __init__(self, folder: Path, shards: Shards, options: Mapping[str, Any]) -> None:

@@ -68,7 +68,7 @@ def convert(
         source: anything that :func:`~nanotrain_core.hf.open_weights.open_weights` supports.
         target: a folder that does not exist, or is empty.
         registry: finds the model's component.
-        form: the naming to write; None: the other one than ``source`` has.
+        form: the naming to write; None: the one that ``source`` does not have.
         dtype: of every weight; None keeps each one's own. State that a model keeps in its own dtype, such as
             a router's bias, is not converted.
         shard_bytes: maximum size of a file, unless a single tensor is larger.

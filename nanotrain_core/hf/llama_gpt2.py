@@ -25,7 +25,7 @@ from nanotrain_core.hf.rope_scaling import rope_options, rope_table
 #: The options in which the two differ, as fields of :class:`TransformerConfig`.
 LLAMA: dict[str, Any] = {"positions": "rope", "norm": "rmsnorm", "activation": "swiglu"}
 GPT2: dict[str, Any] = {"positions": "learned", "norm": "layernorm", "activation": "gelu", "bias": True}
-#: The meaning of the last of them, unless a table overrides it.
+#: The keys that ``bias = true`` implies, unless a table sets them.
 _BIASES = {"attention_bias": True, "ffn_bias": True}
 
 #: transformers' name of GELU's tanh form.

@@ -86,7 +86,7 @@ class HFMapping:
         return self.mappings(config)
 
     def empty(self, config: Any) -> Iterable[tuple[str, tuple[int, ...]]]:
-        """Yield name and shape of tensors that the other library has without elements, as with no experts."""
+        """Yield name and shape of tensors that have no elements in the other library, as without experts."""
         return ()
 
 

@@ -178,7 +178,7 @@ def model_problems(saved: CheckpointInfo, registry: Registry) -> list[str]:
 
 
 def hf_models(registry: Registry) -> dict[str, tuple[str, HFMapping]]:
-    """Return ``model_type`` of a ``config.json`` -> name of the component for it, and its names."""
+    """Return ``model_type`` of a ``config.json`` -> (name of the component, its mapping)."""
     found: dict[str, tuple[str, HFMapping]] = {}
     for use in registry.names("model"):
         hf: HFMapping | None = registry.get("model", use).load_optional("hf")

@@ -177,7 +177,7 @@ class HFWeights:
 
 
 def _span(order: Sequence[int] | None, wanted: slice) -> tuple[slice, torch.Tensor | None]:
-    """Return the range that the wanted rows lie in, and which of it they are; None: all, in their order."""
+    """Return the range that contains the wanted rows, and their indices in it; None: all, in order."""
     if order is None:
         return wanted, None
     rows = order[wanted]
@@ -186,7 +186,10 @@ def _span(order: Sequence[int] | None, wanted: slice) -> tuple[slice, torch.Tens
 
 
 def missing_prefix(found: Iterable[str], expected: Iterable[str]) -> str:
-    """Return what the names of a model saved without its head lack: ``transformer.``, or an empty string."""
+    """Return the prefix, such as ``transformer.``, that no found name has; empty if one has it.
+
+    It is missing from the names of a model that was saved without its head.
+    """
     first = next(iter(expected)).partition(".")[0] + "."
     return "" if any(name.startswith(first) for name in found) else first
 
@@ -194,7 +197,7 @@ def missing_prefix(found: Iterable[str], expected: Iterable[str]) -> str:
 def differences(
     found: Mapping[str, Shape], expected: Mapping[str, Shape], ignored: Sequence[str] = ()
 ) -> Iterator[str]:
-    """Yield what is missing, has another shape, or is not wanted."""
+    """Yield a problem for each tensor that is missing, has another shape, or is unexpected."""
     for name, shape in expected.items():
         if name not in found:
             yield f"it has no tensor {name}, expected with shape {shape}"

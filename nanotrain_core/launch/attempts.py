@@ -20,7 +20,7 @@ from nanotrain_core.errors import LaunchError
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-#: Where rank 0 of an attempt leaves a :class:`Past` for later attempts with the same store.
+#: Key under which rank 0 of an attempt stores a :class:`Past` for later attempts with the same store.
 PAST = "past"
 
 
@@ -72,7 +72,7 @@ def meet(store: Store, rank: int, world_size: int, mine: Past, *, timeout: float
 
 
 def remember(part: Store, folder: str) -> None:
-    """Leave this launch's :class:`Past` for later attempts, next to a ``part`` returned by :func:`meet`."""
+    """Store this launch's :class:`Past` for later attempts, outside the ``part`` of this attempt."""
     from torch.distributed import PrefixStore
 
     assert isinstance(part, PrefixStore)
@@ -80,7 +80,7 @@ def remember(part: Store, folder: str) -> None:
 
 
 def _answer(store: Store, rank: int, part: str, timeout: float) -> Past:
-    """Send ``rank`` of this attempt the name of its part of the store, and return what it knows."""
+    """Send ``rank`` of this attempt the name of its part of the store; return the :class:`Past` it sent."""
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
         store.set(f"answer/{json.loads(store.get(f'call/{rank}'))[0]}", part)

@@ -21,18 +21,18 @@ from nanotrain_core.run.files import read_each, write_text_atomically
 
 @attrs.define(frozen=True)
 class Cause:
-    """What to report of a failure."""
+    """The cause of a failure, as it is reported."""
 
     text: str
     code: int
     trace: str = ""
     mistake: bool = False
-    """Whether it was raised on purpose, as a :class:`NanotrainError`: it would happen again."""
+    """Whether it was raised on purpose, as a :class:`NanotrainError`: a restart would raise it again."""
     echo: bool = False
     """Whether it only reports that another rank is gone."""
 
     def tell(self, what_now: str = "") -> None:
-        """Print it to stderr, with what happens next."""
+        """Print it to stderr, followed by ``what_now``, a clause on what happens next."""
         print(self.trace, file=sys.stderr, end="", flush=True)
         log.say(f"{self.text}{what_now}")
 
@@ -96,9 +96,10 @@ def leave_failure(scratch: Path, rank: int, problem: BaseException) -> bool:
 
 
 def first_cause(scratch: Path, codes: Mapping[int, int], hang: str | None) -> Cause:
-    """Return the first cause: a hang, a crash, a death, a user error; an echo of these only if alone.
+    """Return the first cause: a hang, an exception, a rank that died, or a user error.
 
-    Remaining ranks get SIGTERM, and may report it: that counts only if no better cause is known.
+    An echo, which only reports that another rank is gone, counts only if there is none of these. So does a
+    SIGTERM that a rank reports: the launcher sends it to the remaining ranks.
 
     Args:
         scratch: where ranks left their errors.
@@ -130,7 +131,7 @@ def first_cause(scratch: Path, codes: Mapping[int, int], hang: str | None) -> Ca
         if first.get("names_another"):
             return Cause(first["text"], first["code"], echo=True)
         text = f"rank {first['rank']} failed: {first['text']}"
-        trace = "" if first["echo"] else first["trace"]  # it would show an innocent collective
+        trace = "" if first["echo"] else first["trace"]  # it would show a collective that is not the cause
         return Cause(text, Exit.FAILED, trace, echo=first["echo"])
     return Cause(f"rank {min(codes)} ended with exit code {codes[min(codes)]}", Exit.FAILED)
 
@@ -149,7 +150,7 @@ def _killed(codes: Mapping[int, int], reports: Sequence[Mapping[str, Any]]) -> l
 def _silent(scratch: Path, codes: Mapping[int, int], reports: Sequence[Mapping[str, Any]]) -> list[int]:
     """Return the ranks that began, have not reached their end, and left no error.
 
-    A process that ends with code 0 is no failure to torch: torch names the rank that noticed first.
+    torch does not regard a process that exits with code 0 as failed: it names the rank that noticed first.
     """
     began = {int(path.name.removeprefix("pid-")) for path in scratch.glob("pid-*")}
     failed = {rank for rank, code in codes.items() if code > 0}

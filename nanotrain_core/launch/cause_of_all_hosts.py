@@ -19,7 +19,7 @@ PATIENCE = 5.0
 
 
 def first_of_all(mine: Cause, store: Store, host: int, hosts: int) -> Cause:
-    """Return the first cause that any launcher knows; ``mine`` if no other is better within seconds.
+    """Return the first cause among those of all launchers; ``mine`` if none is better within seconds.
 
     Args:
         mine: of this host.

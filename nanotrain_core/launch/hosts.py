@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 #: Seconds that hosts wait for the one that serves the rendezvous: clusters start some much later.
 MEETING = 600
-#: Seconds that the minimum number of hosts waits for more before it begins without them.
+#: Seconds to wait for more hosts once the minimum number of them is present.
 LAST_CALL = 30
 
 
@@ -45,7 +45,7 @@ class Nodes:
         return "127.0.0.1" if self.count == 1 else None
 
     def can_continue_without_this_host(self) -> bool:
-        """Return whether fewer hosts are enough, and the launchers do not meet on this one."""
+        """Return whether fewer hosts are enough, and the rendezvous is not on this one."""
         fewer = 0 < self.least < self.count
         return fewer and not is_here(self.endpoint.rpartition(":")[0].strip("[]"))
 
@@ -63,7 +63,7 @@ class Nodes:
 
 
 def is_here(host: str) -> bool:
-    """Return whether an address of ``host`` is one of this machine, so that a socket may have it."""
+    """Return whether ``host`` has an address of this machine, one that a socket can be bound to."""
     with contextlib.suppress(OSError):
         for family, kind, _, _, (address, *_) in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
             with contextlib.suppress(OSError), socket.socket(family, kind) as one:

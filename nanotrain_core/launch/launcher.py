@@ -67,7 +67,7 @@ def launch(job: Job, recipe: Recipe, nodes: Nodes) -> int:
 
 
 def start(job: Job, recipe: Recipe, nodes: Nodes) -> int:
-    """Run ``job`` on this host's ranks, which claims no folder by itself, and return the exit code.
+    """Run ``job`` on this host's ranks, without claiming a run folder, and return the exit code.
 
     Raises:
         NanotrainError: as for :func:`launch`.
@@ -94,9 +94,9 @@ def prepare(nproc: int) -> None:
     # torch._dynamo too: otherwise every rank would import it, in over a second, to create its optimizer.
     preload = ["torch", "torch.distributed", "torch._dynamo", "nanotrain_core.engine"]
     multiprocessing.set_forkserver_preload(preload)
-    # Its processes inherit the blocked signals. A SIGTERM or SIGHUP to all processes would otherwise end it,
-    # and with it the launcher's knowledge of ranks that are still saving. They unblock once they can end in
-    # order.
+    # The forkserver and its processes inherit the blocked signals. Otherwise a SIGTERM or SIGHUP to all
+    # processes would end it, and the launcher would lose track of ranks that are still saving. Ranks unblock
+    # the signals once they can end in order.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
     try:
         multiprocessing.resource_tracker.ensure_running()  # which unblocks SIGTERM

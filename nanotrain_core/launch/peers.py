@@ -1,11 +1,12 @@
 """Detection of failed ranks among ranks without a common launcher; all report the same cause.
 
-A launcher of `nanotrain run` sees how the ranks of its host end. Ranks of other hosts, and all that srun or
-torchrun started, only have each other: when one dies, gloo closes the connections to it, which names only an
-address, and NCCL waits for its timeout; when its host loses power, not even connections are closed. So each
-rank writes a *heartbeat* into their store, from a thread. Rank 0's thread reads them, and announces
-the first rank that failed, or that is silent for too long; the others read this. The end of rank 0 shows
-in its store, which ends with it.
+The launcher of `nanotrain run` detects how the ranks of its own host end. It cannot detect this for ranks of
+other hosts, and ranks that srun or torchrun started have no such launcher. When one of these dies, gloo
+closes the connections to it with an error that names only an address, and NCCL waits for its timeout; when
+its host loses power, connections are not even closed. So a thread of each rank writes a *heartbeat* into the
+ranks' common store. Rank 0's thread reads the heartbeats, and announces the first rank that has failed or has
+been silent for too long; the other ranks read the announcement. They detect the end of rank 0 by its store,
+which ends with it.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 #: Seconds without a heartbeat after which a rank is considered dead: stopped, or its host is.
 SILENCE = 60.0
-#: Heartbeats that it may miss once a connection to some rank was closed.
+#: Heartbeats that a rank may miss after a connection to some rank was closed.
 MISSED = 5
 #: Seconds for a rank to end by its own error before its thread ends it, and for rank 0 to keep its store.
 LINGER = 5.0
@@ -90,9 +91,10 @@ class Peers(threading.Thread):
             store: of the ranks of this attempt; it is cloned, as other threads wait in it.
             rank: this process's.
             world_size: ranks that send heartbeats.
-            silence: seconds without a heartbeat that are too many, or more where heartbeats are rare.
-            interval: seconds between heartbeats. None: one, or as many as let the store take 100 heartbeats a
-                second.
+            silence: seconds without a heartbeat after which a rank is considered dead; at least
+                2 * :data:`MISSED` intervals.
+            interval: seconds between heartbeats. None: 1, or more so that the store receives at most 100
+                heartbeats per second.
             linger: see :data:`LINGER`; at least two heartbeats.
             at_end: see :func:`watching_peers`.
         """
@@ -135,10 +137,10 @@ class Peers(threading.Thread):
                     return self._end(self._without_store())
 
     def failed(self, problem: BaseException) -> NanotrainError | None:
-        """Announce why this rank fails, or return why others did; None if no rank reports a cause.
+        """Return another rank's failure if ``problem`` is only an echo of it; otherwise announce this one.
 
-        A closed connection is blamed on a rank that is gone, if any; otherwise this is the first
-        announcement.
+        An echo, such as a closed connection, is announced as well if no other failure is announced within
+        seconds. Returns None if ``problem`` itself is the cause.
         """
         self.ending.set()
         echo = is_echo(str(problem))
@@ -157,10 +159,10 @@ class Peers(threading.Thread):
         return None
 
     def stop(self) -> None:
-        """End the thread. Rank 0 stays until the others have read that it ends.
+        """End the thread. Rank 0 first waits until the others have read that it ends.
 
-        It stays at most a few seconds after a failure, or half of the time after which they are considered
-        dead.
+        It waits at most a few seconds after a failure, otherwise at most half of the time after which a
+        silent rank is considered dead.
         """
         with contextlib.suppress(RuntimeError):
             self.store.set(f"ended/{self.rank}", "")

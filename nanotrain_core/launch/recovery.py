@@ -1,4 +1,4 @@
-"""Restart information for restarted ranks, and what ranks leave with their launcher for it."""
+"""The information about a restart that monitors receive, and the files by which ranks inform a launcher."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def restart_of(
 
     Args:
         scratch: the folder of our launcher, if there is one.
-        failed_at: time of the failure after which it started these ranks, ``""`` if unknown; None if there
-            was none.
+        failed_at: time of the failure after which the launcher started these ranks, ``""`` if unknown; None
+            if there was no failure.
         recipe: of the run.
         world_size: ranks of the run.
         registry: the plugins.

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 #: Number of ports to try after the first, if none was specified.
 MORE_PORTS = 15
-#: Seconds within which rank 0's store answers at its port; another program's does not.
+#: Seconds to wait for an answer at a port: rank 0's store answers within them, other programs do not.
 _SOON = timedelta(seconds=5)
 #: Seconds until a port that did not answer is tried again.
 LATER = 60.0
@@ -104,7 +104,7 @@ def find(host: str, ports: Sequence[int], name: str, seconds: float) -> Store:
 
 
 class _Look(threading.Thread):
-    """Probes a port. From another program that sends nothing, torch would wait for ever."""
+    """Probes a port, in a thread because torch may wait forever for another program that sends nothing."""
 
     def __init__(self, host: str, port: int, name: str) -> None:
         super().__init__(daemon=True)

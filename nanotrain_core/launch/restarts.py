@@ -38,7 +38,7 @@ class Restarts:
         """Decide for one launcher.
 
         Args:
-            scratch: where its ranks leave their errors, and that they have saved.
+            scratch: the folder in which its ranks record their errors, and that they have saved.
             most: maximum number of restarts.
             stopped: returns whether a signal was received.
             elsewhere: returns the first cause of all hosts, given that of this one.

@@ -25,8 +25,8 @@ GONE = 3.0
 class SignalForwarder:
     """Waits for the agent while forwarding the first SIGINT, SIGTERM or SIGHUP to every rank, once.
 
-    A second signal, or the end of the ``grace`` period, in seconds, kills the ranks; and ends this process
-    where there are none, because it waits for the rendezvous host to answer.
+    A second signal, or the end of the ``grace`` period (seconds), kills the ranks. If there are none yet,
+    because the launcher waits for the rendezvous host, it ends this process.
     """
 
     def __init__(self, scratch: Path, grace: float, *, saves: bool = True) -> None:

@@ -1,9 +1,10 @@
 """One temporary folder for the files of a launcher and its ranks outside a run folder, with cleanup.
 
-torch's elastic agent creates ``torchelastic_*``, multiprocessing ``pymp-*``: their owner is unknown once a
-launcher is killed. In a folder of the launcher's own, whose lock ends with its process, the next start can
-tell, and deletes it and the semaphores named after it. Folders that are locked, or belong to another user or
-host, are never touched: hosts may share the place, and locks and process ids do not identify another host's.
+torch's elastic agent creates ``torchelastic_*`` and multiprocessing ``pymp-*``. If a launcher is killed,
+nothing identifies their owner. They are therefore created in a folder of the launcher, which is locked until
+its process ends: the next start deletes an unlocked one, and the semaphores named after it. Folders that are
+locked, or belong to another user or host, are never touched: hosts may share the location, and locks and
+process ids do not identify the processes of another host.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ _held: IO[str] | None = None
 
 
 def begin() -> None:
-    """Delete the folders of launchers that are gone, and make this process and its ranks use their own.
+    """Delete the folders of launchers that are gone, and create one for this process and its ranks.
 
-    The folder is theirs until this process ends. Once per process; a no-op if the folder cannot be created.
+    It is deleted when this process ends. Done once per process; without effect if it cannot be created.
     """
     global _held  # noqa: PLW0603 the temporary folder is a process's
     if _held is not None:
@@ -86,7 +87,7 @@ def delete_named(scratch: Path) -> None:
 
 
 def _is_left(folder: Path) -> bool:
-    """Return whether it is this user's, and all its processes are gone. One without a lock is new."""
+    """Return whether it is this user's and all its processes are gone; False without a lock: it is new."""
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
         return False

@@ -13,7 +13,7 @@ from nanotrain_core.run.recovery import Restart
 
 
 class AtStart(Monitor):
-    """Calls on rank 0 what must not happen for a rejected run: by now weights have been loaded."""
+    """Calls a function on rank 0 at the start of the run, when it can no longer be rejected."""
 
     def __init__(self, act: Callable[[], None]) -> None:
         self.act = act

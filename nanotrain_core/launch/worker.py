@@ -95,7 +95,7 @@ def run_rank(job: Job) -> str:
     threading.Thread(target=_exit_with_launcher, args=(job.launcher_pid,), daemon=True).start()
     try:
         end = job.run(ranks)
-        Path(job.scratch, f"pid-{ranks.rank}").unlink(missing_ok=True)  # gone, but not lost
+        Path(job.scratch, f"pid-{ranks.rank}").unlink(missing_ok=True)  # it has ended regularly
         return end
     except BaseException as problem:
         if leave_failure(Path(job.scratch), ranks.rank, problem):
@@ -189,7 +189,7 @@ def prepare(recipe: Recipe, ranks: Ranks) -> torch.device:
 def _watched(
     job: Job, ranks: Ranks, recipe: Recipe, store: Store | None, progress: Progress
 ) -> Iterator[None]:
-    """Explain a lack of memory; watch ranks without a launcher on this host, unless the user disabled it."""
+    """Explain out-of-memory errors; watch the other ranks, unless one launcher does or it is disabled."""
     from nanotrain_core.run.memory import explain_out_of_memory
 
     with contextlib.ExitStack() as stack:
@@ -206,7 +206,7 @@ def attempt() -> int:
 
 
 def known_past(job: Job) -> Past:
-    """Return this host's knowledge of what the launch did before these ranks were started."""
+    """Return the :class:`Past` of this launch, as far as this host's launcher has recorded it."""
     scratch = Path(job.scratch) if job.scratch else None
     held = scratch / FOLDER if scratch else None
     folder = held.read_text(encoding="utf-8") if held is not None and held.exists() else None
@@ -226,7 +226,7 @@ def mark_of(job: Job, folder: Path) -> Path | None:
 def broadcast_from_rank_0(
     decide: Callable[[], str | None], key: str, ranks: Ranks, store: Store | None
 ) -> str | None:
-    """Return what rank 0 decides, which reads the disk for all, or fail on every rank with its reason."""
+    """Return the decision of rank 0, which reads the disk for all ranks; raise its error on every rank."""
     if ranks.rank != 0:
         assert store is not None
         said: tuple[str | None, str | None, int] = json.loads(store.get(key))
@@ -305,8 +305,8 @@ def join(
     """Connect to the other ranks, check that all run the same thing, create the world's process group.
 
     Returns:
-        The store for communication between ranks, None on one rank alone without an agent; and on rank 0 the
-            past that any host knows.
+        The store for communication between ranks, None for a single rank without an agent; and the
+            :class:`Past` of this launch, on rank 0 as recorded by any host.
     """
     past = known_past(job)
     if ranks.world_size == 1 and not agent_serves_store():

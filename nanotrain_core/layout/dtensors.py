@@ -1,9 +1,8 @@
 """DTensors in a model part, as torch's ``fully_shard`` makes them, expressed as the core's placements.
 
-A wrapper may create some in :meth:`~nanotrain_core.contracts.Parallel.shard`. Its DeviceMesh says which
-dimensions of the run's layout they are sharded along, and from then on the core knows the local tensor of
-each and its position in the whole model: initial weights, optimizers, norms, checkpoints and monitors need
-nothing else.
+A wrapper may create some in :meth:`~nanotrain_core.contracts.Parallel.shard`. Their DeviceMesh determines
+along which dimensions of the run's layout they are sharded. The core records the local tensor of each and its
+position in the whole model; initialization, optimizers, norms, checkpoints and monitors need nothing else.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def is_dtensor(tensor: torch.Tensor) -> TypeGuard[DTensor]:
-    """Return whether ``tensor`` is of ``torch.distributed.tensor``, which takes a second to import."""
+    """Return whether ``tensor`` is a DTensor, without importing their module, which takes a second."""
     loaded = sys.modules.get("torch.distributed.tensor")
     return loaded is not None and isinstance(tensor, loaded.DTensor)
 

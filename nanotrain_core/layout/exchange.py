@@ -74,7 +74,7 @@ class Exchange:
         return (lambda: pending().sum(0)) if self.rows_to_sum > 1 else (lambda: pending()[0])
 
     def buffer(self, numel: int, dtype: torch.dtype) -> Buffer:
-        """Return memory that is cheapest to all-reduce."""
+        """Return a flat buffer of ``numel`` elements, in memory that this group all-reduces fastest."""
         return GroupBuffer(self.group, torch.empty(numel, dtype=dtype, device=self.device))
 
     def buckets(self, limit: int, *, least: int) -> BucketExchange:
@@ -82,7 +82,7 @@ class Exchange:
 
         Args:
             limit: maximum bytes of a bucket. The result's own limit may be lower.
-            least: bytes that a bucket may have even so.
+            least: a lower bound on the result's own limit, in bytes.
         """
         return GroupBuckets(self, limit)
 

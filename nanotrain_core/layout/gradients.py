@@ -173,9 +173,9 @@ class AllReduceGradients(LocalGradients):
         self._sums = [(mesh.group_of(span), members) for span, members in self._joined(mesh)]
 
     def sums_after_backward(self, placed: PlacedParameter, span: Span) -> bool:
-        """Return whether :meth:`finish` sums this gradient over ``span``. Asked once, by :meth:`attach`.
+        """Return whether :meth:`finish` sums this gradient over ``span``. Called once, by :meth:`attach`.
 
-        A subclass that reduces some gradients while backward runs answers False for these.
+        A subclass that reduces some gradients during backward returns False for these.
         """
         return True
 

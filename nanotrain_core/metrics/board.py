@@ -79,7 +79,7 @@ class Board:
             check_distinct(metrics)
         self.names = [Names(metrics) for metrics in declared.values()]
         self._publishers: dict[str, set[int]] = {}
-        """For each per-rank value, the ranks that have published it so far, by its name."""
+        """By the name of each per-rank value: the ranks that have published it so far."""
         self._failed = [0.0] * len(declared)
         """How often each monitor failed on this rank since the last logged step."""
         self.table = Table()
@@ -90,7 +90,7 @@ class Board:
         """The declaration of each value of the table."""
         self.gathered: dict[str, Gathered] = {}
         self._unplaced: set[str] = set()
-        """Names of these that had no position when they were first published."""
+        """Names in :attr:`gathered` that had no position when they were first published."""
         self.texts: dict[str, tuple[str, Metric]] = {}
         self._waiting: Sent | None = None
         self.late = mesh.device_is_async
@@ -118,7 +118,7 @@ class Board:
         return found
 
     def _check_values(self, spec: Spec) -> None:
-        """Reject a value whose name is taken, too: `x/{statistic}` may be published as `x/rms`."""
+        """Reject a name if one of its values has another name: ``x/{statistic}`` includes ``x/rms``."""
         for name in spec.names:
             other = self._told_as.setdefault(name, spec.name)
             if other != spec.name:
@@ -147,12 +147,12 @@ class Board:
         return [*reports, self._read(sent)]
 
     def rest(self) -> list[MetricsReport]:
-        """Wait for values in flight. Collective, if there are any."""
+        """Wait for values in flight and return their reports. Collective, if there are any."""
         before, self._waiting = self._waiting, None
         return [self._read(before)] if before is not None else []
 
     def last(self, step: int) -> list[MetricsReport]:
-        """Return the rest, and what was published since the last logged step, as by a validation. Collective.
+        """Return :meth:`rest`, and a report of what was published since the last logged step. Collective.
 
         ``step``: the last of the run.
         """
@@ -221,7 +221,7 @@ class Board:
         added: dict[str, Spec] = {}
         texts: dict[str, tuple[str, Metric]] = {}
         for rank, (specs, said) in enumerate(everyone):
-            texts = {**said, **texts}  # of several ranks the first
+            texts = {**said, **texts}  # if several ranks publish one, the lowest rank's
             for spec in specs:
                 agreed = sent.table.get(spec.name) or added.setdefault(spec.name, spec)
                 if agreed != spec:
@@ -276,8 +276,10 @@ class Board:
         return values, histograms
 
     def _is_complete(self, spec: Spec, sums: Sequence[float]) -> bool:
-        """Return whether all ranks that have published this per-rank value before did so now: a value of some
-        ranks is not reported as if it were of all."""
+        """Return whether every rank that has published this per-rank value before has now done so too.
+
+        Otherwise the value is not reported, since it would not cover all of these ranks.
+        """
         if not spec.ranks:
             return True
         present = {rank for rank, count in enumerate(sums[spec.ranks :]) if count}

@@ -19,14 +19,14 @@ MOST_WAITING = 64
 
 @attrs.define(frozen=True)
 class Spec:
-    """What all ranks must know of a name to reduce it and to read the result."""
+    """The properties of a published name by which all ranks reduce it and read the result."""
 
     name: str
     owner: int
     """The monitor that publishes it, by its index in the run."""
     metric: Metric
     statistics: tuple[Statistic, ...] = ()
-    """For a tensor's: ``{statistic}`` in the name stands for each of these."""
+    """For statistics of a tensor: ``{statistic}`` in the name stands for each of these."""
     ranks: int = 0
     """For a per-rank value: the number of ranks. ``{over}`` in the name stands for each of
     :data:`OVER`."""
@@ -42,9 +42,9 @@ class Spec:
     width: int = attrs.field(init=False, eq=False, repr=False)
     """The number of sums it takes; each name also takes one maximum."""
     is_number: bool = attrs.field(init=False, eq=False, repr=False)
-    """Whether it is one scalar of the run: no histogram, and neither a tensor's nor a per-rank value."""
+    """Whether it is one scalar of the run: no histogram, statistics of a tensor or per-rank value."""
     counter: int | None = attrs.field(init=False, eq=False, repr=False)
-    """The index of the sum that is 0 if no rank published; None if none of them shows it alone."""
+    """Index of the sum that is 0 exactly if no rank published; None if no single sum shows this."""
 
     @width.default
     def _width(self) -> int:
@@ -73,7 +73,7 @@ class Spec:
         return found or attrs.evolve(self.metric, name=name)
 
     def read(self, sums: Sequence[float], most: float) -> Iterator[tuple[str, float]]:
-        """Yield names and values of the whole run; none if no rank published. Not of a histogram."""
+        """Yield names and values of the whole run; none if no rank published. Not for a histogram."""
         if self.ranks:
             yield from zip(self.names, over_ranks(sums[: self.ranks], sums[self.ranks :]), strict=False)
         elif self.statistics:
@@ -93,7 +93,7 @@ class Spec:
             case "min":
                 return math.nan if total else -most
             case _:
-                return math.nan if total else most  # there the sum counts NaN
+                return math.nan if total else most  # the first sum counts NaN values
 
 
 def over_ranks(sums: Sequence[float], counts: Sequence[float]) -> tuple[float, ...]:
@@ -116,7 +116,7 @@ class Unread:
     """Values of one name in tensors that have not been read."""
 
     sums: dict[int, list[torch.Tensor]] = attrs.field(factory=dict)
-    """By the index of the first."""
+    """By the index of the first sum to add to."""
     most: list[torch.Tensor] = attrs.field(factory=list)
     norms: list[torch.Tensor] = attrs.field(factory=list)
     """Norms whose squares are summed."""
@@ -125,9 +125,9 @@ class Unread:
 
 
 class Gathered:
-    """Sums and a maximum of one name; device values stay there, without synchronization.
+    """Accumulates the sums and the maximum of one name. Device values stay there, without synchronization.
 
-    A value in host memory is read immediately: this saves a few kernels for each in the step.
+    A value in host memory is added immediately, which saves a few kernels for each value and step.
     """
 
     def __init__(self, spec: Spec, device: torch.device) -> None:
@@ -138,7 +138,7 @@ class Gathered:
         """None as long as every value was in host memory, as most are."""
 
     def scalar(self, value: Number, weight: Number) -> None:
-        """Add one value in its current state; ``weight`` is its weight in a mean."""
+        """Add a number, or the current value of a tensor; ``weight`` is its weight in a mean."""
         reduce = self.spec.metric.reduce
         if isinstance(value, torch.Tensor):
             value = self._copy(value)

@@ -2,7 +2,7 @@
 
 A run that is resumed, restarted or rolled back continues in the same file, possibly from an earlier step.
 Each such part is an *attempt*, numbered from 1, and every row has its attempt's number. What an attempt wrote
-after the step from which the next one began is on no curve: ``History.abandoned`` has it. Torch-free.
+after the step from which the next one began is not in the curves but in ``History.abandoned``. Torch-free.
 """
 
 from __future__ import annotations
@@ -241,7 +241,7 @@ class _Reader:
             TypeError,
             ValueError,
             PluginError,
-        ):  # a row that says something else
+        ):  # a row with other content
             self.history.torn += 1
 
     def row(self, row: dict[str, Any]) -> None:

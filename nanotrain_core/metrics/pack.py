@@ -1,4 +1,4 @@
-"""Packs what one rank gathered under all names into one buffer, with few kernels whatever their number."""
+"""Packs what one rank gathered under all names into one buffer, with few kernels for any number of names."""
 
 from __future__ import annotations
 

@@ -46,8 +46,9 @@ class Metrics:
 
         Args:
             name: declared, or of a declared pattern: ``gradients/norm/layers.0.attn.q.weight``.
-            value: a Python number, or a tensor of one element on any device. unit, reduce: as declared; for
-                an undeclared name, its own (``mean`` by default).
+            value: a Python number, or a tensor of one element on any device.
+            unit: as declared; for an undeclared name, its unit.
+            reduce: as declared; for an undeclared name ``mean`` by default.
             weight: for a mean, the value's weight, such as the number of tokens it is the mean over.
 
         Raises:
@@ -124,8 +125,8 @@ class Metrics:
         Args:
             name: ``residual/{statistic}/layers.3``, where ``{statistic}`` stands for ``rms`` and so on.
             tensor: floating-point.
-            of: which of :data:`~nanotrain_core.metrics.declared.STATISTICS`, except norm and
-            nonfinite: ``max_abs`` shows whether an element is not finite.
+            of: which of :data:`~nanotrain_core.metrics.declared.STATISTICS`, except ``norm`` and
+                ``nonfinite``; ``max_abs`` shows whether an element is not finite.
 
         Raises:
             PluginError: it is one of those.

@@ -28,5 +28,5 @@ class Table:
         return self.places[name][2] if name in self.places else None
 
     def adopt(self, spec: Spec) -> None:
-        """Replace a declaration by one that is equal: this rank's own, which an identity check finds."""
+        """Replace a declaration by this rank's equal one, so that an identity check suffices later."""
         self.places[spec.name] = *self.places[spec.name][:2], spec

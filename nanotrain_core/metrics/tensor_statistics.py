@@ -1,9 +1,9 @@
-"""Per-rank sums from which statistics of a whole tensor follow, whatever block of it each rank holds.
+"""Per-rank sums from which statistics of a whole tensor follow, for any blocks of it that ranks hold.
 
-Squares are summed in float32 or wider, in chunks of 65,536 elements on a CPU, and these in float64, as for
-the global gradient norm; everything else in float64. Squares for a standard deviation are summed in float64
-throughout: where the mean is much larger than it, as of a norm's weight, their rounding errors would be all
-that is left. Nothing here synchronizes with the device.
+Squares are summed in float32 or wider, on a CPU in chunks of 65,536 elements, and the sums of chunks in
+float64, as for the global gradient norm; everything else is summed in float64. Squares for a standard
+deviation are summed in float64 throughout: if the mean is much larger than the deviation, as for a norm's
+weight, only rounding errors would be left. Nothing here synchronizes with the device.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class Usual:
         self.values = deque(values, maxlen=USUAL)
 
     def before(self, value: float) -> float | None:
-        """Return the median of the values before ``value``, None where too few are known; remember it."""
+        """Return the median of the values before ``value``, None if too few; record ``value`` if finite."""
         usual = median(self.values) if len(self.values) >= USUAL_KNOWN else None
         if math.isfinite(value):
             self.values.append(value)

@@ -26,7 +26,7 @@ from nanotrain_core.batch import IGNORE
 
 @dataclass(frozen=True)
 class SplitVocabulary:
-    """What a rank with a shard of the output projection must know for the loss over all shards."""
+    """A rank's shard of the output projection, as the loss over all shards requires it."""
 
     first: int
     """The token of its first row."""

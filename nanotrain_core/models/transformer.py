@@ -41,7 +41,7 @@ class Transformer:
 
     @property
     def caches(self) -> bool:
-        """With ``dynamic`` scaling each token rotates all keys anew, so no cached key stays valid."""
+        """False with ``dynamic`` scaling: each new token changes the rotation of all earlier keys."""
         scaling = self.config.rope_scaling
         return scaling is None or scaling.type != "dynamic"
 

@@ -103,8 +103,8 @@ class _Experts(torch.autograd.Function):
         ctx.backends, ctx.passes, ctx.counts = backends, passes, counts
         ctx.cuts = (len(forms), len(g), len(u), len(x_gate), len(x_up))
         ctx.save_for_backward(*weights, *forms, *g, *u, *x_gate, *x_up)
-        # Activation checkpointing saves detached copies: gradient hooks are on the parameter itself,
-        # and a backend that caches a form of a weight identifies the weight by it.
+        # Activation checkpointing saves detached copies, but gradient hooks are on the parameters themselves,
+        # and a backend that caches a form of a weight identifies the weight by its parameter.
         ctx.parameters = None if torch.compiler.is_compiling() else weights
         return y_ND
 

@@ -1,9 +1,9 @@
 """Products of sorted rows with stacked matrices, as torch operators: each is one node in a graph.
 
-Only the device knows how many rows each matrix has. A graph that asks for it breaks there, or continues
-with one unknown size for each expert, which takes minutes to compile. An operator asks when it runs, and
-its output has as many rows as its input. ``F.grouped_mm`` needs no such number, but supports neither float64
-nor, on a GPU, anything except bfloat16.
+The number of rows of each matrix is a value on the device. A graph that reads it breaks there, or continues
+with one unknown size for each expert, which takes minutes to compile. An operator reads it when it runs, and
+its output has as many rows as its input. ``F.grouped_mm`` does not need it on the host, but supports neither
+float64 nor, on a GPU, anything except bfloat16.
 
 Shapes: M rows, sorted, of E matrices; K inputs, N outputs.
 """

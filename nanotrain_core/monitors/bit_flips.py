@@ -1,4 +1,4 @@
-"""The ``bit_flips`` monitor: does memory that nobody writes to keep its bits?"""
+"""The ``bit_flips`` monitor: detects bits that change in memory that no code writes to."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ class BitFlips(Monitor):
         self.run = run
 
     def on_step_end(self, end: StepEnd) -> None:
-        """Hash what the step left, if it is its turn."""
+        """Hash the state after every ``every``-th step."""
         self.end = None
         if end.step % self.config.every == 0:
             self.end, self.hashes = end, self._hashes(end)
 
     def on_before_update(self, update: UpdateReport) -> None:
-        """Compare before anything changes."""
+        """Compare before the update changes the state."""
         self._compare()
 
     def on_before_save(self, step: int) -> None:
-        """Compare what the last checkpoint of a run would keep."""
+        """Compare before the last checkpoint of a run, which would save a flipped bit."""
         self._compare()
 
     def on_end(self, report: EndReport) -> None:
-        """Compare what nobody saves."""
+        """Compare at the end of a run that saves nothing."""
         if report.reason != "failed":
             self._compare()
 
@@ -55,7 +55,7 @@ class BitFlips(Monitor):
         return torch.stack(hashes) if hashes else torch.zeros(0, dtype=torch.int64, device=self.run.device)
 
     def _compare(self) -> None:
-        """Compare once.
+        """Compare the current hashes with those of :attr:`end`, if they have not been compared.
 
         Raises:
             Corrupted: on every rank, naming the step, the rank and the first tensor that changed.

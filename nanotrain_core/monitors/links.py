@@ -1,4 +1,4 @@
-"""Measures how long a message takes from one rank to the next: the link itself, apart from its users."""
+"""Measures how long a message takes from one rank to the next, apart from the run's own messages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nanotrain_core.layout.mesh import Mesh
 
 #: Bytes of a message: long enough to detect a link that has lost half of its width.
 SIZE = 2**18
-#: Number of messages, of which the fastest counts: a late rank delays one and says nothing about the link.
+#: Number of messages, of which the fastest counts: a delay by a late rank is no property of the link.
 TIMES = 3
 
 

@@ -29,10 +29,10 @@ def restore_cursor() -> None:
 
 
 class LockedConsole(Console):
-    """A console on which what a thread prints is written before another thread prints.
+    """A console that writes the output of one thread completely before another thread prints.
 
-    A print moves up by the height of the live lines, and then writes. Between the two another thread could
-    make them higher: a log line of that moment was overwritten.
+    A print moves the cursor up by the height of the live lines, and then writes. Without a lock, another
+    thread could add live lines between the two, and a log line would be overwritten.
     """
 
     def __init__(self) -> None:

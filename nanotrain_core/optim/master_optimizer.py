@@ -306,7 +306,7 @@ def waves(slots: Iterable[Slot], limit: int = WAVE) -> Iterator[list[Slot]]:
 
 @contextmanager
 def only(inner: torch.optim.Optimizer, slots: Sequence[Slot]) -> Iterator[None]:
-    """Make ``inner`` see only the weights of these slots: all others are not loaded."""
+    """Restrict ``inner`` to the weights of these slots within the block: all others are not loaded."""
     groups, weights = inner.param_groups, [group["params"] for group in inner.param_groups]
     try:
         for group in groups:

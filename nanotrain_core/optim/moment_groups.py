@@ -17,17 +17,18 @@ if TYPE_CHECKING:
 #: Consecutive elements of a row that share a scale. :data:`~nanotrain_core.layout.placement.RANGE` is a
 #: multiple.
 GROUP = 32
-#: The largest beta2 with which a rounded second moment still follows gradients. A step moves it by 1 - beta2
-#: of itself at most: of bfloat16 less than 2^-9 is rounded away, of companded eight bits 1/255 of the root.
+#: The largest beta2 at which a rounded second moment still follows decreasing gradients. A step lowers it by
+#: at most 1 - beta2 of its value. Rounding loses changes below 2^-9 of the value in bfloat16, and of about
+#: 1/255 of the group's largest root in companded eight bits.
 MOST_BETA2 = 0.99
 
 
 def check_moments(recipe: Recipe, config: AdamWConfig, layout: Layout) -> Iterator[Problem]:
-    """Reject moments that their dtype cannot hold.
+    """Yield a problem for moments that the chosen dtype cannot represent.
 
-    They are a rounded second moment with a beta2 above :data:`MOST_BETA2`, and 8-bit moments of rows that
-    the layout splits within a group, where the model declares its rows: for other models the ranks reject
-    it. Rows that are not a multiple of a group keep float32 moments anyway.
+    These are second moments in low precision with a beta2 above :data:`MOST_BETA2`, and 8-bit moments whose
+    scale groups the layout would split. The latter is checked here only if the model declares its rows;
+    otherwise the ranks reject it. Rows that are not a multiple of a group keep float32 moments in any case.
     """
     if config.moment_dtype == "float32":
         return

@@ -37,7 +37,7 @@ def begin_step(run: Run, scheduler: Scheduler | None = None, *, again: bool = Fa
 
 
 class RunPhases:
-    """What changes in a run, and the current values.
+    """The values that phases change in a run, as currently in force.
 
     These depend only on the tokens that the run has trained on, which its checkpoints contain: a resumed run,
     or one that rolled back, immediately has the right values.

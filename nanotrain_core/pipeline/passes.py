@@ -29,11 +29,11 @@ class Passes:
         """Whether a backward pass is running: a forward of a layer in it is a recomputation, for activation
         checkpointing, and must not count its tokens again."""
         self.counted = True
-        """False while a microbatch is replayed: statistics of the step must not include it."""
+        """False while a pass is repeated for its values alone: statistics of the step must not include it."""
         self.eager = False
         """Whether compiled layers currently run eagerly: a monitor sets it to observe inside them."""
         self.observed = False
-        """Whether monitors observe this step's forward passes: they run in Python, and are not replayed."""
+        """Whether monitors observe this step's forward passes: these run in Python, without a CUDA graph."""
         self.model_changes = 0
         """Number of changes that phases have made to the model's config: code that caches results of a pass
         (CUDA graphs) compares it."""
@@ -77,7 +77,7 @@ class Passes:
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
-        """Run passes that are no part of a step."""
+        """Run passes that are not part of a step: its statistics do not include them."""
         self.counted = False
         try:
             yield

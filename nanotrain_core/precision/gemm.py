@@ -71,8 +71,8 @@ class Offer(NamedTuple):
 class Recomputed:
     """The input of a linear layer that is recomputed in the backward pass, and so need not be saved.
 
-    The producer offers it to the layer that reads it; a layer that gets another tensor saves that. An unused
-    offer, as in a recomputation that ends early, is released with its tensor.
+    The code that computes the input offers to recompute it. A layer whose input has no offer saves the input.
+    An unused offer, as in a recomputation that ends early, is released with its tensor.
     """
 
     def __init__(self) -> None:
@@ -101,16 +101,16 @@ class LinearGEMMs:
 
     def __init__(self, backends: Mapping[str, GEMMBackend], passes: Passes) -> None:
         self.backends = dict(backends)
-        """By parameter; parameters with the same object share their input's form. Read in every call: to
-        insert a wrapper, as a monitor does, replace entries."""
+        """The backend of each parameter. Parameters with the same backend object share the quantized form of
+        their input. Read in every call, so a monitor can replace entries by wrappers."""
         self.passes = passes
         self.place: Place | None = None
         """Where the next call's wgrad is computed: tensor parallelism sets it, the call removes it."""
         self.recomputed = Recomputed()
         self.prepared: dict[str, Kept] = {}
-        """By parameter, what a compiled graph multiplies instead of it: see :func:`prepare_weights`."""
+        """By parameter: the form that a compiled graph reads instead of it, see :func:`prepare_weights`."""
         self.carriers: dict[str, torch.Tensor | None] = {}
-        """By parameter, what receives its gradient in a graph: see :func:`wgrad_carrier`."""
+        """By parameter: the tensor to which a graph returns its wgrad, see :func:`wgrad_carrier`."""
 
     def prepare(self, module: nn.Module) -> None:
         """Prepare the operands of a graph's next call, and the receivers of its wgrads."""
@@ -156,16 +156,16 @@ def use_gemm(module: nn.Module, backends: Mapping[str, GEMMBackend], passes: Pas
 
 
 def gemms_of(module: nn.Module) -> LinearGEMMs | None:
-    """Return what :func:`use_gemm` set on ``module``; None: it computes by itself."""
+    """Return the backends that :func:`use_gemm` set on ``module``; None: it uses its own computation."""
     return getattr(module, _ATTRIBUTE, None)
 
 
 def prepare_weights(modules: Iterable[nn.Module]) -> None:
-    """Prepare what compiled layers multiply instead of their weights, where the previous form is invalid.
+    """Prepare the forms that compiled layers read instead of their weights, if the previous ones are invalid.
 
-    Also prepare what receives the gradients of those weights, where they have higher precision.
+    Also create the tensors to which a graph returns these weights' gradients, if those have higher precision.
 
-    Call it before each call of the layers' graph, outside it.
+    Call it before each call of the layers' graph, outside the graph.
     """
     for module in modules:
         gemms = gemms_of(module)
@@ -213,8 +213,8 @@ class _Linear(torch.autograd.Function):
         (y_MN,), kept = backend.forward(x_MK, as_prepared(weight_NK, forms))
         ctx.backend, ctx.passes, ctx.shape, ctx.place = backend, gemms.passes, x.shape, place
         ctx.make, ctx.forms, ctx.tensors = make, len(forms), len(tensors)
-        # Activation checkpointing saves a detached copy: gradient hooks are on the parameter itself,
-        # and a backend that caches a form of a weight identifies the weight by it.
+        # Activation checkpointing saves a detached copy, but gradient hooks are on the parameter itself,
+        # and a backend that caches a form of a weight identifies the weight by its parameter.
         ctx.parameter = None if torch.compiler.is_compiling() else weight_NK
         share, ctx.again = (place and place.again) or (None, None)
         ctx.save_for_backward(

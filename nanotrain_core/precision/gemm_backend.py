@@ -74,17 +74,17 @@ class QuantizedActivations:
     def swiglu(
         self, gate_MF: torch.Tensor, up_MF: torch.Tensor, *, whole: bool = False
     ) -> tuple[QuantizedInput, Kept, Kept] | None:
-        """Return h = silu(gate) up as ``forward`` reads it, and what :meth:`quantize` returns for both.
+        """Return h = silu(gate) up in the form that ``forward`` reads, and gate and up as quantized.
 
-        Override it, and the two methods that follow, where one kernel computes and quantizes them. None:
-        there is none, and callers do one after the other. ``whole``: h itself must be in the result too.
+        Override this and the next two methods if one kernel computes and quantizes them. None: there is no
+        such kernel, and callers use separate operations. ``whole``: the result must also contain h itself.
         """
         return None
 
     def swiglu_again(
         self, gate: Kept, up: Kept, dtype: torch.dtype, *, whole: bool = False
     ) -> QuantizedInput | None:
-        """Return h of the saved gate and up, as ``keep`` reads it; None: see :meth:`swiglu`."""
+        """Return h, from the saved gate and up, in the form that ``keep`` reads; None: see :meth:`swiglu`."""
         return None
 
     def swiglu_backward(
@@ -106,7 +106,7 @@ class QuantizedInput:
     """An input [M, K] that the backend which reads it has quantized; ``forward`` and ``keep`` get it as x."""
 
     forms: Kept
-    """What the backend made of it, for itself."""
+    """The quantized input, in a form that only this backend reads."""
     shape: torch.Size
     dtype: torch.dtype
     whole: torch.Tensor | None = None
@@ -145,7 +145,7 @@ class PreparesWeights:
     """
 
     def prepare(self, weight_NK: torch.Tensor) -> Kept:
-        """Return the form that is multiplied instead of it, computed once per ``Passes.weights_version``."""
+        """Return the form that replaces the weight in GEMMs, computed once per ``Passes.weights_version``."""
         raise NotImplementedError
 
 

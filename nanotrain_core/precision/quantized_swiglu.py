@@ -2,8 +2,8 @@
 
 Plain autograd saves three tensors for it, and the linear layer that reads it a fourth. Where that layer's
 GEMM backend supports quantized activations, only gate and up are saved, in that form, and the output is
-recomputed. A backend may have one kernel for all of it: then the layer reads what that has quantized, and in
-a compiled graph the output itself is never written.
+recomputed. A backend may have one kernel for all of it: then the layer reads that kernel's quantized output,
+and in a compiled graph the unquantized output is never written.
 
 Shapes: F feed-forward width.
 
@@ -88,10 +88,12 @@ def _given(h_MF: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> torch.Te
 
 
 class _Inputs:
-    """Dequantizes gate and up [M, F]: for the wgrad of the layer that reads them, and for their own dgrad.
+    """Dequantizes gate and up [M, F], for the wgrad of the layer that reads h and for their own gradients.
 
-    The second follows on the first and finds what that has made, unless the wgrad is made in a W pass: then
-    both dequantize, so that nothing is held in the run's dtype meanwhile.
+    h is silu(gate) * up.
+
+    The gradients follow the wgrad and reuse its dequantized values. If the wgrad is left to a W pass, each
+    dequantizes separately, so that nothing is held in the run's dtype in between.
     """
 
     def __init__(self, backend: QuantizedActivations, passes: Passes, dtype: torch.dtype) -> None:
@@ -105,15 +107,13 @@ class _Inputs:
         if at_once is not None:
             return cast(torch.Tensor, at_once)
         gate_MF, up_MF = found = self._dequantized(kept)
-        if (
-            not torch.compiler.is_compiling()
-        ):  # a compiler finds by itself what two of its graph have in common
+        if not torch.compiler.is_compiling():  # a compiler eliminates common subexpressions of a graph itself
             in_w_pass = self.passes.splits_backward and not self.passes.in_backward
             self._last = None if in_w_pass else found
         return F.silu(gate_MF).mul_(up_MF)
 
     def take(self, kept: Kept) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return both, and release them."""
+        """Return gate and up, dequantized, and drop the cached ones."""
         if torch.compiler.is_compiling():
             return self._dequantized(kept)
         found, self._last = self._last, None

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 def wgrad_carrier(weight: torch.Tensor) -> torch.Tensor | None:
     """Return the receiver of ``weight``'s gradient in a graph's next call; None: the weight itself.
 
-    None if there is no gradient, or none of another dtype. Create one for each call, outside graphs.
+    None if the weight has no gradient, or one of its own dtype. Create one for each call, outside graphs.
     """
     if not (torch.is_grad_enabled() and weight.requires_grad):
         return None
@@ -28,7 +28,7 @@ def wgrad_carrier(weight: torch.Tensor) -> torch.Tensor | None:
 
 
 class _Carry(torch.autograd.Function):
-    """Forward: reads nothing, in the shape of the weight. Backward: the gradient unchanged."""
+    """Forward: an undefined tensor in the shape of the weight. Backward: the gradient unchanged."""
 
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,7 @@ A config class may define::
     def divisibility(self):
         yield Divisible((Role.COLUMN, Role.ROW), "model.heads", self.heads, "heads")
 
-The check of any wrapper, which knows roles but no models, reads it with :func:`divisibility_of`.
+Checks of wrappers, which refer to roles and not to models, read it with :func:`divisibility_of`.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Divisible:
     heads: bool = False
     """Whether these are attention heads, which are independent of one another."""
     row: int = 0
-    """Length of the rows, of a weight or of a bias, that all units together make up and that ranks which
-    shard them split: a ROW's inputs, a COLUMN's bias, the width of EXPERTS. 0: none, or unspecified."""
+    """Length of the rows (of a weight or a bias) that consist of all units, and are split if ranks shard the
+    units: a ROW's inputs, a COLUMN's bias, the width of EXPERTS. 0: none, or unspecified."""
 
     def fits(self, degree: int) -> bool:
         """Return whether ``degree`` ranks can shard the units."""
@@ -61,7 +61,7 @@ class Divisible:
 
 
 def divisibility_of(config: Any) -> tuple[Divisible, ...] | None:
-    """Return the result of ``divisibility()`` of a model's config; None if only the built model can tell."""
+    """Return the result of ``divisibility()`` of a model's config; None if the config has no such method."""
     tell = getattr(config, "divisibility", None)
     return tuple(tell()) if callable(tell) else None
 

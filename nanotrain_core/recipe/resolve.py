@@ -66,7 +66,7 @@ class Resolver:
         return phases
 
     def _with_steps(self, recipe: Recipe) -> Recipe | None:
-        """Return the recipe with ``run.steps`` computed from its phases if it leaves them to determine it."""
+        """Return the recipe with ``run.steps`` computed from its phases; None if that is impossible."""
         steps, most = steps_of(recipe), LARGEST_COUNT
         if steps is None or steps > most:
             because = "the last phase has no until_tokens" if steps is None else f"its phases take {steps:,}"

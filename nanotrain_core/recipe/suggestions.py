@@ -17,7 +17,7 @@ _CORE = {"run": RunConfig, "batch": BatchConfig, "evaluation": EvaluationConfig}
 
 
 def for_idle_ranks(dim: str, model: Selection, registry: Registry) -> str:
-    """Return what would use the ranks along a dimension, if anything can."""
+    """Return a clause with the components that would use the ranks along ``dim``, or that none can."""
     if dim in ("ep", "etp"):
         divisibility = divisibility_of(model.config)
         if divisibility is not None and not any(Role.EXPERTS in extent.roles for extent in divisibility):

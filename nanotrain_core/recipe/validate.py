@@ -27,9 +27,9 @@ from nanotrain_core.registry.registry import Registry
 if TYPE_CHECKING:  # contracts import torch
     from nanotrain_core.contracts import Topology
 
-#: Maximum per rank and step: each is an action of the schedule, which is checked individually.
+#: Maximum microbatches per rank and step: the schedule's actions for each are checked one by one.
 MOST_MICROBATCHES = 16_384
-#: World sizes to search for one that the degrees of a recipe fit.
+#: Largest world size to try, in search of one that fits the degrees of a recipe.
 MOST = 4096
 
 
@@ -76,7 +76,7 @@ def find_problems(recipe: Recipe, registry: Registry) -> tuple[Layout | None, li
         text = f"{recipe.run.ranks} ranks do not fit [topology]: {error}"
         problems += [Problem("run.ranks", text), *_lr_schedule(recipe)]
         near = _nearest(topology, recipe.run.ranks)
-        if near is not None:  # problems at any number of ranks are reported together with that
+        if near is not None:  # also report problems that do not depend on the number of ranks
             mismatches = list(_dimensions(members, near, recipe, registry))
             unready = mismatches or any(_batch(recipe, near))  # problems of this number of ranks only
             problems += mismatches if unready else _stages(recipe, near, registry)
@@ -123,7 +123,7 @@ def _phases(recipe: Recipe, layout: Layout, registry: Registry) -> Iterator[Prob
         found += ((number, problem) for problem in wrong)
     dp = layout.size("dp") if "dp" in layout.dims else 1
     for number, sizes in timeline.ramps():
-        for size in sizes[:dp]:  # remainders by the data-parallel size then repeat
+        for size in sizes[:dp]:  # afterwards the remainders modulo dp repeat
             found += ((number, problem) for problem in _batch(timeline.with_batch(number, size), layout))
     if not found:
         found += _ramps(timeline, layout, registry)
@@ -153,7 +153,7 @@ def _changes_length(use: str, registry: Registry) -> bool:
 
 
 def _ramps(timeline: PhaseTimeline, layout: Layout, registry: Registry) -> Iterator[tuple[int, Problem]]:
-    """Check the schedule with the smallest number of microbatches of each remainder by twice pp.
+    """Check the schedule with the smallest number of microbatches for each remainder modulo 2 * pp.
 
     Schedules reject numbers of microbatches only by remainder; checking all sizes would take long.
     """

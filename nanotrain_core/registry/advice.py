@@ -1,4 +1,4 @@
-"""What to advise for a name that no plugin registered: what to install, or which command was meant."""
+"""Advice for a name that no plugin registered: what to install, or which command was meant."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FIRST_PARTY = {
     for name in names.split()
 }
 
-#: Words of other programs for what is a command here: the words after ``nanotrain``.
+#: A command of other programs -> the words after ``nanotrain`` that correspond to it.
 ALIASES = {
     "generate": "sample",
     "help": "--help",

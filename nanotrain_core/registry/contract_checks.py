@@ -1,4 +1,4 @@
-"""Checks that a built object has the members of its kind's contract. By name only: signatures fail in use."""
+"""Checks that a built object has the members of its kind's contract: their names, not their signatures."""
 
 from __future__ import annotations
 

@@ -178,7 +178,7 @@ class Registry:
         )
 
     def _elsewhere(self, use: str) -> str:
-        """Return where a name belongs that is a component of another kind, or only a plugin's name."""
+        """Return a clause if ``use`` is a component of another kind, or a plugin's name; otherwise empty."""
         for kind in KINDS:
             if use in self.names(kind):
                 return f"{kind} '{use}' stands under {header(kind)}"

@@ -32,7 +32,7 @@ class CallTaps:
         """``tell`` is called with each call's arguments, in every pass of every step."""
         self.tell, self.number = tell, next(_numbers)
         self.seen = torch.zeros(1, device=device)
-        """An operator without side effects would be removed from a graph: it modifies this."""
+        """The reporting operator modifies this: without a side effect it would be removed from a graph."""
         self._before: list[tuple[nn.Module, Ops]] = []
         _known[self.number] = self
 
@@ -55,7 +55,7 @@ class CallTaps:
             module.ops = ops  # type: ignore[assignment]
 
     def _noted(self, function: Function) -> Function:
-        if isinstance(function, Around):  # a wrapper around it communicates its arguments
+        if isinstance(function, Around):  # report what the inner function receives
             return Around(function.outer, self._noted(function.inner))
         number, seen, tell = self.number, self.seen, self.tell
 

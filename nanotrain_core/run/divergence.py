@@ -18,7 +18,7 @@ from nanotrain_core.run.step_readback import StepFlags
 #: Consecutive steps with a non-finite gradient after which a run is stopped. A dynamic loss scale
 #: needs up to 24 to reach its floor.
 MOST_SKIPPED = 30
-#: This many at the end of a run are an error: a dynamic loss scale skips only one or two.
+#: More skipped steps at the end of a run are an error: a dynamic loss scale skips only one or two.
 MOST_AT_THE_END = 2
 
 

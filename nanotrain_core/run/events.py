@@ -240,7 +240,7 @@ class Events:
             yield name if seen[name] == 1 else f"{name}-{seen[name]}", monitor
 
     def _tell(self, event: str, *arguments: Any, to: Sequence[Monitor] | None = None) -> set[int]:
-        """Call ``event`` of the monitors that have it; one that failed in a pass has its failure raised here.
+        """Call ``event`` of the monitors that implement it; raise and handle failures of :meth:`fail_later`.
 
         Returns:
             The indices of those that failed.
@@ -281,8 +281,8 @@ class Events:
         return found
 
     def _call(self, number: int, called: tuple[int, str, int, str], arguments: Sequence[Any]) -> None:
-        """Call a monitor; report a failure to other ranks before a collective of the monitor and with its
-        metrics.
+        """Call a monitor. Announce a failure to ranks that wait in a collective of the monitor, and record it
+        to be reduced with the metrics.
 
         ``called`` identifies the event on all ranks: the number of rollbacks so far, the event's name, its
         step, and the name of its argument.
@@ -311,8 +311,8 @@ class Events:
             raise TypeError(f'{event} returned {request!r}; expected None, "stop", an earlier Rollback')
 
     def _tolerate(self, monitor: Monitor, event: str, problem: Exception) -> None:
-        """Log an exception of a monitor; re-raise it if it was raised on purpose, because the run should not
-        continue."""
+        """Log an exception of a monitor. If the run is strict, or it is a NanotrainError, raise it instead,
+        which ends the run."""
         what = f"{type(monitor).__name__}.{event}"
         if isinstance(problem, FailedElsewhere):
             if self.strict:
@@ -332,7 +332,7 @@ class Events:
             self.log.exception(text, monitor=what)
 
     def _again(self, what: str, problem: str = "") -> bool:
-        """Return whether that was logged before, and count it. Numbers in ``problem`` may differ."""
+        """Return whether this problem was logged before, ignoring numbers in its text, and count it."""
         key = what, re.sub(r"\d+", "0", problem)
         self._told[key] += 1
         return self._told[key] > 1

@@ -11,7 +11,7 @@ from pathlib import Path
 def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
     """Let ``write`` fill a temporary file next to ``path``, flush it to disk and move it into place.
 
-    Its mode is that of any new file, also where ``write`` makes one that nobody else may read.
+    The file's mode is that of any new file, even if ``write`` replaces it by a private one.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

@@ -27,7 +27,7 @@ RANKS_LOCK = ".ranks"
 #: Seconds that a claim waits for ranks that have lost their launcher to end. It takes them one or two, unless
 #: a write to a slow disk or the teardown of many CUDA contexts keeps a process from ending.
 PATIENCE = 30.0
-#: Seconds of it before it is said.
+#: Seconds of this wait after which it is logged.
 SILENCE = 3.0
 #: Consecutive checks that must find no folder, and the seconds between them: one may coincide with a remount.
 LOOKS, BETWEEN = 3, 1.0

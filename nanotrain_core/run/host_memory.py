@@ -8,9 +8,9 @@ from pathlib import Path
 
 import attrs
 
-#: Version 1 of control groups says "no limit" with a number near 2**63.
+#: Version 1 of control groups reports "no limit" as a number near 2**63.
 NO_LIMIT = 2**60
-#: Files of limit and use, and the row of ``memory.stat`` with what the system can take back.
+#: Files with limit and use, and the row of ``memory.stat`` with the memory that the system can reclaim.
 VERSION_1 = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
 VERSION_2 = "memory.max", "memory.current", "inactive_file"
 
@@ -21,9 +21,9 @@ class GroupMemory:
 
     limit: int
     used: int | None
-    """What its processes have, cached files among it; None if it is not reported."""
+    """Memory used by its processes, including cached files; None if it is not reported."""
     cached: int = 0
-    """Cached files that the system gives back when memory is short."""
+    """Cached files, which the system reclaims when memory is short."""
 
 
 @attrs.define(frozen=True)
@@ -32,7 +32,7 @@ class HostMemory:
 
     total: int | None = None
     available: int | None = None
-    """Free, or given back by the system when it is needed."""
+    """Free memory, and memory that the system can reclaim."""
     swap: int = 0
     groups: tuple[GroupMemory, ...] = ()
     """The limits that hold for this process, innermost first: a container, or a job and its steps."""
@@ -44,7 +44,7 @@ class HostMemory:
 
     @property
     def most(self) -> int:
-        """The bytes that this process and others of its groups can have, with swap space; 0 if unknown."""
+        """Maximum bytes that the processes of these groups can use, including swap space; 0 if unknown."""
         if self.total is None:
             return 0
         return min([self.total, *(group.limit for group in self.groups)]) + self.swap

@@ -1,4 +1,4 @@
-"""Refuses by name what cannot fit into memory: before it is allocated, or when an allocation fails."""
+"""Rejects what does not fit into memory, and names it: before allocation, or when an allocation fails."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from nanotrain_core.run.host_memory import host_memory
 from nanotrain_core.run.progress_bar import amount
 from nanotrain_core.watch.progress import Progress
 
-#: In the texts of torch's errors for more memory than there is, other than those of ``OutOfMemoryError``.
+#: Parts of the texts of torch's out-of-memory errors that are not an ``OutOfMemoryError``.
 SIGNS = ("can't allocate memory", "Storage size calculation overflowed")
 
 

@@ -26,7 +26,7 @@ from nanotrain_core.layout.mesh import Mesh
 P = ParamSpec("P")
 T = TypeVar("T")
 
-#: A failure may be reported long before the others' next round: hangs are left to the watchdog.
+#: Timeout of a round. A failure may be announced long before the others' next one; the watchdog finds hangs.
 PATIENCE = timedelta(days=30)
 
 NOTHING = -(2**62)
@@ -63,7 +63,7 @@ class MonitorCollectives:
         self._group = None
 
     def event(self, monitor: int, name: object) -> AbstractContextManager[None]:
-        """Deliver an event to a monitor; no other event of the run has a ``name`` that reads the same."""
+        """Return a context in which an event is delivered to a monitor; ``name`` is unique in the run."""
         return _Event(self, (monitor, name))
 
     def enter(self) -> None:
@@ -92,8 +92,8 @@ class MonitorCollectives:
                 pass
 
     def _rounds(self, monitor: int, event: int) -> Iterator[tuple[list[int], list[int]]]:
-        """Take part in rounds until one has no failure; yield events and ranks of the failures of each
-        other."""
+        """Take part in rounds until one has no failure; for each round before it, yield the failed events
+        and their ranks, by monitor."""
         while True:
             work, round_ = self._round(here=(monitor, event))
             with self._waits.collectives:

@@ -10,7 +10,7 @@ from nanotrain_core.run.taps import Taps
 
 
 class MonitorContext:
-    """Created anew for each call, with the monitors present at that time."""
+    """Created for each call of ``fit``, with the monitors present at that time."""
 
     def __init__(self, run: Run, events: Events) -> None:
         """Collective: all ranks have the same monitors."""

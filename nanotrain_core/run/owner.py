@@ -27,7 +27,7 @@ def is_alive(pid: int) -> bool:
     """Return whether a process with that id is running; a zombie is not."""
     try:
         os.kill(pid, 0)
-        if not Path("/proc/self/stat").exists():  # nothing else tells a zombie
+        if not Path("/proc/self/stat").exists():  # a zombie cannot be detected otherwise
             return True
         state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
     except (ProcessLookupError, FileNotFoundError):  # the second where it was reaped meanwhile

@@ -94,7 +94,7 @@ def keep_code(code: int) -> int:
 
 
 class StopRequest:
-    """Collects stop requests on this rank; ``reason`` is set once every rank knows of one."""
+    """Collects stop requests on this rank; ``reason`` is set once all ranks have agreed on one."""
 
     grace: float | None = None
     """Seconds after a signal within which training must end, else this process does; None: no limit."""

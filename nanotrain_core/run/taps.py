@@ -57,7 +57,7 @@ class Taps:
         self.passes, self.collectives, self.fail = passes, collectives, fail
         named = {id(module): (name, module) for part in parts for name, module in named_modules(part)}
         self.modules = [*named.values()]
-        """With names. Two parts of a rank may each have a module of one name: a tied embedding."""
+        """(name, module). Two parts of a rank may each have a module of one name, as a tied embedding."""
         self.blocks = [name for part in parts for name in block_names(part)]
         self.inside_graphs = {
             f"{name}.{inner}": name

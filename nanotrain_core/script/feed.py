@@ -33,9 +33,9 @@ class Taken:
     into: int
     """Batches taken from the loader since it was last iterated from its beginning, including this one."""
     epoch: int
-    """How often the loader had been iterated before."""
+    """Number of earlier passes over the loader."""
     begun: Mapping[str, torch.Tensor]
-    """Random-number streams just before that."""
+    """Random-number streams just before the current pass over the loader began."""
 
 
 class LoaderFeed:
@@ -79,7 +79,7 @@ class LoaderFeed:
         self._batches = self._from(into)
 
     def _from(self, into: int) -> Iterator[Taken]:
-        """Yield batches for ever, the first one from ``into`` batches into the pass that began so."""
+        """Yield batches endlessly, from ``into`` batches into the pass that began with :attr:`begun` on."""
         assert self.data is not None
         self._used = True
         now = random_state.capture(self.mesh.device)

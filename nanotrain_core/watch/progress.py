@@ -99,7 +99,7 @@ class Progress:
         """
         if device.type == "cpu" or self.waits.device is not None:
             return
-        import torch  # the watchdog's part of this needs none
+        import torch  # the watchdog uses this class without torch
 
         self.use_clock(DeviceClock(lambda: torch.Event(device, enable_timing=True)))
 

@@ -29,8 +29,8 @@ from nanotrain_core.watch.progress import Progress
 DUMP = signal.SIGUSR2
 #: Fraction of the time that a rank may wait after which it saves its last collectives.
 KEPT = 0.9
-#: In the run folder: the last heartbeat of each rank, for whoever looks for one whose host is gone. It is
-#: written this many seconds apart, since the folder may be on a file system that all hosts share.
+#: Folder in the run folder for the last heartbeat of each rank, to diagnose a rank whose host is gone, and
+#: the seconds between two writes, since the run folder may be on a file system that all hosts share.
 HEARTBEATS, SELDOM = "heartbeats", 10.0
 
 
