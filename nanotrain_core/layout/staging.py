@@ -41,7 +41,7 @@ class StagedTransport(Transport):
         """Return the collectives of a group.
 
         Raises:
-            NanotrainError: it is NCCL's.
+            NanotrainError: it is a group of NCCL.
         """
         if dist.get_backend(group) == "nccl":
             raise NanotrainError(

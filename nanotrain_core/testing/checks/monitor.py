@@ -145,8 +145,7 @@ def remembered(case: Case, folder: Path) -> Remembered:
     resumed = make_engine(case, EVENTS, folder=folder / "run", resume="latest")
     resumed.fit()
     started = make_engine(case, {"run": EVENTS["run"]}, folder=folder / "new")
-    started.steps = 0
-    started.fit()
+    started.fit(steps=0)
     return Remembered(said, _meta(new), _meta(resumed.run.monitors), _meta(started.run.monitors))
 
 
