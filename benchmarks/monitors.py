@@ -199,8 +199,9 @@ def measure(
     for kind, ranks in product(rows, of):
         print(f"{kind} on {ranks} ranks: {rounds} rounds", file=sys.stderr, flush=True)
         # Users' runs do not have torch's comparison of every collective, which costs a millisecond a step.
-        options: dict[str, Any] = {"timeout": 3600, "check_collectives": False}
-        pairs = run_ranks(turns, ranks, kind, ranks, max(2, rounds), steps, **options)
+        pairs = run_ranks(
+            turns, ranks, kind, ranks, max(2, rounds), steps, timeout=3600, check_collectives=False
+        )
         found.append(compare(kind, pairs))
         print(" ", " | ".join(found[-1].row()), file=sys.stderr, flush=True)
     return found

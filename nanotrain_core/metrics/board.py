@@ -89,8 +89,6 @@ class Board:
         self._metrics: dict[str, Metric] = {}
         """The declaration of each value of the table."""
         self.gathered: dict[str, Gathered] = {}
-        self._unplaced: set[str] = set()
-        """Names in :attr:`gathered` that had no position when they were first published."""
         self.texts: dict[str, tuple[str, Metric]] = {}
         self._waiting: Sent | None = None
         self.late = mesh.device_is_async
@@ -107,7 +105,6 @@ class Board:
         known = found.spec if found else self.table.get(spec.name)
         if known is None:
             self._check_values(spec)
-            self._unplaced.add(spec.name)
         elif known is not spec:
             if known != spec:
                 raise PluginError(f"the metric '{spec.name}' is published by two monitors of this run")
@@ -165,15 +162,12 @@ class Board:
         """Discard values in flight and later ones: the run rolls back to before them."""
         self._waiting = None
         self.gathered, self.texts = {}, {}
-        self._unplaced.clear()
 
     def _send(self, step: int, values: Mapping[str, float]) -> Sent:
         gathered, self.gathered = self.gathered, {}
         texts, self.texts = self.texts, {}
-        # On a device, an earlier step's names may have been given positions meanwhile.
-        table, unplaced = self.table, sorted(self._unplaced)
-        self._unplaced.clear()
-        news = {name: gathered[name] for name in unplaced if table.get(name) != gathered[name].spec}
+        table = self.table
+        news = {name: each for name, each in gathered.items() if each.spec not in table}
         placed = {name: each for name, each in gathered.items() if name not in news} if news else gathered
         header, self._failed = [float(bool(news or texts)), *self._failed], [0.0] * len(self.owners)
         numbers, arrived = self._reduce(table, placed, header), None

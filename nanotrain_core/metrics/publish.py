@@ -196,9 +196,8 @@ class Metrics:
             for name in dict.fromkeys(name for name, _ in full)
         }
         wide = torch.float64 if "std" in of else torch.float32
-        norms: Sequence[Sequence[Any]] = [[]] * len(full)
-        if {"norm", "rms", "std"} & {*of}:
-            norms = norms_of(tensors, wide)
+        squares = {"norm", "rms", "std"} & {*of}
+        norms: Sequence[Sequence[Any]] = norms_of(tensors, wide) if squares else [[]] * len(full)
         for (name, _), each, own in zip(full, tensors, norms, strict=True):
             gathered = several[name]
             gathered.add(COUNT, each.numel())

@@ -27,6 +27,11 @@ class Table:
         """Return the declaration of a name, None if it has no position."""
         return self.places[name][2] if name in self.places else None
 
+    def __contains__(self, spec: Spec) -> bool:
+        """Return whether this declaration has a position."""
+        known = self.get(spec.name)
+        return known is spec or known == spec  # most are this rank's own, and comparing others takes longer
+
     def adopt(self, spec: Spec) -> None:
         """Replace a declaration by this rank's equal one, so that an identity check suffices later."""
         self.places[spec.name] = *self.places[spec.name][:2], spec

@@ -110,7 +110,7 @@ class Progress:
 
     def work(self, *parts: str) -> float:
         """Return the seconds of a rank's own work in ``parts`` so far, as in :meth:`measured`."""
-        spent = self.spent if self.waits.device is None else self.measured()
+        spent = self._by_clock()
         return sum(spent[part].busy for part in parts if part in spent)
 
     def measured(self) -> Mapping[str, Spent]:
@@ -119,16 +119,19 @@ class Progress:
         The device's is read late, without all of the last steps. A device that waits for the host, as for
         data, is counted in the host's current part.
         """
+        return {part: spent.since(None) for part, spent in self._by_clock().items()}
+
+    def measured_in(self, part: str) -> Spent:
+        """Return the time spent in one part, as in :meth:`measured`."""
+        return self._by_clock().get(part, Spent()).since(None)
+
+    def _by_clock(self) -> Mapping[str, Spent]:
+        """Return :meth:`measured` without a copy: on the host, :attr:`spent` itself."""
         clock = self.waits.device
         if clock is None:
-            return {part: spent.since(None) for part, spent in self.spent.items()}
+            return self.spent
         clock.read()
         found: dict[str, Spent] = {}
         for (part, kind), seconds in clock.seconds.items():
             setattr(found.setdefault(part, Spent()), kind or "seconds", seconds)
         return found
-
-    def measured_in(self, part: str) -> Spent:
-        """Return the time spent in one part, as in :meth:`measured`."""
-        spent = self.spent if self.waits.device is None else self.measured()
-        return spent.get(part, Spent()).since(None)

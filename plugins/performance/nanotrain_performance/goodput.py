@@ -94,8 +94,8 @@ class Goodput(Monitor):
     def _beside(self) -> dict[str, float]:
         """Return part -> seconds so far: ``data`` by the device's clock, other parts by the host's."""
         progress = self.run.progress
-        beside = {part: spent.seconds for part in BESIDE if (spent := progress.spent.get(part)) is not None}
-        return {**dict.fromkeys(BESIDE, 0.0), **beside, "data": progress.measured_in("data").seconds}
+        spent = {**progress.spent, "data": progress.measured_in("data")}
+        return {part: spent[part].seconds if part in spent else 0.0 for part in BESIDE}
 
     def _enter(self, step: int, *, event: bool = False) -> None:
         if self.ledger is None:
