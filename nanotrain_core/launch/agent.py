@@ -2,31 +2,34 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch.distributed import DistError
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.agent.server import SimpleElasticAgent, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.api import RunResult, Worker
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
 from nanotrain_core.launch.cause import Cause
 from nanotrain_core.launch.cause_of_all_hosts import first_of_all
+from nanotrain_core.launch.rank_processes import RankProcesses
 from nanotrain_core.run import log
 
 #: Rank -> exit status of its process: negative for a signal.
 ExitCodes = Mapping[int, int]
 
 
-class Agent(LocalElasticAgent):
+class Agent(SimpleElasticAgent):
     """Starts the ranks of this host, and restarts all of them when one fails."""
 
     def __init__(
         self,
         ranks: WorkerSpec,
+        processes: RankProcesses,
         before_start: Callable[[], None],
         start_again: Callable[[ExitCodes, int], bool],
         given_up: Callable[[ExitCodes], None],
@@ -37,7 +40,8 @@ class Agent(LocalElasticAgent):
         """Prepare the agent.
 
         Args:
-            ranks: what to start, where, and the maximum number of restarts.
+            ranks: how many to start, where, and the maximum number of restarts.
+            processes: theirs.
             before_start: called while no rank runs, before each start: the first, and every restart,
                 including those caused by another host.
             start_again: called with exit codes and the number of the restart; returns whether to restart.
@@ -48,9 +52,10 @@ class Agent(LocalElasticAgent):
         """
         self.before_start, self.start_again, self.stopped = before_start, start_again, stopped
         self.given_up, self.left = given_up, left
-        super().__init__(ranks, DefaultLogsSpecs(), start_method="forkserver")
+        self.processes = processes
+        super().__init__(ranks)
         self._remaining_restarts -= restarted
-        self._failed = False
+        self._failed = self._keeps = False
 
     def results(self) -> dict[int, Any]:
         """Run to the end and return what each local rank returned.
@@ -103,22 +108,78 @@ class Agent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         """Start the ranks."""
         self.before_start()
-        started: dict[int, Any] = super()._start_workers(worker_group)
-        return started
+        return self.processes.begin(
+            {worker.local_rank: self._environment(worker) for worker in worker_group.workers}
+        )
+
+    def _environment(self, worker: Worker) -> dict[str, str]:
+        """Return what torchrun sets for a rank."""
+        group = self._worker_group
+        spec, most = group.spec, group.spec.max_restarts
+        values = {
+            "RANK": worker.global_rank,
+            "LOCAL_RANK": worker.local_rank,
+            "ROLE_RANK": worker.role_rank,
+            "GROUP_RANK": group.group_rank,
+            "WORLD_SIZE": worker.world_size,
+            "LOCAL_WORLD_SIZE": spec.local_world_size,
+            "ROLE_WORLD_SIZE": worker.role_world_size,
+            "GROUP_WORLD_SIZE": group.group_world_size,
+            "ROLE_NAME": spec.role,
+            "MASTER_ADDR": group.master_addr,
+            "MASTER_PORT": group.master_port,
+            "TORCHELASTIC_RESTART_COUNT": most - self._remaining_restarts,
+            "TORCHELASTIC_MAX_RESTARTS": most,
+            "TORCHELASTIC_RUN_ID": spec.rdzv_handler.get_run_id(),
+            "TORCHELASTIC_USE_AGENT_STORE": spec.rdzv_handler.use_agent_store,
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+        }
+        return {name: str(value) for name, value in values.items()}
+
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        """Stop the ranks; before a restart after a failure, keep the processes that can be used again."""
+        if self._keeps and self.processes.job.in_process_restart:
+            if kept := self.processes.keep():
+                ranks = ", ".join(str(w.global_rank) for w in worker_group.workers if w.local_rank in kept)
+                log.say(f"these ranks keep their processes: {ranks}", level="warning")
+        else:
+            self.processes.stop()
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        """Stop the ranks that are left."""
+        self.processes.stop(death_sig, timeout)
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         """Restart the ranks: one failed, which was reported, or another host waits to join."""
         if not self._failed:
             log.say("another host has joined: all ranks are restarted")
-        super()._restart_workers(worker_group)
+        self._keeps = self._failed
+        try:
+            super()._restart_workers(worker_group)
+        finally:
+            self._keeps = False
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Return the state of the ranks; use up all restarts if another one would not help."""
-        result: RunResult = super()._monitor_workers(worker_group)
-        self._failed = bool(result.is_failed())
-        if result.is_failed() and self._remaining_restarts:
-            codes = {rank: failure.exitcode for rank, failure in result.failures.items()}
+        ends, codes = self.processes.look()
+        self._failed = bool(codes)
+        if not codes:
+            if len(ends) < len(worker_group.workers):
+                return RunResult(WorkerState.HEALTHY)
+            self.processes.end()
+            return RunResult(
+                WorkerState.SUCCEEDED, {w.global_rank: ends[w.local_rank] for w in worker_group.workers}
+            )
+        failed = [worker for worker in worker_group.workers if worker.local_rank in codes]
+        by_rank = {worker.global_rank: codes[worker.local_rank] for worker in failed}
+        if self._remaining_restarts:
+            if self.processes.job.in_process_restart:
+                self.processes.leave()  # while the cause is found and reported
             number = worker_group.spec.max_restarts - self._remaining_restarts + 1
-            if not self.start_again(codes, number):
+            if not self.start_again(by_rank, number):
                 self._remaining_restarts = 0
-        return result
+        failures = {
+            w.global_rank: ProcessFailure(w.local_rank, w.id, codes[w.local_rank], error_file="")
+            for w in failed
+        }
+        return RunResult(WorkerState.FAILED, failures=failures)

@@ -59,6 +59,13 @@ class PeerLostError(NanotrainError):
     """Another rank failed or is gone: raised by ranks that only noticed it, with that rank's exit code."""
 
 
+class AttemptEnded(BaseException):
+    """The launcher ends an attempt on this rank, as another one has failed.
+
+    Like KeyboardInterrupt, no handler of a plugin's own errors should catch it.
+    """
+
+
 def in_one_line(problem: BaseException) -> str:
     """Return an error's text: alone if it was raised on purpose, otherwise after its class."""
     kind = "" if isinstance(problem, NanotrainError) else type(problem).__name__
@@ -78,8 +85,8 @@ def is_echo(text: str) -> bool:
 def leave_failure(scratch: Path, rank: int, problem: BaseException) -> bool:
     """Leave for the launcher why ``rank`` fails; return whether that only reports another rank."""
     names_another = isinstance(problem, PeerLostError)
-    echo = names_another or is_echo(str(problem))
-    on_purpose = isinstance(problem, NanotrainError)
+    echo = names_another or isinstance(problem, AttemptEnded) or is_echo(str(problem))
+    on_purpose = isinstance(problem, (NanotrainError, AttemptEnded))
     failure = {
         "rank": rank,
         "time": time.time(),

@@ -38,9 +38,11 @@ from nanotrain_core.launch.cause import Cause, first_cause
 from nanotrain_core.launch.cuda import set_allocator
 from nanotrain_core.launch.environment import Ranks, loopback
 from nanotrain_core.launch.hosts import Nodes, rendezvous
+from nanotrain_core.launch.rank_process import serve
+from nanotrain_core.launch.rank_processes import RankProcesses
 from nanotrain_core.launch.restarts import HOST_FAILURES, Restarts
 from nanotrain_core.launch.signal_forwarding import SignalForwarder
-from nanotrain_core.launch.worker import Job, run_rank
+from nanotrain_core.launch.worker import Job
 from nanotrain_core.monitors.terminal import restore_cursor
 from nanotrain_core.recipe import Recipe
 from nanotrain_core.run import log
@@ -75,7 +77,13 @@ def start(job: Job, recipe: Recipe, nodes: Nodes) -> int:
     if nodes.count * nodes.nproc == 1 and not nodes.max_restarts:
         return EXIT_OF[job.run(Ranks())]
     with tempfile.TemporaryDirectory(prefix="nanotrain-") as scratch:
-        job = attrs.evolve(job, scratch=scratch, one_host=nodes.count == 1, launcher_pid=os.getpid())
+        job = attrs.evolve(
+            job,
+            scratch=scratch,
+            one_host=nodes.count == 1,
+            launcher_pid=os.getpid(),
+            in_process_restart=recipe.run.in_process_restart and nodes.max_restarts > 0,
+        )
         with log.kept_in(Path(job.claimed) if job.claimed else None, None):
             try:
                 return _run_agent(job, recipe, nodes)
@@ -135,6 +143,7 @@ def _run_agent(job: Job, recipe: Recipe, nodes: Nodes) -> int:
         agents.append(
             Agent(
                 _what_to_start(job, nodes),
+                RankProcesses(job),
                 before_start=watch.forget,
                 start_again=lambda codes, number: restarts.again(codes, number, watch.hang),
                 given_up=lambda codes: causes.append(of_all_hosts(first_cause(scratch, codes, watch.hang))),
@@ -196,8 +205,7 @@ def _what_to_start(job: Job, nodes: Nodes) -> Any:
     return WorkerSpec(
         role="default",
         local_world_size=nodes.nproc,
-        entrypoint=run_rank,
-        args=(job,),
+        entrypoint=serve,
         rdzv_handler=rendezvous(nodes, Path(job.scratch or "")),
         max_restarts=nodes.max_restarts,
         monitor_interval=0.1,

@@ -22,7 +22,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from nanotrain_core.errors import Exit, NanotrainError
-from nanotrain_core.launch.cause import PeerLostError, exit_code_of, in_one_line, is_echo
+from nanotrain_core.launch.cause import AttemptEnded, PeerLostError, exit_code_of, in_one_line, is_echo
 from nanotrain_core.run import log
 
 if TYPE_CHECKING:
@@ -40,7 +40,11 @@ ASKED_FOR = (Exit.PREEMPTED, Exit.INTERRUPTED)
 
 @contextlib.contextmanager
 def watching_peers(
-    store: Store, rank: int, world_size: int, at_end: Callable[[NanotrainError], object] | None = None
+    store: Store,
+    rank: int,
+    world_size: int,
+    at_end: Callable[[NanotrainError], object] | None = None,
+    interrupt: Callable[[], None] | None = None,
 ) -> Iterator[None]:
     """Watch the other ranks while the block runs. Every rank of the world enters it.
 
@@ -49,12 +53,13 @@ def watching_peers(
         rank: this one.
         world_size: number of ranks.
         at_end: called before this rank is ended because another one is gone; None prints the cause.
+        interrupt: called before that, to end the block instead of the process.
 
     Raises:
         PeerLostError: instead of an error that only reports a closed connection: which rank ended, on which
             host, and why, if it reported it.
     """
-    peers = Peers(store, rank, world_size, at_end=at_end)
+    peers = Peers(store, rank, world_size, at_end=at_end, interrupt=interrupt)
     try:
         yield
     except BaseException as problem:
@@ -84,6 +89,7 @@ class Peers(threading.Thread):
         interval: float | None = None,
         linger: float = LINGER,
         at_end: Callable[[NanotrainError], object] | None = None,
+        interrupt: Callable[[], None] | None = None,
     ) -> None:
         """Begin to send heartbeats.
 
@@ -97,11 +103,13 @@ class Peers(threading.Thread):
                 heartbeats per second.
             linger: see :data:`LINGER`; at least two heartbeats.
             at_end: see :func:`watching_peers`.
+            interrupt: likewise.
         """
         super().__init__(name="peers", daemon=True)
         from torch.distributed import PrefixStore
 
         self.rank, self.world_size, self.at_end = rank, world_size, at_end or say
+        self.interrupt = interrupt
         self.interval = max(1.0, world_size / 100) if interval is None else interval
         self.silence = max(silence, 2 * MISSED * self.interval)
         self.linger = max(linger, 2 * self.interval)
@@ -137,7 +145,8 @@ class Peers(threading.Thread):
                     return self._end(self._without_store())
 
     def failed(self, problem: BaseException) -> NanotrainError | None:
-        """Return another rank's failure if ``problem`` is only an echo of it; otherwise announce this one.
+        """Return another rank's failure if ``problem`` is only an echo of it; otherwise announce this one,
+        unless the launcher has ended this rank's attempt: it knows why.
 
         An echo, such as a closed connection, is announced as well if no other failure is announced within
         seconds. Returns None if ``problem`` itself is the cause.
@@ -145,6 +154,9 @@ class Peers(threading.Thread):
         self.ending.set()
         echo = is_echo(str(problem))
         try:
+            if isinstance(problem, AttemptEnded):
+                self.store.set("closed", "")
+                return None
             if echo:
                 self.store.set("closed", "")
                 until = time.monotonic() + MISSED * self.interval + self.linger
@@ -226,6 +238,10 @@ class Peers(threading.Thread):
         until = time.monotonic() + self.linger
         while time.monotonic() < until:
             if self.ending.is_set() or self.done.wait(0.1):
+                return
+        if self.interrupt is not None:
+            self.interrupt()
+            if self.ending.wait(self.linger):
                 return
         self.at_end(first)
         os._exit(first.exit_code)

@@ -5,32 +5,54 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from nanotrain_core.errors import Exit
 from nanotrain_core.launch.cause import exit_code_of
 
+#: Two threads may want to.
+_aborting = threading.Lock()
+
 
 @contextmanager
-def ending_process_groups() -> Iterator[None]:
+def ending_process_groups(*, kept: bool = False) -> Iterator[None]:
     """Destroy all process groups after the block, if any were created in it.
 
     After an exception on NCCL they stay, and the process ends without them: destroying a communicator is
     collective over the ranks of a host, and drains what is in flight. A rank that has failed alone, with
     others in a collective that it will never enter, would hang there and never report its error.
+
+    Args:
+        kept: whether the process is used again after another rank's failure: NCCL's communicators are then
+            aborted, which waits for no rank.
     """
     try:
         yield
     except BaseException as problem:
-        _end_groups(problem)
+        _end_groups(problem, kept)
         raise
-    _end_groups(None)
+    _end_groups(None, kept)
 
 
-def _end_groups(problem: BaseException | None) -> None:
+def abort_process_groups() -> None:
+    """End NCCL's collectives in flight, whose results are then undefined, and all process groups.
+
+    Those of gloo end by themselves when a connection to another rank is closed.
+    """
     import torch.distributed as dist
 
+    with _aborting:
+        if dist.is_initialized() and dist.get_backend() == "nccl":
+            dist.distributed_c10d._abort_process_group()
+
+
+def _end_groups(problem: BaseException | None, kept: bool) -> None:
+    import torch.distributed as dist
+
+    if problem is not None and kept:
+        abort_process_groups()
     if not dist.is_initialized():
         return
     if problem is None or dist.get_backend() != "nccl":

@@ -1,4 +1,4 @@
-"""The main function of a rank's process, from start to exit."""
+"""One attempt at a run on one rank: join the others, train, return how it ended."""
 
 from __future__ import annotations
 
@@ -6,9 +6,6 @@ import contextlib
 import gc
 import json
 import os
-import signal
-import threading
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import count
@@ -21,7 +18,7 @@ from nanotrain_core.checkpoint.listing import expect_own_kind
 from nanotrain_core.errors import Exit, FolderError, NanotrainError
 from nanotrain_core.launch.agreement import agree, wait_until_read
 from nanotrain_core.launch.attempts import Past, meet, remember
-from nanotrain_core.launch.cause import exit_code_of, leave_failure
+from nanotrain_core.launch.cause import leave_failure
 from nanotrain_core.launch.cuda import record_collectives, set_allocator
 from nanotrain_core.launch.device import choose_device
 from nanotrain_core.launch.environment import Ranks, agent_serves_store
@@ -36,8 +33,6 @@ from nanotrain_core.registry.registry import Registry, load_plugins
 from nanotrain_core.run import log
 from nanotrain_core.run.files import write_text_atomically
 from nanotrain_core.run.folder import RunFolder, hold_as_rank, stop_without
-from nanotrain_core.run.owner import is_alive
-from nanotrain_core.run.stop import ENDING, end_on_sigterm
 from nanotrain_core.watch.progress import Progress
 from nanotrain_core.watch.watchdog import Watchdog
 
@@ -68,6 +63,10 @@ class Job:
     one_host: bool = False
     """Whether all ranks share the scratch folder, and so can use a file store."""
     launcher_pid: int | None = None
+    in_process_restart: bool = False
+    """Whether a rank's process may be used again after another rank has failed."""
+    interrupt: Callable[[], None] | None = None
+    """In such a process: interrupts its main thread, which ends the attempt."""
     show: tuple[str, ...] = ()
     """What to print before training: ``placements``."""
     saves: ClassVar[bool] = True
@@ -78,42 +77,9 @@ class Job:
         return train(self, ranks)
 
 
-def run_rank(job: Job) -> str:
-    """Run one local rank under our own launcher; return how the run ended.
-
-    A failure is left in the scratch folder for the launcher to report, and ends the process immediately: a
-    failed rank must not wait for others in a destructor.
-    """
-    ranks = Ranks.detect()
-    assert ranks is not None
-    assert job.scratch is not None
-    end_on_sigterm()  # until training handles signals
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell ignores it
-    Path(job.scratch, f"pid-{ranks.rank}").write_text(str(os.getpid()))
-    os.setpgid(0, 0)  # the terminal's Ctrl-C reaches only the launcher, which forwards it once
-    threading.Thread(target=_exit_with_launcher, args=(job.launcher_pid,), daemon=True).start()
-    try:
-        end = job.run(ranks)
-        Path(job.scratch, f"pid-{ranks.rank}").unlink(missing_ok=True)  # it has ended regularly
-        return end
-    except BaseException as problem:
-        if leave_failure(Path(job.scratch), ranks.rank, problem):
-            time.sleep(1)  # let the launcher detect the rank that went away first
-        os._exit(exit_code_of(problem))
-
-
-def _exit_with_launcher(pid: int | None) -> None:
-    """End this rank when its launcher is gone, for whatever reason: no other process would stop it."""
-    while pid is not None:
-        time.sleep(1)
-        if not is_alive(pid):
-            os._exit(Exit.FAILED)
-
-
 def train(job: Job, ranks: Ranks) -> str:
     """Load, agree with the other ranks, train; return how it ended."""
-    with ending_process_groups():
+    with ending_process_groups(kept=job.in_process_restart):
         return _train(job, ranks)
 
 
@@ -195,7 +161,7 @@ def _watched(
     with contextlib.ExitStack() as stack:
         if store is not None and not job.one_host and ranks.world_size > 1 and recipe.run.hang_timeout:
             at_end = partial(leave_failure, Path(job.scratch), ranks.rank) if job.scratch else None
-            stack.enter_context(watching_peers(store, ranks.rank, ranks.world_size, at_end))
+            stack.enter_context(watching_peers(store, ranks.rank, ranks.world_size, at_end, job.interrupt))
         stack.enter_context(explain_out_of_memory(recipe, ranks.rank, progress))
         yield
 

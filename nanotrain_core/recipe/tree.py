@@ -113,6 +113,8 @@ class RunConfig:
     than the cluster waits before it kills."""
     max_restarts: int = attrs.field(default=0, validator=Range(0))
     """How often all ranks are restarted after a failure; `--max-restarts` overrides it."""
+    in_process_restart: bool = False
+    """After a failure, only ranks that are gone get new processes; the others begin again in theirs."""
     strict_monitors: bool = False
     """Let an exception inside a monitor stop the run."""
     deterministic: bool = False

@@ -106,13 +106,13 @@ def build(config: ChaosConfig) -> Any:
             launch, self.attempt = max(run.mesh.gather((self.order.launch, self.attempt)))
             self.order = attrs.evolve(self.order.of(self.attempt), launch=launch)
             self.file = open(Path(self.order.ledger, f"rank-{run.rank}.jsonl"), "a")  # noqa: SIM115
-            self.write("start", first_step=run.first_step, ranks=run.world_size)
+            self.write("start", first_step=run.first_step, ranks=run.world_size, pid=os.getpid())
             self.train_batch, self.validation_batch = run.data.train_batch, run.data.validation_batch
             run.data.train_batch, run.data.validation_batch = self.batch, self.held_out_batch
             self.trained = [placed for placed in run.placed if placed.parameter.requires_grad]
             for placed in self.trained:
                 placed.parameter.register_hook(self.gradient)
-            register_optimizer_step_pre_hook(self.before_update)
+            self.hook = register_optimizer_step_pre_hook(self.before_update)
             self.maybe("start")
 
         def batch(self, *arguments: Any) -> Any:
@@ -147,6 +147,7 @@ def build(config: ChaosConfig) -> Any:
             self.write("rollback", **attrs.asdict(report))
 
         def on_end(self, report: Any) -> None:
+            self.hook.remove()  # it is the process's, which may be used again
             self.write("end", step=report.step, reason=report.reason, weights=weight_marks(self.run.placed))
 
         # --- faults ---------------------------------------------------------------------------

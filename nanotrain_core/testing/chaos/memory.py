@@ -28,6 +28,8 @@ class MemoryRow(Row):
     lost, steps = 0, 1
     harm: ClassVar[str] = ""
     """What happens first to the snapshots of the rank that is killed: they are ``gone``, or ``flipped``."""
+    changes: ClassVar[tuple[str, ...]] = ()
+    """To the recipe."""
     least_ranks = 2
 
     @classmethod
@@ -47,7 +49,7 @@ class MemoryRow(Row):
             order = {"act": "kill", "at": at, "rank": rank, "step": some_step(trial, random)}
             if self.harm:
                 order |= {"harm": self.harm, "memory": memory}
-            ended = trial.launch(order=order, words=AGAIN)
+            ended = trial.launch(order=order, words=AGAIN, more=self.changes)
             yield from expect(ended, Exit.DONE, f"rank {rank} was killed by SIGKILL")
             if not any(text in ended.err for text in RESTORED):
                 yield f"stderr says none of {RESTORED}: {ended.err.strip()[-400:]}"
@@ -69,3 +71,20 @@ class MemoryFlipped(MemoryRow):
 
     number, name = "28", "neighbor memory: kill -9 a random rank, whose newest snapshot has a flipped bit"
     harm = "flipped"
+
+
+class KillInProcess(MemoryRow):
+    """The other ranks keep their processes."""
+
+    number, name = "28", "in-process restart: kill -9 a random rank"
+    changes = ("run.in_process_restart=true",)
+
+    def hurt(self, trial: Trial, random: Random) -> Iterator[str]:
+        yield from super().hurt(trial, random)
+        killed = {row["rank"] for row in trial.rows("fault")}
+        by_rank: dict[int, list[int]] = {}
+        for row in trial.rows("start"):
+            by_rank.setdefault(row["rank"], []).append(row["pid"])
+        for rank, pids in by_rank.items():
+            if len(pids) != 2 or (pids[0] == pids[1]) == (rank in killed):
+                yield f"rank {rank} had the processes {pids}, and {sorted(killed)} were killed"

@@ -1,0 +1,182 @@
+"""The main function of a rank's process: its attempts at the run, one after the other.
+
+Without ``run.in_process_restart`` there is one. With it, a rank that has failed only because another one did
+ends its attempt and waits for the launcher, which starts the failed rank in a new process, and lets the
+others begin again in theirs. What an attempt has created is released: the engine with its model, process
+groups, compiled code. What a process has is kept: its modules, its context on a GPU, its host's memory. The
+next attempt composes the run anew and resumes it as new processes would, from snapshots in memory or a
+checkpoint: no state of the interrupted step is used.
+
+Most ranks notice that another one is gone: gloo closes its connections, which ends a collective with an
+error, and so on from rank to rank. One that does not within a second, for example in the barrier of a
+transport of its own or in an NCCL collective, is interrupted: by a signal to its main thread, and then by
+aborting NCCL's communicators, which ends kernels that wait for the dead rank with undefined results. The
+signal comes first, so that the main thread executes nothing after them. Snapshots and checkpoints of such a
+step are never used, as the dead rank has none. A process that does not end its attempt in time, or keeps
+threads of it, is replaced like a dead one: a restart is never worse than with new processes.
+
+Source of the idea: the in-process restart of NVIDIA's Resiliency Extension (nvidia-resiliency-ext), which
+restarts a training function in the processes that survive.
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+from collections.abc import Collection
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import FrameType
+
+import attrs
+
+from nanotrain_core.errors import Exit
+from nanotrain_core.launch.cause import AttemptEnded, exit_code_of, leave_failure
+from nanotrain_core.launch.environment import Ranks
+from nanotrain_core.launch.process_groups import abort_process_groups
+from nanotrain_core.launch.worker import Job
+from nanotrain_core.run import log
+from nanotrain_core.run.owner import is_alive
+from nanotrain_core.run.stop import ENDING, end_on_sigterm, heeded
+
+#: Messages between the launcher and a rank: a rank has returned from its job; it has ended an attempt that
+#: another rank's failure ended; the launcher asks it to.
+DONE, LEFT, LEAVE = "done", "left", "leave"
+#: Seconds for a rank to notice by itself that another one is gone, before its main thread is interrupted.
+NOTICE = 1.0
+#: Seconds for an attempt's threads to end, after which its process is not used again.
+THREADS = 2.0
+#: Interrupts the main thread.
+INTERRUPT = signal.SIGUSR1
+
+
+def serve(connection: Connection, job: Job) -> None:
+    """Run ``job`` as one rank whenever the launcher sends the environment of an attempt, until it sends None.
+
+    A failure is left in the scratch folder for the launcher to report, and ends the process immediately: a
+    failed rank must not wait for others in a destructor.
+    """
+    os.setpgid(0, 0)  # the terminal's Ctrl-C reaches only the launcher, which forwards it once
+    threading.Thread(target=_exit_with_launcher, args=(job.launcher_pid,), daemon=True).start()
+    process = RankProcess(connection)
+    while (environment := process.inbox.get()) is not None:
+        os.environ.update(environment)
+        connection.send(process.attempt(job))
+
+
+def _exit_with_launcher(pid: int | None) -> None:
+    """End this rank when its launcher is gone, for whatever reason: no other process would stop it."""
+    while pid is not None:
+        time.sleep(1)
+        if not is_alive(pid):
+            os._exit(Exit.FAILED)
+
+
+class RankProcess:
+    """Runs attempts in the main thread, and ends one when the launcher asks for it."""
+
+    def __init__(self, connection: Connection) -> None:
+        """Begin to receive what the launcher sends through ``connection``."""
+        self.connection = connection
+        self.inbox: queue.SimpleQueue[dict[str, str] | None] = queue.SimpleQueue()
+        self._within = False
+        """Whether an attempt may be interrupted."""
+        self._left = threading.Event()
+        """Set unless there is one."""
+        self._left.set()
+        signal.signal(INTERRUPT, self._interrupted)
+        threading.Thread(target=self._receive, name="launcher", daemon=True).start()
+
+    def attempt(self, job: Job) -> tuple[str, str | int]:
+        """Return :data:`DONE` and how the run ended or, if the process can be used again, :data:`LEFT` and
+        the exit code that it would have."""
+        ranks = Ranks.detect()
+        assert ranks is not None
+        assert job.scratch is not None
+        scratch, pid = Path(job.scratch), Path(job.scratch, f"pid-{ranks.rank}")
+        before = threading.enumerate()
+        end_on_sigterm()  # until training handles signals
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell ignores it
+        pid.write_text(str(os.getpid()))
+        self._left.clear()
+        self._within = True
+        try:
+            end = attrs.evolve(job, interrupt=self.interrupt if job.in_process_restart else None).run(ranks)
+            self._within = False
+            self._left.set()
+            _end_on_signals()
+            pid.unlink(missing_ok=True)
+            return DONE, end
+        except BaseException as problem:
+            self._within = False
+            self._left.set()
+            _end_on_signals()
+            echo, code = leave_failure(scratch, ranks.rank, problem), exit_code_of(problem)
+            if not (echo and job.in_process_restart):
+                if echo:
+                    time.sleep(1)  # let the launcher detect the rank that went away first
+                os._exit(code)
+        # Only here, without the exception and its frames, nothing refers to the engine.
+        pid.unlink(missing_ok=True)  # it outlives another rank, and must not be killed for that
+        if left := release(before):
+            log.say(f"rank {ranks.rank} gets a new process: its attempt has left {left}", level="warning")
+            os._exit(code)
+        return LEFT, code
+
+    def _receive(self) -> None:
+        while True:
+            try:
+                message = self.connection.recv()
+            except (EOFError, OSError):  # the launcher is gone
+                os._exit(Exit.FAILED)
+            if message == LEAVE:
+                self._end_attempt()
+            else:
+                self.inbox.put(message)
+
+    def _end_attempt(self) -> None:
+        if not self._left.wait(NOTICE):
+            self.interrupt()
+
+    def interrupt(self) -> None:
+        """End the attempt, from another thread."""
+        if self._within:
+            signal.pthread_kill(threading.main_thread().ident or 0, INTERRUPT)
+            abort_process_groups()
+
+    def _interrupted(self, number: int, frame: FrameType | None) -> None:
+        if self._within:
+            self._within = False
+            raise AttemptEnded("another rank is gone, and the launcher ends the attempt")
+
+
+def _end_on_signals() -> None:
+    """Let signals end this process: outside an attempt there is nothing to end in order."""
+    for number in {*ENDING} & {*heeded()}:
+        signal.signal(number, signal.SIG_DFL)
+
+
+def release(before: Collection[threading.Thread]) -> str:
+    """Free what an attempt has left in this process; return what cannot be: a thread or a child process.
+
+    Args:
+        before: the threads that were there before it.
+    """
+    if "torch._dynamo" in sys.modules:
+        sys.modules["torch._dynamo"].reset()  # compiled code, which refers to modules and process groups
+    gc.collect()
+    if "torch" in sys.modules and sys.modules["torch"].accelerator.is_available():
+        sys.modules["torch"].accelerator.empty_cache()
+    until = time.monotonic() + THREADS
+    while left := [thread for thread in threading.enumerate() if thread not in before]:
+        if time.monotonic() > until:
+            return f"the thread {left[0].name}"
+        left[0].join(0.05)
+    return "".join(f"the process {child.name}" for child in multiprocessing.active_children()[:1])

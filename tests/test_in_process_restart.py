@@ -1,0 +1,156 @@
+"""``run.in_process_restart``: a rank that is gone gets a new process, the others begin again in theirs."""
+
+import re
+import threading
+from random import Random
+
+import pytest
+from command import nanotrain
+from test_memory_snapshots import LAYOUTS, RECIPE
+from test_run import SMALL
+
+from nanotrain_core.launch import process_groups
+from nanotrain_core.launch.rank_process import release
+from nanotrain_core.testing.chaos.bench import Bench, Settings
+from nanotrain_core.testing.chaos.memory import KillInProcess
+
+FAST = "zero12 and tp"
+
+
+@pytest.mark.full_cases(FAST)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_rank_is_replaced_and_the_run_ends_with_the_same_bits(tmp_path, layout):
+    (tmp_path / "small.toml").write_text(RECIPE + LAYOUTS[layout])
+    settings = Settings(recipe=str(tmp_path / "small.toml"), ranks=4, steps=12, every=4, hang_timeout=60.0)
+    outcome = KillInProcess().run(Bench(settings, tmp_path / "runs"), layout, Random(3))
+    assert outcome.problems == []
+    assert outcome.steps_lost <= 1
+
+
+MONITOR = '''
+import gc
+import os
+import signal
+import threading
+import time
+
+import attrs
+
+from nanotrain_core import hookimpl
+from nanotrain_core.component import Component
+from nanotrain_core.contracts import Monitor
+
+
+@attrs.define(frozen=True, kw_only=True)
+class Config:
+    """Has rank 1 killed in step 3 of the first attempt."""
+
+    meanwhile: str = ""
+    """What the other ranks do."""
+
+
+class Attempts(Monitor):
+    every_step = True
+
+    def __init__(self, config):
+        self.meanwhile = config.meanwhile
+        self.first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+
+    def on_start(self, run):
+        from nanotrain_core.engine import RuntimeEngine
+
+        engines = sum(isinstance(each, RuntimeEngine) for each in gc.get_objects())
+        with open(run.folder / f"attempts-{run.rank}", "a") as file:
+            file.write(f"{os.getpid()} {engines}\\n")
+        self.rank = run.rank
+
+    def on_step(self, report):
+        if not self.first or report.step != 3:
+            return
+        if self.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.meanwhile == "sleeps":
+            time.sleep(100)
+        if self.meanwhile == "leaves a thread":
+            threading.Thread(target=time.sleep, args=(100,), name="of a plugin", daemon=True).start()
+
+
+@hookimpl
+def nanotrain_register_monitor(register):
+    register(Component(name="attempts", config=Config, factory=f"{__name__}:Attempts"))
+'''
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Train 6 steps on 3 ranks, of which one is killed; return processes and engines by rank, and stderr."""
+
+    def go(meanwhile="", *words):
+        (tmp_path / "recipe.toml").write_text(
+            SMALL + f'\n[[monitor]]\nuse = "attempts"\nmeanwhile = "{meanwhile}"\n'
+        )
+        (tmp_path / "attempts.py").write_text(MONITOR)
+        command = ["run", "recipe.toml", "--plugin", "attempts.py", "--folder", "run", "--nproc", "3"]
+        changes = ("run.in_process_restart=true", "run.steps=6", "batch.sequences=6", *words)
+        command += ["--max-restarts", "2", *(word for change in changes for word in ("--set", change))]
+        ended = nanotrain(*command, cwd=tmp_path)
+        assert ended.code == 0, ended.err
+        lines = [(tmp_path / "run" / f"attempts-{rank}").read_text().split() for rank in range(3)]
+        return [line[::2] for line in lines], [line[1::2] for line in lines], ended.err
+
+    return go
+
+
+def test_without_snapshots_the_checkpoint_is_resumed_and_nothing_of_the_old_engine_is_left(run):
+    processes, engines, err = run()
+    for rank, (before, after) in enumerate(processes):
+        assert (before == after) == (rank != 1)
+    assert engines == [["1", "1"]] * 3
+    assert "rank 1 was killed by SIGKILL; restarting (1 of 2)" in err
+    assert "these ranks keep their processes: 0, 2\n" in err
+
+
+def test_a_rank_that_waits_in_no_collective_is_interrupted(run):
+    processes, _, _ = run("sleeps")
+    assert [before == after for before, after in processes] == [True, False, True]
+
+
+def test_a_process_that_keeps_a_thread_of_the_attempt_is_replaced(run):
+    processes, _, err = run("leaves a thread")
+    assert [before == after for before, after in processes] == [False, False, False]
+    found = re.findall(r"rank (\d) gets a new process: its attempt has left the thread of a plugin", err)
+    assert sorted(found) == ["0", "2"]
+
+
+def test_by_default_all_ranks_get_new_processes(run):
+    processes, _, _ = run("", "run.in_process_restart=false")
+    assert [before == after for before, after in processes] == [False, False, False]
+
+
+def test_a_thread_that_ends_soon_is_waited_for():
+    before, done = threading.enumerate(), threading.Event()
+    thread = threading.Thread(target=done.wait, args=(0.3,))
+    thread.start()
+    assert release(before) == ""
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize(("kept", "aborted"), [(True, 1), (False, 0)])
+def test_after_a_failure_on_nccl_a_process_that_is_kept_aborts_its_communicators(monkeypatch, kept, aborted):
+    import torch.distributed as dist
+
+    calls, at_exit = [], []
+
+    def abort():
+        calls.append("abort")
+        monkeypatch.setattr(dist, "is_initialized", lambda: False)
+
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: calls.append("destroy"))
+    monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", abort)
+    monkeypatch.setattr(process_groups.atexit, "register", lambda *function: at_exit.append(function))
+    with pytest.raises(RuntimeError), process_groups.ending_process_groups(kept=kept):
+        raise RuntimeError("NCCL communicator was aborted")
+    assert calls == ["abort"] * aborted
+    assert len(at_exit) == 1 - aborted  # otherwise the process ends without destructors
