@@ -184,7 +184,7 @@ SMALL = {
     "contracts": 655,
     "data": 795,
     "hf": 860,
-    "launch": 1830,
+    "launch": 1845,
     "layout": 1151,
     "models": 690,
     "moe": 365,

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from nanotrain_core.batch import Batch
 from nanotrain_core.compile.request import compiler_options, group_timeout
 from nanotrain_core.launch import worker
-from nanotrain_core.launch.cuda import record_collectives, set_allocator
+from nanotrain_core.launch.cuda import record_collectives, set_allocator, survive_aborts
 from nanotrain_core.launch.environment import Ranks
 from nanotrain_core.layout.layout import Layout, View
 from nanotrain_core.layout.mesh import Mesh
@@ -112,6 +112,12 @@ def test_what_the_user_has_set_stays_under_its_old_name_too(tmp_path):
     record_collectives(tmp_path, found)
     set_allocator(found)
     assert found == users
+
+
+def test_a_process_outlives_the_abort_of_its_communicators():
+    found = {"NCCL_NVLS_ENABLE": "1"}
+    survive_aborts(found)
+    assert found == {"NCCL_NVLS_ENABLE": "1", "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0"}
 
 
 def test_the_allocator_extends_its_segments():

@@ -19,6 +19,8 @@ from nanotrain_core.launch.cause_of_all_hosts import first_of_all
 from nanotrain_core.launch.rank_processes import RankProcesses
 from nanotrain_core.run import log
 
+#: What NCCL does to a process when a collective fails; torch's own agent sets 1, to end it.
+ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 #: Rank -> exit status of its process: negative for a signal.
 ExitCodes = Mapping[int, int]
 
@@ -132,7 +134,9 @@ class Agent(SimpleElasticAgent):
             "TORCHELASTIC_MAX_RESTARTS": most,
             "TORCHELASTIC_RUN_ID": spec.rdzv_handler.get_run_id(),
             "TORCHELASTIC_USE_AGENT_STORE": spec.rdzv_handler.use_agent_store,
-            "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+            ERROR_HANDLING: os.environ.get(
+                ERROR_HANDLING, "0" if self.processes.job.in_process_restart else "1"
+            ),
         }
         return {name: str(value) for name, value in values.items()}
 

@@ -34,6 +34,16 @@ def record_collectives(folder: Path | None, environment: Environment = os.enviro
         _default(environment, DUMP_FILE, str(folder / DUMPS / "rank-"))  # torch appends the rank
 
 
+def survive_aborts(environment: Environment = os.environ) -> None:
+    """Keep torch from ending a process whose communicators are aborted. Before NCCL's groups are created.
+
+    Without NVLS (multicast over NVLink), as its memory is not freed by an abort. NVIDIA's Resiliency
+    Extension requires both for its in-process restart.
+    """
+    _default(environment, ("TORCH_NCCL_RETHROW_CUDA_ERRORS",), "0")
+    _default(environment, ("NCCL_NVLS_ENABLE",), "0")
+
+
 def _default(environment: Environment, names: tuple[str, ...], value: str) -> None:
     if not any(name in environment for name in names):
         environment[names[0]] = value

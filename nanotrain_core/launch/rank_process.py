@@ -38,6 +38,7 @@ import attrs
 
 from nanotrain_core.errors import Exit
 from nanotrain_core.launch.cause import AttemptEnded, exit_code_of, leave_failure
+from nanotrain_core.launch.cuda import survive_aborts
 from nanotrain_core.launch.environment import Ranks
 from nanotrain_core.launch.process_groups import abort_process_groups
 from nanotrain_core.launch.worker import Job
@@ -64,6 +65,8 @@ def serve(connection: Connection, job: Job) -> None:
     """
     os.setpgid(0, 0)  # the terminal's Ctrl-C reaches only the launcher, which forwards it once
     threading.Thread(target=_exit_with_launcher, args=(job.launcher_pid,), daemon=True).start()
+    if job.in_process_restart:
+        survive_aborts()
     process = RankProcess(connection)
     while (environment := process.inbox.get()) is not None:
         os.environ.update(environment)
