@@ -280,6 +280,8 @@ class Monitor:
         """Receive how the run ended: the last event, also after a failure.
 
         After a failure (``report.reason == "failed"``), other ranks may not be here: no collectives then.
+        End threads and undo what the monitor has changed of the process, which may be used again
+        (``run.in_process_restart``).
         """
 
     def meta(self) -> dict[str, Any]:
