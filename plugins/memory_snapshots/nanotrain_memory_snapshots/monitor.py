@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import socket
 import uuid
@@ -9,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import structlog
+import torch
 
 from nanotrain_core.api import NanotrainError
 from nanotrain_core.api.torch import (
@@ -207,12 +209,23 @@ class MemorySnapshots(Monitor):
         """Delete snapshots that no restart will need; after a failure the ranks may be restarted."""
         if self.restore is None or self.places is None:
             return
+        if report.reason == "failed":
+            self._send_none(self.places)
         if self.writing is not None and report.reason != "failed":
             self.writing.join()
         if report.reason != "failed":
             shutil.rmtree(self.folder, ignore_errors=True)
             if self.run.rank == 0:
                 (self.restore.folder.parent / places.FILE).unlink(missing_ok=True)
+
+    def _send_none(self, places: Places) -> None:
+        """Let the neighbor not wait for a snapshot of a step that this rank has not finished.
+
+        If this rank keeps its process, no connection is closed as long as a thread waits in the group.
+        """
+        with contextlib.suppress(RuntimeError):  # the neighbor is gone
+            if places.group is not None:
+                self.sent = ring.send(places.group, places.to, b"", torch.empty(0))
 
 
 def _changes(old: places.Identity | None, now: Mapping[str, str]) -> list[str]:
