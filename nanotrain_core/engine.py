@@ -37,7 +37,7 @@ from nanotrain_core.run.step_report import evaluation, report_step
 from nanotrain_core.run.stop import StopRequest
 from nanotrain_core.run.throughput import Throughput
 from nanotrain_core.run.train_state import capture_state, load_checkpoint
-from nanotrain_core.watch.progress import Progress
+from nanotrain_core.watch.progress import FAILED, Progress
 
 if TYPE_CHECKING:
     from nanotrain_core.registry.registry import Registry
@@ -191,6 +191,7 @@ class RuntimeEngine:
             with self.stop.on_signals():
                 self._loop()
         except BaseException as problem:
+            self.note(FAILED)
             log.record("error", "run failed", error=repr(problem))
             self.monitoring.collectives.forbidden = "after the run failed, on one rank perhaps"
             self.events.end(self._end("failed"))

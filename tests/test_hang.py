@@ -195,6 +195,9 @@ def leave(scratch, rank, *, code=1, echo=False, trace="Traceback\n", text="boom"
 ENDED = {"code": Exit.PREEMPTED, "trace": None, "text": "stopped by SIGTERM"}
 
 
+EXITED = "rank 1 exited during the run with exit code 0, without reporting an error"
+
+
 @pytest.mark.parametrize(
     ("reports", "codes", "said", "code"),
     [
@@ -220,11 +223,12 @@ ENDED = {"code": Exit.PREEMPTED, "trace": None, "text": "stopped by SIGTERM"}
         ),
         (
             {0: {"echo": True}, 1: None},
-            {0: 1},
-            "rank 1 exited during the run, without reporting an error",
+            {0: 1, 1: 0},
+            EXITED,
             Exit.FAILED,
         ),
-        ({0: {}, 1: None}, {0: 1}, "rank 0 failed: boom", Exit.FAILED),
+        ({0: {}, 1: None}, {0: 1, 1: 0}, "rank 0 failed: boom", Exit.FAILED),
+        ({0: {"echo": True}, 2: None}, {1: 0}, EXITED, Exit.FAILED),
         ({0: {"trace": None, "code": 2, "text": "a mistake"}}, {1: -6}, "a mistake", Exit.USER),
         ({0: {"echo": True}}, {1: -6}, "rank 1 was killed by SIGABRT", Exit.FAILED),
     ],

@@ -1,6 +1,8 @@
 """``run.in_process_restart``: a rank that is gone gets a new process, the others begin again in theirs."""
 
+import _thread
 import threading
+import time
 from random import Random
 
 import pytest
@@ -8,8 +10,10 @@ from command import nanotrain
 from test_memory_snapshots import LAYOUTS, RECIPE
 from test_run import SMALL
 
+from nanotrain_core.errors import RecipeError
 from nanotrain_core.launch import process_groups
 from nanotrain_core.launch.rank_process import release
+from nanotrain_core.recipe import load_recipe
 from nanotrain_core.testing.chaos.bench import Bench, Settings
 from nanotrain_core.testing.chaos.memory import KillInProcess
 
@@ -40,7 +44,9 @@ from nanotrain_core.contracts import Monitor
 
 @attrs.define(frozen=True, kw_only=True)
 class Config:
-    """Has rank 1 killed in step 3 of the first attempt."""
+    """Has rank 1 killed, or let exit, in step 3 of the first attempt."""
+
+    exits: bool = False
 
     busy: bool = False
     """Whether rank 0 then sleeps, and rank 2 starts a thread that does."""
@@ -50,12 +56,13 @@ class Attempts(Monitor):
     every_step = True
 
     def __init__(self, config):
-        self.busy = config.busy
+        self.busy, self.exits = config.busy, config.exits
         self.first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
 
     def on_start(self, run):
         from nanotrain_core.engine import RuntimeEngine
 
+        gc.unfreeze()  # get_objects leaves out what is frozen
         engines = sum(isinstance(each, RuntimeEngine) for each in gc.get_objects())
         with open(run.folder / f"attempts-{run.rank}", "a") as file:
             file.write(f"{os.getpid()} {engines}\\n")
@@ -64,6 +71,8 @@ class Attempts(Monitor):
     def on_step(self, report):
         if not self.first or report.step != 3:
             return
+        if self.rank == 1 and self.exits:
+            os._exit(3)
         if self.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         if self.busy and self.rank == 0:
@@ -111,10 +120,24 @@ def test_a_rank_that_sleeps_is_interrupted_and_one_that_keeps_a_thread_is_replac
     assert "rank 2 gets a new process: its attempt has left the thread of a plugin\n" in err
 
 
-@pytest.mark.full
-def test_by_default_all_ranks_get_new_processes(run):
-    processes, _, _ = run("run.in_process_restart=false")
+def test_by_default_all_ranks_get_new_processes_and_one_that_exits_while_others_are_busy_is_named(run):
+    processes, _, err = run("run.in_process_restart=false", "monitor.0.busy=true", "monitor.0.exits=true")
     assert [before == after for before, after in processes] == [False, False, False]
+    assert "rank 1 exited during the run with exit code 3, without reporting an error; restarting" in err
+
+
+@pytest.mark.full
+def test_compiled_layers_are_compiled_again(run):
+    processes, engines, _ = run("run.compile=true", 'kernels.use="torch"')
+    assert [before == after for before, after in processes] == [True, False, True]
+    assert engines == [["1", "1"]] * 3
+
+
+def test_without_hang_detection_it_is_refused():
+    with pytest.raises(
+        RecipeError, match="in_process_restart: a collective that hangs is ended by hang_timeout"
+    ):
+        load_recipe("laptop", overrides=["run.in_process_restart=true", "run.hang_timeout=0"])
 
 
 def test_a_thread_that_ends_soon_is_waited_for():
@@ -123,6 +146,16 @@ def test_a_thread_that_ends_soon_is_waited_for():
     thread.start()
     assert release(before) == ""
     assert not thread.is_alive()
+
+
+def test_a_thread_of_cpp_that_python_has_seen_does_not_count():
+    before = threading.enumerate()
+    done = threading.Event()
+    _thread.start_new_thread(lambda: (threading.current_thread(), done.wait()), ())
+    while threading.enumerate() == before:
+        time.sleep(0.01)
+    assert release(before) == ""
+    done.set()
 
 
 @pytest.mark.parametrize(("kept", "aborted"), [(True, 1), (False, 0)])

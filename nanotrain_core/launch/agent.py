@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from torch.distributed import DistError
@@ -21,6 +21,8 @@ from nanotrain_core.run import log
 
 #: What NCCL does to a process when a collective fails; torch's own agent sets 1, to end it.
 ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+#: Variables whose values ranks get as they are now: the forkserver may have been started with others.
+INHERITED = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
 #: Rank -> exit status of its process: negative for a signal.
 ExitCodes = Mapping[int, int]
 
@@ -138,15 +140,12 @@ class Agent(SimpleElasticAgent):
                 ERROR_HANDLING, "0" if self.processes.job.in_process_restart else "1"
             ),
         }
+        values |= {name: os.environ[name] for name in INHERITED if name in os.environ}
         return {name: str(value) for name, value in values.items()}
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
-        """Stop the ranks; before a restart after a failure, keep the processes that can be used again."""
-        if self._keeps and self.processes.job.in_process_restart:
-            if kept := self.processes.keep():
-                ranks = ", ".join(str(w.global_rank) for w in worker_group.workers if w.local_rank in kept)
-                log.say(f"these ranks keep their processes: {ranks}", level="warning")
-        else:
+        """Stop the ranks, but for those that a failure has left to be used again."""
+        if not self._keeps:
             self.processes.stop()
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
@@ -176,12 +175,19 @@ class Agent(SimpleElasticAgent):
             )
         failed = [worker for worker in worker_group.workers if worker.local_rank in codes]
         by_rank = {worker.global_rank: codes[worker.local_rank] for worker in failed}
+        # The others end first, as they may have the cause: one that noticed it may be seen before.
+        kept: Collection[int] = ()
+        if self._remaining_restarts and self.processes.job.in_process_restart:
+            kept = self.processes.keep()
+        else:
+            self.processes.stop()
         if self._remaining_restarts:
-            if self.processes.job.in_process_restart:
-                self.processes.leave()  # while the cause is found and reported
             number = worker_group.spec.max_restarts - self._remaining_restarts + 1
             if not self.start_again(by_rank, number):
                 self._remaining_restarts = 0
+            elif kept:
+                ranks = ", ".join(str(w.global_rank) for w in worker_group.workers if w.local_rank in kept)
+                log.say(f"these ranks keep their processes: {ranks}", level="warning")
         failures = {
             w.global_rank: ProcessFailure(w.local_rank, w.id, codes[w.local_rank], error_file="")
             for w in failed

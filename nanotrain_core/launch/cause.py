@@ -124,7 +124,7 @@ def first_cause(scratch: Path, codes: Mapping[int, int], hang: str | None) -> Ca
         others = stopped
     first = others[0] if others else None
     crashed = first is not None and first["trace"] is not None and not first["echo"]
-    silent = _silent(scratch, codes, reports)
+    silent = _silent(codes, reports)
     if silent and not killed and (first is None or first["echo"]):
         ranks = ", ".join(map(str, silent))
         how = f" with exit code {codes[silent[0]]}" if silent[0] in codes else ""
@@ -154,11 +154,8 @@ def _killed(codes: Mapping[int, int], reports: Sequence[Mapping[str, Any]]) -> l
     return sorted(rank for rank, number in dead.items() if not (own_error and number == signal.SIGABRT))
 
 
-def _silent(scratch: Path, codes: Mapping[int, int], reports: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Return the ranks that began, have not reached their end, and left no error.
-
-    torch does not regard a process that exits with code 0 as failed: it names the rank that noticed first.
-    """
-    began = {int(path.name.removeprefix("pid-")) for path in scratch.glob("pid-*")}
-    failed = {rank for rank, code in codes.items() if code > 0}
-    return sorted((began | failed) - {report["rank"] for report in reports})
+def _silent(codes: Mapping[int, int], reports: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Return the ranks that ended by themselves, without reaching their end, and left no error."""
+    return sorted(
+        {rank for rank, code in codes.items() if code >= 0} - {report["rank"] for report in reports}
+    )

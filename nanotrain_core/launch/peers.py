@@ -155,6 +155,7 @@ class Peers(threading.Thread):
         echo = is_echo(str(problem))
         try:
             if isinstance(problem, AttemptEnded):
+                self.linger = 0.0  # the launcher waits
                 self.store.set("closed", "")
                 return None
             if echo:
@@ -185,7 +186,7 @@ class Peers(threading.Thread):
                     break
                 time.sleep(0.05)
         self.done.set()
-        self.join(self.linger)
+        self.join(LINGER)
 
     def _listen(self, passed: float) -> None:
         if self.rank == 0:

@@ -21,12 +21,12 @@ restarts a training function in the processes that survive.
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import multiprocessing
 import os
 import queue
 import signal
-import sys
 import threading
 import time
 from collections.abc import Collection
@@ -36,7 +36,7 @@ from types import FrameType
 
 import attrs
 
-from nanotrain_core.errors import Exit
+from nanotrain_core.errors import Exit, describe
 from nanotrain_core.launch.cause import AttemptEnded, exit_code_of, leave_failure
 from nanotrain_core.launch.cuda import survive_aborts
 from nanotrain_core.launch.environment import Ranks
@@ -45,6 +45,7 @@ from nanotrain_core.launch.worker import Job
 from nanotrain_core.run import log
 from nanotrain_core.run.owner import is_alive
 from nanotrain_core.run.stop import ENDING, end_on_sigterm, heeded
+from nanotrain_core.watch.progress import FAILED, START, Progress
 
 #: Messages between the launcher and a rank: a rank has returned from its job; it has ended an attempt that
 #: another rank's failure ended; the launcher asks it to.
@@ -53,6 +54,7 @@ DONE, LEFT, LEAVE = "done", "left", "leave"
 NOTICE = 1.0
 #: Seconds for an attempt's threads to end, after which its process is not used again.
 THREADS = 2.0
+ENDED = "another rank is gone, and the launcher ends the attempt"
 #: Interrupts the main thread.
 INTERRUPT = signal.SIGUSR1
 
@@ -88,12 +90,13 @@ class RankProcess:
         """Begin to receive what the launcher sends through ``connection``."""
         self.connection = connection
         self.inbox: queue.SimpleQueue[dict[str, str] | None] = queue.SimpleQueue()
-        self._within = False
-        """Whether an attempt may be interrupted."""
+        self.progress = Progress()
+        """Of the attempt."""
+        self._within = self._asked = False
+        """Whether there is an attempt, and whether it is to end."""
         self._left = threading.Event()
-        """Set unless there is one."""
+        """Set if there is none."""
         self._left.set()
-        signal.signal(INTERRUPT, self._interrupted)
         threading.Thread(target=self._receive, name="launcher", daemon=True).start()
 
     def attempt(self, job: Job) -> tuple[str, str | int]:
@@ -108,10 +111,15 @@ class RankProcess:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell ignores it
         pid.write_text(str(os.getpid()))
-        self._left.clear()
-        self._within = True
+        self.progress = Progress()
+        if job.in_process_restart:
+            job = attrs.evolve(job, process=self)
+            signal.signal(INTERRUPT, self._interrupted)
         try:
-            end = attrs.evolve(job, interrupt=self.interrupt if job.in_process_restart else None).run(ranks)
+            self._within = True
+            if self._asked:
+                raise AttemptEnded(ENDED)
+            end = job.run(ranks)
             self._within = False
             self._left.set()
             _end_on_signals()
@@ -122,13 +130,20 @@ class RankProcess:
             self._left.set()
             _end_on_signals()
             echo, code = leave_failure(scratch, ranks.rank, problem), exit_code_of(problem)
-            if not (echo and job.in_process_restart):
+            # Errors of files and sockets are this rank's own, even with the text of a connection's end.
+            kept = job.in_process_restart and echo and not isinstance(problem, OSError)
+            if not kept or self.progress.phase == START:
                 if echo:
                     time.sleep(1)  # let the launcher detect the rank that went away first
                 os._exit(code)
         # Only here, without the exception and its frames, nothing refers to the engine.
         pid.unlink(missing_ok=True)  # it outlives another rank, and must not be killed for that
-        if left := release(before):
+        with open(os.devnull, "w") as nowhere:
+            # A destructor may wait for a collective that no rank will end, without giving way to a thread.
+            faulthandler.dump_traceback_later(2 * THREADS, exit=True, file=nowhere)
+            left = release(before)
+            faulthandler.cancel_dump_traceback_later()
+        if left:
             log.say(f"rank {ranks.rank} gets a new process: its attempt has left {left}", level="warning")
             os._exit(code)
         return LEFT, code
@@ -140,24 +155,32 @@ class RankProcess:
             except (EOFError, OSError):  # the launcher is gone
                 os._exit(Exit.FAILED)
             if message == LEAVE:
-                self._end_attempt()
-            else:
-                self.inbox.put(message)
-
-    def _end_attempt(self) -> None:
-        if not self._left.wait(NOTICE):
-            self.interrupt()
+                try:
+                    if not self._left.wait(NOTICE):
+                        self.interrupt()
+                except Exception:  # of an abort: without this thread the process cannot be used
+                    os._exit(Exit.FAILED)
+                continue
+            if message is not None:
+                self._asked = False
+                self._left.clear()
+            self.inbox.put(message)
 
     def interrupt(self) -> None:
-        """End the attempt, from another thread."""
+        """End the attempt, from another thread. After a failure its main thread is left to end in order."""
+        self._asked = True
         if self._within:
-            signal.pthread_kill(threading.main_thread().ident or 0, INTERRUPT)
+            if self.progress.phase != FAILED:
+                signal.pthread_kill(threading.main_thread().ident or 0, INTERRUPT)
             abort_process_groups()
 
     def _interrupted(self, number: int, frame: FrameType | None) -> None:
-        if self._within:
+        if not self._asked:  # someone else has sent the signal
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        elif self._within:
             self._within = False
-            raise AttemptEnded("another rank is gone, and the launcher ends the attempt")
+            raise AttemptEnded(ENDED)
 
 
 def _end_on_signals() -> None:
@@ -172,14 +195,31 @@ def release(before: Collection[threading.Thread]) -> str:
     Args:
         before: the threads that were there before it.
     """
-    if "torch._dynamo" in sys.modules:
-        sys.modules["torch._dynamo"].reset()  # compiled code, which refers to modules and process groups
-    gc.collect()
-    if "torch" in sys.modules and sys.modules["torch"].accelerator.is_available():
-        sys.modules["torch"].accelerator.empty_cache()
+    import torch
+    import torch.distributed as dist
+
+    try:
+        torch._dynamo.reset()  # compiled code, which refers to modules and process groups
+        gc.unfreeze()
+        gc.collect()
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+            torch.accelerator.empty_cache()
+    except Exception as problem:  # the device is unusable
+        return describe(problem)
     until = time.monotonic() + THREADS
-    while left := [thread for thread in threading.enumerate() if thread not in before]:
+    while left := [thread for thread in threading.enumerate() if thread not in before and _ends(thread)]:
         if time.monotonic() > until:
             return f"the thread {left[0].name}"
         left[0].join(0.05)
+    if dist.is_initialized():
+        return "its process groups"
     return "".join(f"the process {child.name}" for child in multiprocessing.active_children()[:1])
+
+
+def _ends(thread: threading.Thread) -> bool:
+    """Return whether a thread belongs to an attempt: not one of C++, of Inductor's workers or of tqdm."""
+    target = getattr(thread, "_target", None)
+    module = getattr(target, "__module__", "") or ""
+    own = module.startswith("torch._inductor") or type(thread).__module__.startswith("tqdm")
+    return not own and not isinstance(thread, threading._DummyThread)

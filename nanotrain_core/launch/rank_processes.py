@@ -116,13 +116,14 @@ class RankProcesses:
             codes = {**left, **codes}
         return ends, codes
 
-    def leave(self) -> None:
-        """Ask all ranks to end their attempt, as one has failed."""
+    def keep(self) -> Collection[int]:
+        """Ask all ranks to end their attempt, as one has failed, and kill those that do not in time.
+
+        Returns:
+            The local ranks that have.
+        """
         for rank in self._ranks.values():
             rank.send(LEAVE)
-
-    def keep(self) -> Collection[int]:
-        """Return the local ranks that have ended their attempt, and kill those that do not in time."""
         until = time.monotonic() + LEAVING
         while waiting := [rank for rank in self._ranks.values() if rank.trains]:
             if time.monotonic() > until:
@@ -137,9 +138,11 @@ class RankProcesses:
         return self._ranks.keys()
 
     def end(self) -> None:
-        """Let ranks whose job has returned end, and wait for it."""
+        """Let ranks whose job has returned end, and wait for it: a thread may still write or upload."""
         for rank in self._ranks.values():
             rank.send(None)
+        for rank in self._ranks.values():
+            rank.process.join()
         self._forget(dict(self._ranks))
 
     def stop(self, number: signal.Signals = signal.SIGTERM, seconds: float = GRACE) -> None:

@@ -39,6 +39,8 @@ from nanotrain_core.watch.watchdog import Watchdog
 if TYPE_CHECKING:
     import torch
     from torch.distributed import Store
+
+    from nanotrain_core.launch.rank_process import RankProcess
 #: A file in the launcher's folder, or torchrun's run folder: this launch has saved a checkpoint of its own.
 HAS_SAVED = "has-saved"
 #: Another file: the path of the run folder.
@@ -65,8 +67,8 @@ class Job:
     launcher_pid: int | None = None
     in_process_restart: bool = False
     """Whether a rank's process may be used again after another rank has failed."""
-    interrupt: Callable[[], None] | None = None
-    """In such a process: interrupts its main thread, which ends the attempt."""
+    process: RankProcess | None = None
+    """In such a process: what ends the attempt in its main thread."""
     show: tuple[str, ...] = ()
     """What to print before training: ``placements``."""
     saves: ClassVar[bool] = True
@@ -99,6 +101,8 @@ def _train(job: Job, ranks: Ranks) -> str:
     store, past = join(job, ranks, recipe, device, registry)
     folder, lock = share_folder(job, ranks, recipe, store, past)
     held, mark, progress = hold_as_rank(folder), mark_of(job, folder), Progress()
+    if job.process is not None:
+        job.process.progress = progress
     if dist.is_initialized() and dist.get_backend() == "nccl":
         record_collectives(folder)
     scratch = Path(job.scratch) if job.scratch else None
@@ -160,8 +164,9 @@ def _watched(
 
     with contextlib.ExitStack() as stack:
         if store is not None and not job.one_host and ranks.world_size > 1 and recipe.run.hang_timeout:
+            interrupt = job.process.interrupt if job.process is not None else None
             at_end = partial(leave_failure, Path(job.scratch), ranks.rank) if job.scratch else None
-            stack.enter_context(watching_peers(store, ranks.rank, ranks.world_size, at_end, job.interrupt))
+            stack.enter_context(watching_peers(store, ranks.rank, ranks.world_size, at_end, interrupt))
         stack.enter_context(explain_out_of_memory(recipe, ranks.rank, progress))
         yield
 

@@ -113,7 +113,7 @@ class RunConfig:
     than the cluster waits before it kills."""
     max_restarts: int = attrs.field(default=0, validator=Range(0))
     """How often all ranks are restarted after a failure; `--max-restarts` overrides it."""
-    in_process_restart: bool = False
+    in_process_restart: bool = attrs.field(default=False)
     """After a failure, only ranks that are gone get new processes; the others begin again in theirs."""
     strict_monitors: bool = False
     """Let an exception inside a monitor stop the run."""
@@ -127,6 +127,11 @@ class RunConfig:
     cuda_graphs: bool = False
     """Capture the forward and backward pass of a microbatch in a CUDA graph and replay it, where the host
     launches kernels more slowly than the GPU runs them. See docs/performance.md for what is refused."""
+
+    @in_process_restart.validator
+    def _ends_hangs(self, field: Any, value: bool) -> None:
+        if value and not self.hang_timeout:
+            raise ValueError("a collective that hangs is ended by hang_timeout alone; set it above 0")
 
     @share_device.validator
     def _is_a_gpu(self, field: Any, value: bool) -> None:

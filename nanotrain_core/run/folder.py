@@ -198,7 +198,9 @@ def stop_without(path: Path, held: IO[str] | None, stop: StopRequest) -> None:
                     log.say(f"the run folder {path} was deleted or replaced: the run ends and saves no more")
                     stop.request("lost")
                     return
-            time.sleep(BETWEEN)
+            until = time.monotonic() + BETWEEN
+            while time.monotonic() < until and not held.closed:  # an attempt waits for this thread
+                time.sleep(BETWEEN / 20)
 
     threading.Thread(target=look, name="folder", daemon=True).start()
 

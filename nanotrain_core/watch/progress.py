@@ -12,8 +12,10 @@ import attrs
 from nanotrain_core.watch.device_clock import DeviceClock
 from nanotrain_core.watch.waits import Waits
 
+#: The phases before training, and after a failure.
+START, FAILED = "start", "failed"
 #: Phases that may legitimately take long: everything before training, and writing to a slow disk.
-SLOW = frozenset({"start", "checkpoint"})
+SLOW = frozenset({START, "checkpoint"})
 
 
 @attrs.define
@@ -47,11 +49,11 @@ class Progress:
 
     def __init__(self, waits: Waits | None = None) -> None:
         """``waits``: of the run's mesh."""
-        self.count, self.step, self.phase, self.slow = 0, 0, "start", True
+        self.count, self.step, self.phase, self.slow = 0, 0, START, True
         self.waits = waits or Waits()
         self.spent: dict[str, Spent] = {}
         """Time of each part so far, by the host's clock. The current part is incomplete."""
-        self._part = "start"
+        self._part = START
         self._since = time.perf_counter()
         self._waited = (0.0, 0.0)
         self._event: Any = None
