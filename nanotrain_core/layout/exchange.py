@@ -58,6 +58,12 @@ class Exchange:
         total = x.clone(memory_format=torch.contiguous_format)
         return _result(dist.all_reduce(total, group=self.group, async_op=async_op), total)
 
+    def all_reduce_sum_and_max(self, sums: torch.Tensor, most: torch.Tensor) -> None:
+        """All-reduce both tensors in place, ``sums`` by SUM and ``most`` by MAX, at the same time."""
+        ops = (sums, dist.ReduceOp.SUM), (most, dist.ReduceOp.MAX)
+        works = [dist.all_reduce(x, op=op, group=self.group, async_op=True) for x, op in ops]
+        _wait(works, sums)
+
     def all_gather(self, x: torch.Tensor, *, async_op: bool = False) -> Pending:
         """Begin to all-gather ``x`` into a new tensor [R, *x.shape]."""
         return self.all_gather_into(x.new_empty(self.size, *x.shape), x, async_op=async_op)

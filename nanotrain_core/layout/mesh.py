@@ -171,8 +171,9 @@ class Mesh:
             KeyError: the group of several dimensions or stages was not created.
         """
         group = self.group_of(span)
-        if group is None:
-            return None
+        return None if group is None else self._exchange(group)
+
+    def _exchange(self, group: dist.ProcessGroup) -> Exchange:
         if group not in self._exchanges:
             seconds = self.timeout.total_seconds()
             found = self.transport.exchange(group, self.device, seconds)
@@ -199,18 +200,10 @@ class Mesh:
     def all_reduce_sum_and_max(self, sums: torch.Tensor, most: torch.Tensor) -> None:
         """All-reduce both tensors in place over the world, ``sums`` by SUM and ``most`` by MAX.
 
-        Both are in flight at the same time, so that ranks wait for one another only once.
+        Ranks wait for one another only once.
         """
-        if self.world_size == 1:
-            return
-        with self.waits.collectives:
-            works = [
-                dist.all_reduce(tensor, op=op, async_op=True)
-                for tensor, op in ((sums, dist.ReduceOp.SUM), (most, dist.ReduceOp.MAX))
-            ]
-            for work in works:
-                assert work is not None
-                work.wait()
+        if self.world_size > 1 and (world := dist.group.WORLD) is not None:
+            self._exchange(world).all_reduce_sum_and_max(sums, most)
 
     def all_reduce_data(self, tensor: torch.Tensor) -> None:
         """All-reduce ``tensor`` in place over the ranks of this pipeline stage that see different data."""

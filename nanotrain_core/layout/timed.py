@@ -8,9 +8,10 @@ from nanotrain_core.layout.buckets import BucketExchange, Pending, Write
 from nanotrain_core.layout.exchange import Buffer, Exchange
 from nanotrain_core.watch.waits import Waits
 
-#: The methods that communicate. Each returns an object that waits for the collective to complete.
+#: The methods that communicate. Each returns an object that waits for the collective to complete, or None.
 COLLECTIVES = (
     "all_reduce",
+    "all_reduce_sum_and_max",
     "all_gather",
     "reduce_scatter",
     "all_gather_into",

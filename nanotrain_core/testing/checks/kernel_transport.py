@@ -58,6 +58,9 @@ def _results(exchange: Exchange) -> Iterator[tuple[str, torch.Tensor]]:
             shares = torch.randn(ranks, size, generator=draw).to(dtype)
             what = f"of {size} elements in {dtype}"
             yield f"all_reduce {what}", exchange.all_reduce(x)().clone()
+            sums, most = x.clone(), shares[0].clone()
+            exchange.all_reduce_sum_and_max(sums, most)
+            yield from ((f"sums {what}", sums), (f"maxima {what}", most))
             yield f"all_gather {what}", exchange.all_gather(x)().clone()
             yield f"reduce_scatter {what}", exchange.reduce_scatter(shares)().clone()
             buffer = exchange.buffer(size, dtype)

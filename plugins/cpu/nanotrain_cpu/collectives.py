@@ -5,12 +5,14 @@ Each rank writes its operand to a buffer that all ranks can read, waits at a bar
 turn: a rank that arrives at a barrier has read all that was written before the previous one, so the buffer
 used before that is free. Tensors larger than a buffer are processed in pieces.
 
-Every rank adds in rank order, so that results are bitwise equal on all ranks.
+Every rank adds in the same order, so that results are bitwise equal on all ranks: in the order of ranks, or
+for metrics in that of gloo's all-reduce, so that their last bits do not depend on the transport.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 
 import torch
 import torch.distributed as dist
@@ -66,6 +68,19 @@ class HostCollectives:
             add_up(piece, out.view(-1)[begin:end])
         return out
 
+    def all_reduce_sum_and_max(self, sums: torch.Tensor, most: torch.Tensor) -> bool:
+        """All-reduce two vectors in place, ``sums`` by SUM and ``most`` by MAX, at one meeting.
+
+        Returns:
+            Whether that was possible: they are of one dtype, and together fit a buffer.
+        """
+        if sums.dtype != most.dtype or sums.nbytes + most.nbytes > BUFFER:
+            return False
+        both_RN = torch.stack(self._swap(torch.cat([sums.reshape(-1), most.reshape(-1)])))
+        sums.copy_(add_as_gloo(both_RN[:, : sums.numel()]).view_as(sums))
+        most.copy_(both_RN[:, sums.numel() :].amax(0).view_as(most))
+        return True
+
     def reduce_scatter(self, shares: torch.Tensor) -> torch.Tensor:
         """Return the sum of every rank's ``shares[r]``, r being this rank in the group.
 
@@ -96,3 +111,26 @@ class HostCollectives:
         rows[self.rank].copy_(flat)
         self.meeting.meet()
         return rows
+
+
+def add_as_gloo(rows_RN: torch.Tensor) -> torch.Tensor:
+    """Return the sum [N] of the rows of R ranks, bitwise as gloo's ring all-reduce returns it.
+
+    A ring has a chunk for every rank, of two equal segments. The sum of chunk c begins on rank c - 1 and goes
+    down the ranks to c. Tensors of more than 1 MiB have more segments.
+    """
+    ranks, count = rows_RN.shape
+    width = 2 * -(-count // (2 * ranks))
+    padded = torch.nn.functional.pad(rows_RN, (0, ranks * width - count))
+    total: torch.Tensor
+    total, *rest = padded.view(ranks, ranks, width)[_order(ranks)]
+    for chunks in rest:
+        total += chunks
+    return total.view(-1)[:count]
+
+
+@lru_cache(maxsize=16)
+def _order(ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the indices, of ranks and of chunks, of what is added in turn."""
+    chunks = torch.arange(ranks)
+    return (chunks - 1 - chunks[:, None]) % ranks, chunks

@@ -72,6 +72,15 @@ class SharedMemoryExchange(GlooExchange):
             return super().all_reduce(x, async_op=async_op)
         return partial(_done, self.host.all_reduce(x))
 
+    def all_reduce_sum_and_max(self, sums: torch.Tensor, most: torch.Tensor) -> None:
+        """Exchange both at once.
+
+        Over sockets every rank sends 4 (R - 1) messages for each of the two, however short they are, and each
+        wakes a thread of its receiver: 4 ms of a rank's processor time where 4 ranks share 2 cores.
+        """
+        if self.host is None or not self.host.all_reduce_sum_and_max(sums, most):
+            super().all_reduce_sum_and_max(sums, most)
+
     def all_gather(self, x: torch.Tensor, *, async_op: bool = False) -> Pending:
         """Gather at once."""
         if self.host is None:

@@ -15,6 +15,7 @@ from nanotrain_cpu import barrier, collectives
 from nanotrain_cpu.barrier import GlooMeeting, HostBarrier
 from nanotrain_cpu.collectives import HostCollectives
 from nanotrain_cpu.shared_memory import SharedBuffers
+from nanotrain_cpu.transport import SharedMemoryTransport
 
 from nanotrain_core.testing.pool import RankFailure, run_ranks
 from nanotrain_core.watch.hang import Beat, Stuck
@@ -56,6 +57,50 @@ def test_each_is_exact_whole_or_in_pieces(ranks, dtype):
             assert torch.equal(gathered, torch.stack(xs))
             assert torch.equal(reduced, in_order(x.mT if x.dim() > 1 else x for x in xs))
             assert torch.equal(scattered, in_order(each[rank] for each in shares))
+
+
+def both_ways(dtype, sizes):
+    """Return, for every size, what shared memory gives of sums and maxima, and what all-reduces give."""
+    collectives.BUFFER = 2**14
+    ours, found = HostCollectives.open(dist.group.WORLD, 20.0), []
+    for size in sizes:
+        sums, most = (operands(100 * size + dist.get_rank(), (n,), dtype) for n in (size, size // 3))
+        expected = sums.clone(), most.clone()
+        for x, op in zip(expected, (dist.ReduceOp.SUM, dist.ReduceOp.MAX), strict=True):
+            dist.all_reduce(x, op=op)
+        assert ours.all_reduce_sum_and_max(sums, most)
+        found.append((sums, most, *expected))
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 5])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64])
+def test_sums_of_metrics_have_the_bits_that_all_reduces_give_them(ranks, dtype):
+    """Or a run's metrics would tell which transport it had."""
+    sizes = (1, 2, 3, 2 * ranks, 2 * ranks + 1, 37, 361, 1000)
+    for found in run_ranks(both_ways, ranks, dtype, sizes, check_collectives=False):
+        for sums, most, summed, largest in (map(torch.as_tensor, each) for each in found):
+            assert torch.equal(sums, summed)
+            assert torch.equal(most, largest)
+
+
+def through_sockets(sizes_and_dtypes):
+    """Return which pairs are all-reduced by the process group, and whether results are right."""
+    exchange, found = SharedMemoryTransport().exchange(dist.group.WORLD, torch.device("cpu"), 20.0), []
+    for size, sums_dtype, most_dtype in sizes_and_dtypes:
+        sums, most = torch.ones(size, dtype=sums_dtype), torch.full((1,), dist.get_rank(), dtype=most_dtype)
+        with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as calls:
+            exchange.all_reduce_sum_and_max(sums, most)
+        right = bool((sums == exchange.size).all()) and most.item() == exchange.size - 1
+        found.append((calls.call_count, right))
+    return found
+
+
+def test_large_pairs_and_mixed_ones_are_all_reduced_by_the_process_group():
+    f32, f64 = torch.float32, torch.float64
+    pairs = [(100, f64, f64), (2**17, f64, f64), (100, f64, f32)]
+    results = run_ranks(through_sockets, 2, pairs, check_collectives=False)
+    assert results == [[(0, True), (2, True), (2, True)]] * 2
 
 
 def in_order(tensors):
