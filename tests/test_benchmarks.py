@@ -1,6 +1,8 @@
 """The benchmark compares two programs that do the same computation, and reports what it measured."""
 
+import time
 from types import SimpleNamespace
+from unittest import mock
 
 import attrs
 import pytest
@@ -12,7 +14,7 @@ from benchmarks.__main__ import main
 from benchmarks.bubble import Each, Step, Stopwatch, idle, medians, merged
 from benchmarks.cases import CASES, DROPINS, Case
 from benchmarks.masters import BASELINE, RECIPE, Setup, Shadow, Trained, table
-from benchmarks.monitors import Turn, compare
+from benchmarks.monitors import Meter, Turn, compare
 from benchmarks.narrow import CASES as NARROW
 from benchmarks.narrow import Slowdown
 from benchmarks.optimizer import HostTime, milliseconds, ours, torchs
@@ -216,6 +218,14 @@ def test_an_optimizer_must_cost_what_torchs_does_in_the_median(ratios, passed):
     found = HostTime("fp32", 1.0, 1.0, ratios)
     assert found.passed is passed
     assert len(found.row()) == len(found.HEADER)
+
+
+def test_what_threads_do_for_a_monitor_counts_as_the_monitors_time():
+    """A reduction through sockets keeps gloo's threads busy while the rank's own waits."""
+    meter = Meter()
+    with mock.patch.object(time, "process_time", side_effect=[1.0, 3.0]):
+        meter.timed(lambda: None)()
+    assert meter.seconds == 2.0
 
 
 def test_what_monitors_take_is_compared_pair_by_pair_over_all_ranks():
