@@ -231,7 +231,7 @@ def seen(case, folder, gone):
 def note(engine, keeps, patched):
     """Have the readings of clocks and parts kept, and memory and device monitors see a GPU."""
     rank, clocks = engine.run.mesh.rank, Clock()
-    events, go_to, waits = [], engine.progress._go_to, engine.progress.waits
+    events, go_to, waits = [], engine.progress.go_to, engine.progress.waits
 
     def went(part):
         outer = go_to(part)
@@ -239,7 +239,7 @@ def note(engine, keeps, patched):
         return outer
 
     patched.setattr(progress_module, "time", clocks)
-    engine.progress._go_to = went
+    engine.progress.go_to = went
     ours = Clock()
     patched.setattr(throughput_module, "time", ours)
     patched.setattr(goodput_module, "EVERY", 0.0)

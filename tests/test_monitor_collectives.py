@@ -236,8 +236,8 @@ def opened_and_closed(times):
     mesh, used = make_engine(DDP, {}).run.mesh, []
     for _ in range(times):
         together = MonitorCollectives(mesh, 1)
-        with together.event(0, "first"):
-            together.enter()
+        together.at = 0, "first"
+        together.enter()
         together.close()
         together.enter()  # nothing to agree on any more
         used.append(len(os.listdir("/dev/fd")))

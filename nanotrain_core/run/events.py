@@ -30,7 +30,7 @@ from nanotrain_core.errors import NanotrainError, PluginError, describe
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.metrics.board import Board, of_core
 from nanotrain_core.metrics.core import CORE
-from nanotrain_core.metrics.declared import Names
+from nanotrain_core.metrics.declared import Metric, Names
 from nanotrain_core.metrics.publish import Metrics
 from nanotrain_core.run.log import record
 from nanotrain_core.run.monitor_collectives import FailedElsewhere, MonitorCollectives
@@ -260,13 +260,16 @@ class Events:
         about = arguments[0]
         step = getattr(about, "step", about if isinstance(about, int) else 0)
         called = self._rollbacks, event, step, next(iter(getattr(about, "values", ())), "")
-        with self.progress.within("monitors"):
+        outer = self.progress.go_to("monitors")
+        try:
             for number, monitor in hearing:
                 try:
                     self._call(number, called, arguments)
                 except Exception as problem:
                     failed.add(number)
                     self._tolerate(monitor, event, problem)
+        finally:
+            self.progress.go_to(outer)
         return failed
 
     def _hearing(self, event: str) -> list[tuple[int, Monitor]]:
@@ -287,27 +290,33 @@ class Events:
         ``called`` identifies the event on all ranks: the number of rollbacks so far, the event's name, its
         step, and the name of its argument.
         """
-        event = called[1]
-        if self.board is None or self.collectives is None:
+        event, collectives = called[1], self.collectives
+        if self.board is None or collectives is None:
             self._heed(number, event, arguments)
             return
+        collectives.at = number, called
         try:
-            with self.collectives.event(number, called):
-                self._heed(number, event, arguments)
-        except Exception:
+            self._heed(number, event, arguments)
+        except Exception as problem:
+            if not isinstance(problem, FailedElsewhere):
+                collectives.tell_failure()
             self.board.fail(number)
             raise
+        finally:
+            collectives.at = None
 
     def _heed(self, number: int, event: str, arguments: Sequence[Any]) -> None:
         """Call a monitor, and record its request."""
         if number in self._failed:
             raise self._failed.pop(number)
-        request = getattr(self.monitors[number], event)(*arguments)
+        request = getattr(self._monitors[number], event)(*arguments)
+        if request is None:
+            return
         if request == "stop":
             self.stop.request("stopped")
         elif isinstance(request, Rollback) and request.onset <= getattr(arguments[0], "step", 0):
             self.stop.request_rollback(request)
-        elif request is not None:
+        else:
             raise TypeError(f'{event} returned {request!r}; expected None, "stop", an earlier Rollback')
 
     def _tolerate(self, monitor: Monitor, event: str, problem: Exception) -> None:
@@ -355,13 +364,15 @@ def with_derived(
     """
     if not values:
         return report
+    found: dict[str, Metric] = {}
     for name in values:
-        if name in report.values or names.find(name) is None:
+        metric = names.find(name)
+        if name in report.values or metric is None:
             why = "which the step has already" if name in report.values else "which it does not declare"
             raise PluginError(
                 f"{type(monitor).__name__} derives the metric '{name}', {why}{names.near(name)}"
             )
-    found = {name: metric for name in values if (metric := names.find(name)) is not None}
+        found[name] = metric
     return attrs.evolve(
         report,
         values={**report.values, **values},

@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from datetime import timedelta
-from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -45,7 +43,7 @@ class MonitorCollectives:
         self._group = _group(mesh) if mesh.world_size > 1 and monitors else None
         self._waits = mesh.waits
         self.at: tuple[int, object] | None = None
-        """The monitor being called, and the name of its event."""
+        """The monitor being called, and the name of its event, which is unique in the run."""
         self._told: list[tuple[dist.Work, torch.Tensor]] = []
         """Rounds whose result this rank does not need, with their memory."""
         self.forbidden = ""
@@ -61,10 +59,6 @@ class MonitorCollectives:
             self._told.clear()
             dist.destroy_process_group(self._group)
         self._group = None
-
-    def event(self, monitor: int, name: object) -> AbstractContextManager[None]:
-        """Return a context in which an event is delivered to a monitor; ``name`` is unique in the run."""
-        return _Event(self, (monitor, name))
 
     def enter(self) -> None:
         """Return when the monitor has arrived on all ranks.
@@ -146,25 +140,6 @@ class MonitorCollectives:
             return collective(*args, **kwargs)
 
         return together
-
-
-class _Event(AbstractContextManager[None]):
-    """Delivers an event to a monitor. A class, not a generator, for speed: each step has dozens of them."""
-
-    __slots__ = ("at", "collectives")
-
-    def __init__(self, collectives: MonitorCollectives, at: tuple[int, object]) -> None:
-        self.collectives, self.at = collectives, at
-
-    def __enter__(self) -> None:
-        self.collectives.at = self.at
-
-    def __exit__(
-        self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if isinstance(problem, Exception) and not isinstance(problem, FailedElsewhere):
-            self.collectives.tell_failure()
-        self.collectives.at = None
 
 
 class MonitorMesh(Mesh):

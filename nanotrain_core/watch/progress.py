@@ -60,7 +60,7 @@ class Progress:
 
     def note(self, phase: str, step: int = 0, *, first: bool = False) -> None:
         """Record that ``phase`` of ``step`` begins; the ``first`` step compiles and warms up."""
-        self._go_to(phase)
+        self.go_to(phase)
         self.step, self.phase = step, phase
         self.slow = first or phase in SLOW
         self.count += 1  # last: a reader that sees the count sees the rest
@@ -68,13 +68,13 @@ class Progress:
     @contextmanager
     def within(self, part: str) -> Iterator[None]:
         """Count the time of a ``with`` block as that of ``part``, not of the current phase."""
-        outer = self._go_to(part)
+        outer = self.go_to(part)
         try:
             yield
         finally:
-            self._go_to(outer)
+            self.go_to(outer)
 
-    def _go_to(self, part: str) -> str:
+    def go_to(self, part: str) -> str:
         """End the current part; return its name."""
         now, outer = time.perf_counter(), self._part
         waited = (self.waits.collectives.seconds, self.waits.messages.seconds)
