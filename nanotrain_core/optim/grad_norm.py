@@ -66,7 +66,7 @@ def chunks_for_norm(gradients: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
     for gradient in gradients:
         if gradient.is_cpu and gradient.numel() > LONGEST_SUM:
-            found.extend(torch.split(gradient.reshape(-1), LONGEST_SUM))
+            found.extend(gradient.reshape(-1).unsafe_split(LONGEST_SUM))
         else:  # tensors transposed in memory would be summed in that order
             found.append(gradient if gradient.is_contiguous() else gradient.reshape(-1))
     return found
