@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from functools import lru_cache
 
 import attrs
 import torch
@@ -36,11 +37,12 @@ def is_of_core(name: str) -> bool:
 
 def of_core(step: int, values: Mapping[str, float]) -> MetricsReport:
     """Return a report with only metrics of the core."""
-    return MetricsReport(step, values, metrics=_declared(values))
+    return MetricsReport(step, values, metrics=dict(_declared(*values)))
 
 
-def _declared(values: Mapping[str, float]) -> dict[str, Metric]:
-    return {name: metric for name in values if (metric := _CORE.find(name)) is not None}
+@lru_cache(maxsize=64)
+def _declared(*names: str) -> dict[str, Metric]:
+    return {name: metric for name in names if (metric := _CORE.find(name)) is not None}
 
 
 @attrs.define(eq=False)
@@ -89,6 +91,8 @@ class Board:
         self._metrics: dict[str, Metric] = {}
         """The declaration of each value of the table."""
         self.gathered: dict[str, Gathered] = {}
+        self._any_new = False
+        """Whether a name has been published since the last logged step that had no position then."""
         self.texts: dict[str, tuple[str, Metric]] = {}
         self._waiting: Sent | None = None
         self.late = mesh.device_is_async
@@ -105,6 +109,7 @@ class Board:
         known = found.spec if found else self.table.get(spec.name)
         if known is None:
             self._check_values(spec)
+            self._any_new = True
         elif known is not spec:
             if known != spec:
                 raise PluginError(f"the metric '{spec.name}' is published by two monitors of this run")
@@ -167,7 +172,8 @@ class Board:
         gathered, self.gathered = self.gathered, {}
         texts, self.texts = self.texts, {}
         table = self.table
-        news = {name: each for name, each in gathered.items() if each.spec not in table}
+        searched, self._any_new = gathered if self._any_new else {}, False
+        news = {name: each for name, each in searched.items() if each.spec != table.get(name)}
         placed = {name: each for name, each in gathered.items() if name not in news} if news else gathered
         header, self._failed = [float(bool(news or texts)), *self._failed], [0.0] * len(self.owners)
         numbers, arrived = self._reduce(table, placed, header), None
@@ -199,7 +205,7 @@ class Board:
             values={**sent.values, **values},
             histograms=histograms,
             texts={name: text for name, (text, _) in texts.items()},
-            metrics={**_declared(sent.values), **{name: metrics[name] for name in published}},
+            metrics={**_declared(*sent.values), **{name: metrics[name] for name in published}},
             failed={self.owners[n]: int(ranks[n]) for n in sorted(failed)},
             published=published,
         )
@@ -240,7 +246,7 @@ class Board:
         """
         ranks = [float(self.mesh.rank) if times else -math.inf for times in header[1:]]
         numbers = pack(table, gathered, self.mesh.device, header, ranks)
-        length = len(numbers) - len(table.places) - len(ranks)
+        length = len(header) + table.width
         self.mesh.all_reduce_sum_and_max(numbers[:length], numbers[length:])
         return numbers
 
@@ -252,10 +258,8 @@ class Board:
         most = table.width  # where maxima begin: after all sums
         values: dict[str, float] = {}
         histograms: dict[str, Histogram] = {}
-        for number, first, spec in table.places.values():
-            if spec.counter is not None and not numbers[first + spec.counter]:
-                continue  # most names of a run are published in few of its steps
-            if spec.owner in failed:
+        for number, first, spec in table.published(numbers):
+            if failed and spec.owner in failed:
                 continue
             if spec.is_number:
                 values[spec.name] = spec.scalar(numbers[first], numbers[first + 1], numbers[most + number])

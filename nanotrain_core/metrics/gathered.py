@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import attrs
 import torch
@@ -72,16 +72,14 @@ class Spec:
         found = declared[self.owner].find(name) if self.statistics or self.ranks else self.metric
         return found or attrs.evolve(self.metric, name=name)
 
-    def read(self, sums: Sequence[float], most: float) -> Iterator[tuple[str, float]]:
-        """Yield names and values of the whole run; none if no rank published. Not for a histogram."""
+    def read(self, sums: Sequence[float], most: float) -> Iterable[tuple[str, float]]:
+        """Return names and values of the whole run, that ranks published. Not for a histogram."""
         if self.ranks:
-            yield from zip(self.names, over_ranks(sums[: self.ranks], sums[self.ranks :]), strict=False)
-        elif self.statistics:
-            if sums[COUNT]:
-                for name, each in zip(self.names, self.statistics, strict=True):
-                    yield name, derive(each, sums, most)
-        elif sums[1]:
-            yield self.name, self.scalar(sums[0], sums[1], most)
+            return zip(self.names, over_ranks(sums[: self.ranks], sums[self.ranks :]), strict=False)
+        if self.statistics:
+            found = (derive(each, sums, most) for each in self.statistics)
+            return zip(self.names, found, strict=True)
+        return [(self.name, self.scalar(sums[0], sums[1], most))]
 
     def scalar(self, total: float, count: float, most: float) -> float:
         """Return the scalar of the whole run, from its two sums and its maximum."""
@@ -101,14 +99,14 @@ def over_ranks(sums: Sequence[float], counts: Sequence[float]) -> tuple[float, .
 
     A NaN mean counts as the largest of all.
     """
-    values = {
-        rank: total / count for rank, (total, count) in enumerate(zip(sums, counts, strict=True)) if count
-    }
-    if not values:
+    pairs = enumerate(zip(sums, counts, strict=True))
+    found = [(total / count, -rank) for rank, (total, count) in pairs if count]
+    if not found:
         return ()
-    ascending = sorted(values, key=lambda rank: (math.isnan(values[rank]), values[rank], -rank))
-    middle, most = ascending[(len(values) - 1) // 2], ascending[-1]
-    return values[most], sum(values.values()) / len(values), values[middle], float(most)
+    mean = sum([value for value, _ in found]) / len(found)
+    found.sort(key=lambda each: (math.isnan(each[0]), each))
+    most, rank = found[-1]
+    return most, mean, found[(len(found) - 1) // 2][0], float(-rank)
 
 
 @attrs.define(eq=False)
@@ -130,6 +128,8 @@ class Gathered:
     A value in host memory is added immediately, which saves a few kernels for each value and step.
     """
 
+    __slots__ = ("device", "most", "spec", "sums", "unread")
+
     def __init__(self, spec: Spec, device: torch.device) -> None:
         self.spec, self.device = spec, device
         self.sums = [0.0] * spec.width
@@ -140,10 +140,10 @@ class Gathered:
     def scalar(self, value: Number, weight: Number) -> None:
         """Add a number, or the current value of a tensor; ``weight`` is its weight in a mean."""
         reduce = self.spec.metric.reduce
-        if isinstance(value, torch.Tensor):
+        if type(value) is not float:
             value = self._copy(value)
         if reduce == "mean":
-            if isinstance(weight, torch.Tensor):
+            if type(weight) is not float:
                 weight = self._copy(weight)
             if isinstance(value, torch.Tensor) or isinstance(weight, torch.Tensor):
                 self.add(0, _product(value, weight))
@@ -217,8 +217,10 @@ class Gathered:
             self.unread = Unread()
         return self.unread
 
-    def _copy(self, value: torch.Tensor) -> Number:
+    def _copy(self, value: Number) -> Number:
         """Return a tensor's value as a float64 copy: the caller may modify or free the tensor."""
+        if not isinstance(value, torch.Tensor):
+            return value
         if value.is_cpu:
             return read(value)
         own = value.detach().reshape(()).to(torch.float64, copy=True)

@@ -41,7 +41,7 @@ def pack(
     for name, mine in gathered.items():
         number, first, spec = table.places[name]
         first += before
-        numbers[first : first + spec.width] = array("d", mine.sums)
+        numbers[first : first + len(mine.sums)] = array("d", mine.sums)
         numbers[after + number] = mine.most
         if (unread := mine.unread) is None:
             continue
@@ -52,6 +52,8 @@ def pack(
         tops += [(at, x) for x in unread.most]
         ends += [(at, x) for x in unread.ends]
     buffer = torch.frombuffer(numbers, dtype=torch.float64).to(device, non_blocking=True)
+    if not (values or norms or tops or ends):  # as in most steps on a CPU
+        return buffer
     squares = [(where, x.square()) for where, x in _wide(norms)]
     highest = [*_wide(tops), *((where, x.abs()) for where, x in _wide(ends))]
     places = [place for places, _ in values for place in places]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import compress
 
 from nanotrain_core.metrics.gathered import Spec
 
@@ -17,20 +18,28 @@ class Table:
         """For each name the position of its maximum, that of its first sum, and its declaration."""
         self.width = 0
         """The number of sums of all names."""
+        self._counters: list[int] = []
         for spec in specs:
             self.places[spec.name] = len(self.places), self.width, spec
+            self._counters.append(-1 if spec.counter is None else self.width + spec.counter)
             self.width += spec.width
         self.empty = array("d", [0.0] * self.width + [-math.inf] * len(self.places))
         """Sums and maxima where nothing is published, float64."""
 
     def get(self, name: str) -> Spec | None:
         """Return the declaration of a name, None if it has no position."""
-        return self.places[name][2] if name in self.places else None
+        place = self.places.get(name)
+        return place[2] if place else None
 
-    def __contains__(self, spec: Spec) -> bool:
-        """Return whether this declaration has a position."""
-        known = self.get(spec.name)
-        return known is spec or known == spec  # most are this rank's own, and comparing others takes longer
+    def published(self, numbers: Sequence[float]) -> Iterator[tuple[int, int, Spec]]:
+        """Return the :attr:`places` of names that any rank published, as far as one of their sums shows that.
+
+        Most names of a run are published in few of its steps.
+
+        Args:
+            numbers: sums of all names.
+        """
+        return compress(self.places.values(), map([*numbers, 1.0].__getitem__, self._counters))
 
     def adopt(self, spec: Spec) -> None:
         """Replace a declaration by this rank's equal one, so that an identity check suffices later."""
