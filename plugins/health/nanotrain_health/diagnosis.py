@@ -80,7 +80,7 @@ class Diagnosis:
             judged = [each for each in judged if each[1].group not in OF_GRADIENTS]
         wrong: dict[tuple[str, Side], list[Found]] = defaultdict(list)
         for name, metric, rule, value in judged:
-            usual = self._usual(name, rule, value)
+            usual = self._usual(name, value) if is_relative(rule) else None
             verdict = rule.judge(value, usual)
             if verdict != "good":
                 side: Side = "low" if _is_low(rule, value) else "high"
@@ -130,9 +130,9 @@ class Diagnosis:
         what = trouble.what or f"{trouble.metric} is too {trouble.side}"
         return f"step {step}: this is over: {what} (said at step {trouble.since})."
 
-    def _usual(self, name: str, rule: Rule, value: float) -> float | None:
-        """Return the median of a metric's values before, if its rule asks for it, and remember this one."""
-        return self.history.setdefault(name, Usual()).before(value) if is_relative(rule) else None
+    def _usual(self, name: str, value: float) -> float | None:
+        """Return the median of a metric's values before, and remember this one."""
+        return self.history.setdefault(name, Usual()).before(value)
 
     def log(self, said: Sequence[Said], step: int, *, shown: bool) -> None:
         """Warn of what begins, and note what is over, on one rank."""

@@ -38,6 +38,9 @@ class Memory(Monitor):
         self.total, self.looked_at_host, self.looked = 0, -SELDOM, -OFTEN
         if run.device.type == "cuda":
             self.total = torch.cuda.get_device_properties(run.device).total_memory
+        ranks = run.world_size
+        self.bin = torch.tensor([float(run.rank)])
+        self.bins = Bins(low=0.0, high=float(ranks), count=ranks)
         self.retries = torch.cuda.memory_stats(run.device)["num_alloc_retries"] if self.total else 0
         self.found: dict[str, float] = {}
         """Values of the last reading. Ranks read by their own clocks, but publish in the same steps."""
@@ -117,11 +120,8 @@ class Memory(Monitor):
 
     def _ranks(self) -> None:
         """Publish the peak of every rank in one metric, whatever their number: bin n is rank n."""
-        ranks = self.run.world_size
         peak = next((self.found[name] for name in PEAKS if name in self.found), 0.0)
-        mine = torch.tensor([float(self.run.rank)])
-        bins = Bins(low=0.0, high=float(ranks), count=ranks)
-        self.run.metrics.histogram("memory/ranks", mine, bins=bins, weight=peak)
+        self.run.metrics.histogram("memory/ranks", self.bin, bins=self.bins, weight=peak)
 
     def _put(self, name: str, value: float) -> None:
         self.run.metrics.of_rank(f"memory/{name}/{{over}}", value)

@@ -9,7 +9,7 @@ are read once they have completed.
 from __future__ import annotations
 
 import time
-from collections import deque
+from array import array
 
 import torch
 
@@ -32,7 +32,8 @@ class Throughput(Monitor):
 
     def __init__(self, config: ThroughputConfig) -> None:
         self.config = config
-        self.window: deque[float] = deque(maxlen=config.window)
+        self.window = array("d")
+        """Seconds of the last steps. An array: numbers of their own would lie all over the memory."""
 
     def on_start(self, run: RunInfo) -> None:
         """Begin to measure."""
@@ -41,7 +42,7 @@ class Throughput(Monitor):
         self.peak = self._peak()
         run.progress.time_device(run.device)
         self.before = run.progress.measured()
-        self.window.clear()
+        self.window = array("d")
         self.settled = False
         """Whether the first logged step is over: until then data is opened, and layers compile."""
         self.last: tuple[float, float] | None = None
@@ -62,6 +63,7 @@ class Throughput(Monitor):
         beside = sum(spent[part].seconds for part in BESIDE if part in spent)
         if self.last is not None:
             self.window.append(now - self.last[0] - (beside - self.last[1]))
+            del self.window[: -self.config.window]
         self.last = now, beside
         self.steps += 1
         if (counted := update.counts.get("lm")) is not None:
@@ -103,7 +105,7 @@ class Throughput(Monitor):
             put("speed/eta", (run.steps - report.step) * pace)
 
     def _steps(self) -> None:
-        put, window = self.run.metrics.scalar, [*self.window]
+        put, window = self.run.metrics.scalar, self.window
         if window:
             ascending = sorted(window)
             median = in_order(ascending, 0.5)
@@ -120,10 +122,16 @@ class Throughput(Monitor):
         def of(part: str) -> Spent:
             return spent.get(part, Spent())
 
-        work = [each for part, each in spent.items() if part not in (*BESIDE, *MONITORS)]
-        monitors = sum(of(part).seconds for part in MONITORS)
-        step = sum(each.seconds for each in work) + monitors
-        exposed = sum(each.collectives for each in work)
+        step = monitors = exposed = messages = 0.0
+        for part, each in spent.items():
+            if part in BESIDE:
+                continue
+            step += each.seconds
+            if part in MONITORS:
+                monitors += each.seconds
+            else:
+                exposed += each.collectives
+                messages += each.messages
         if step <= 0:  # a device's clock has not been read yet
             return
         put("time/data", of("data").busy / steps)
@@ -133,7 +141,7 @@ class Throughput(Monitor):
         put("time/optimizer", of("optimizer").busy / steps)
         put("time/exposed_communication", exposed / steps)
         put("time/exposed_fraction", exposed / step)
-        put("time/pipeline_wait", sum(each.messages for each in work) / steps)
+        put("time/pipeline_wait", messages / steps)
         put("time/monitors", monitors / steps)
         put("time/checkpoint", of("checkpoint").seconds)
         put("time/evaluation", of("evaluation").seconds)
