@@ -188,7 +188,7 @@ SMALL = {
     "layout": 1148,
     "models": 690,
     "moe": 365,
-    "metrics": 1216,
+    "metrics": 1217,
     "monitors": 1050,
     "optim": 685,
     "phases": 365,

@@ -166,8 +166,9 @@ class Gathered:
         if not isinstance(value, torch.Tensor):
             self.sums[place] += value
             return
-        if value.is_cpu and value.numel() == 1:
-            self.sums[place] += read(value)
+        if value.is_cpu:
+            for at, each in enumerate(value.reshape(-1).tolist(), place):
+                self.sums[at] += each
             return
         waiting = self._unread().sums.setdefault(place, [])
         waiting.append(value.to(self.device, non_blocking=True))
