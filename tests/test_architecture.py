@@ -194,11 +194,11 @@ SMALL = {
     "phases": 365,
     "pipeline": 610,
     "precision": 680,
-    "recipe": 1705,
+    "recipe": 1710,
     "registry": 600,
-    "run": 2248,
+    "run": 2250,
     "script": 520,
-    "watch": 389,
+    "watch": 391,
 }
 
 
