@@ -148,6 +148,8 @@ class RankProcesses:
     def stop(self, number: signal.Signals = signal.SIGTERM, seconds: float = GRACE) -> None:
         """Signal all ranks to end, and kill those that have not after so many seconds."""
         alive = [rank.process for rank in self._ranks.values() if rank.alive]
+        for rank in self._ranks.values():
+            rank.send(None)  # one that takes the signal for a request to its run may end its attempt instead
         for process in alive:
             with suppress(ProcessLookupError):
                 os.kill(process.pid or 0, number)
