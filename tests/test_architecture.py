@@ -184,7 +184,7 @@ SMALL = {
     "contracts": 655,
     "data": 795,
     "hf": 860,
-    "launch": 1880,
+    "launch": 1885,
     "layout": 1148,
     "models": 690,
     "moe": 365,

@@ -3,6 +3,7 @@
 import _thread
 import threading
 import time
+from multiprocessing import active_children
 from random import Random
 
 import pytest
@@ -141,7 +142,7 @@ def test_without_hang_detection_it_is_refused():
 
 
 def test_a_thread_that_ends_soon_is_waited_for():
-    before, done = threading.enumerate(), threading.Event()
+    before, done = [*threading.enumerate(), *active_children()], threading.Event()
     thread = threading.Thread(target=done.wait, args=(0.3,))
     thread.start()
     assert release(before) == ""
@@ -149,10 +150,10 @@ def test_a_thread_that_ends_soon_is_waited_for():
 
 
 def test_a_thread_of_cpp_that_python_has_seen_does_not_count():
-    before = threading.enumerate()
-    done = threading.Event()
+    before, done = [*threading.enumerate(), *active_children()], threading.Event()
+    threads = threading.enumerate()
     _thread.start_new_thread(lambda: (threading.current_thread(), done.wait()), ())
-    while threading.enumerate() == before:
+    while threading.enumerate() == threads:
         time.sleep(0.01)
     assert release(before) == ""
     done.set()

@@ -106,7 +106,7 @@ class RankProcess:
         assert ranks is not None
         assert job.scratch is not None
         scratch, pid = Path(job.scratch), Path(job.scratch, f"pid-{ranks.rank}")
-        before = threading.enumerate()
+        before = [*threading.enumerate(), *multiprocessing.active_children()]
         end_on_sigterm()  # until training handles signals
         signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell ignores it
@@ -189,11 +189,11 @@ def _end_on_signals() -> None:
         signal.signal(number, signal.SIG_DFL)
 
 
-def release(before: Collection[threading.Thread]) -> str:
+def release(before: Collection[object]) -> str:
     """Free what an attempt has left in this process; return what cannot be: a thread or a child process.
 
     Args:
-        before: the threads that were there before it.
+        before: the threads and child processes that were there before it.
     """
     import torch
     import torch.distributed as dist
@@ -214,7 +214,8 @@ def release(before: Collection[threading.Thread]) -> str:
         left[0].join(0.05)
     if dist.is_initialized():
         return "its process groups"
-    return "".join(f"the process {child.name}" for child in multiprocessing.active_children()[:1])
+    children = [child.name for child in multiprocessing.active_children() if child not in before]
+    return f"the process {children[0]}" if children else ""
 
 
 def _ends(thread: threading.Thread) -> bool:
