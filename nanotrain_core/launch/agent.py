@@ -59,7 +59,7 @@ class Agent(SimpleElasticAgent):
         self.processes = processes
         super().__init__(ranks)
         self._remaining_restarts -= restarted
-        self._failed = self._keeps = False
+        self._failed = False
 
     def results(self) -> dict[int, Any]:
         """Run to the end and return what each local rank returned.
@@ -144,8 +144,8 @@ class Agent(SimpleElasticAgent):
         return {name: str(value) for name, value in values.items()}
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
-        """Stop the ranks, but for those that a failure has left to be used again."""
-        if not self._keeps:
+        """Stop the ranks for another host. After a failure those that are left are to be used again."""
+        if not self._failed:
             self.processes.stop()
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
@@ -156,11 +156,7 @@ class Agent(SimpleElasticAgent):
         """Restart the ranks: one failed, which was reported, or another host waits to join."""
         if not self._failed:
             log.say("another host has joined: all ranks are restarted")
-        self._keeps = self._failed
-        try:
-            super()._restart_workers(worker_group)
-        finally:
-            self._keeps = False
+        super()._restart_workers(worker_group)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Return the state of the ranks; use up all restarts if another one would not help."""

@@ -127,8 +127,8 @@ def first_cause(scratch: Path, codes: Mapping[int, int], hang: str | None) -> Ca
     silent = _silent(codes, reports)
     if silent and not killed and (first is None or first["echo"]):
         ranks = ", ".join(map(str, silent))
-        how = f" with exit code {codes[silent[0]]}" if silent[0] in codes else ""
-        return Cause(f"rank {ranks} exited during the run{how}, without reporting an error", Exit.FAILED)
+        how = f"exited during the run with exit code {codes[silent[0]]}, without reporting an error"
+        return Cause(f"rank {ranks} {how}", Exit.FAILED)
     if killed and not crashed:
         said = [f"rank {rank} was killed by {signal.Signals(-codes[rank]).name}" for rank in killed]
         return Cause("; ".join(said), Exit.FAILED)
