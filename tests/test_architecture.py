@@ -184,7 +184,7 @@ SMALL = {
     "contracts": 655,
     "data": 795,
     "hf": 860,
-    "launch": 1885,
+    "launch": 1925,
     "layout": 1148,
     "models": 690,
     "moe": 365,
@@ -196,7 +196,7 @@ SMALL = {
     "precision": 680,
     "recipe": 1710,
     "registry": 600,
-    "run": 2250,
+    "run": 2267,
     "script": 520,
     "watch": 391,
 }

@@ -104,13 +104,20 @@ def test_a_second_fit_goes_on_with_the_graph():
     assert made[0].replays == 4 * 3 - 2
 
 
+def test_only_steps_in_which_a_monitor_reads_its_taps_are_not_replayed():
+    """``health`` reads the first 20, and then every 20th."""
+    differ, replays = differences(case(monitor=[{"use": "health"}], run={"steps": 24}))
+    assert not differ
+    assert replays == 4 * 3 - 2
+
+
 def test_a_run_in_which_nothing_is_replayed_says_why():
-    monitor = [{"use": "health"}]
+    monitor = [{"use": "health", "every": 1}]
     with recorded_graphs() as made, capture_logs() as logs:
-        probe.train(case(monitor=monitor, run={"cuda_graphs": True, "steps": 12}), {})
+        probe.train(case(monitor=monitor, run={"cuda_graphs": True, "steps": 32}), {})
     assert not made[0].replays
     (said,) = [each for each in logs if each["event"] == "run.cuda_graphs has no effect"]
-    assert said["why"].endswith("in 10 steps: a monitor observes every step: raise run.log_every")
+    assert said["why"].endswith("in 30 steps: a monitor reads modules in every step: raise run.log_every")
 
 
 class PassedThrough:

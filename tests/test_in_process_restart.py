@@ -3,17 +3,21 @@
 import _thread
 import threading
 import time
-from multiprocessing import active_children
+from contextlib import contextmanager
 from random import Random
 
 import pytest
+import torch
 from command import nanotrain
 from test_memory_snapshots import LAYOUTS, RECIPE
 from test_run import SMALL
+from torch._subclasses import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.modules.module import register_module_forward_hook
 
 from nanotrain_core.errors import RecipeError
 from nanotrain_core.launch import process_groups
-from nanotrain_core.launch.rank_process import release
+from nanotrain_core.launch.process_state import ProcessState
 from nanotrain_core.recipe import load_recipe
 from nanotrain_core.testing.chaos.bench import Bench, Settings
 from nanotrain_core.testing.chaos.memory import KillInProcess
@@ -37,6 +41,7 @@ import threading
 import time
 
 import attrs
+import torch
 
 from nanotrain_core import hookimpl
 from nanotrain_core.component import Component
@@ -50,14 +55,16 @@ class Config:
     exits: bool = False
 
     busy: bool = False
-    """Whether rank 0 then sleeps, and rank 2 starts a thread that does."""
+    """Whether rank 0 then sleeps, and rank 2 leaves something in its process."""
+
+    leaves: str = "a thread"
 
 
 class Attempts(Monitor):
     every_step = True
 
     def __init__(self, config):
-        self.busy, self.exits = config.busy, config.exits
+        self.busy, self.exits, self.leaves = config.busy, config.exits, config.leaves
         self.first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
 
     def on_start(self, run):
@@ -78,7 +85,9 @@ class Attempts(Monitor):
             os.kill(os.getpid(), signal.SIGKILL)
         if self.busy and self.rank == 0:
             time.sleep(100)
-        if self.busy:
+        if self.busy and self.leaves == "no gradients":
+            torch.set_grad_enabled(False)
+        elif self.busy:
             threading.Thread(target=time.sleep, args=(100,), name="of a plugin", daemon=True).start()
 
 
@@ -115,10 +124,16 @@ def test_without_snapshots_the_checkpoint_is_resumed_and_nothing_of_the_old_engi
     assert "these ranks keep their processes: 0, 2\n" in err
 
 
-def test_a_rank_that_sleeps_is_interrupted_and_one_that_keeps_a_thread_is_replaced(run):
-    processes, _, err = run("monitor.0.busy=true")
+@pytest.mark.full_cases("no gradients")
+@pytest.mark.parametrize(
+    ("leaves", "named"),
+    [("a thread", "the thread of a plugin"), ("no gradients", "another value of grad mode")],
+    ids=["a thread", "no gradients"],
+)
+def test_a_rank_that_sleeps_is_interrupted_and_one_that_leaves_something_is_replaced(run, leaves, named):
+    processes, _, err = run("monitor.0.busy=true", f'monitor.0.leaves="{leaves}"')
     assert [before == after for before, after in processes] == [True, False, False]
-    assert "rank 2 gets a new process: its attempt has left the thread of a plugin\n" in err
+    assert f"rank 2 gets a new process: its attempt has left {named}\n" in err
 
 
 def test_by_default_all_ranks_get_new_processes_and_one_that_exits_while_others_are_busy_is_named(run):
@@ -141,21 +156,53 @@ def test_without_hang_detection_it_is_refused():
         load_recipe("laptop", overrides=["run.in_process_restart=true", "run.hang_timeout=0"])
 
 
+def hooks(module, args, output):
+    return None
+
+
+def default_dtype():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+SETTINGS = {
+    "grad mode": torch.no_grad,
+    "inference mode": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "anomaly detection": torch.autograd.detect_anomaly,
+    "the default dtype": contextmanager(default_dtype),
+    "function modes": lambda: torch.device("meta"),
+    "dispatch modes": FakeTensorMode,
+    "hooks on saved tensors": torch.autograd.graph.save_on_cpu,
+    "attention's kernels": lambda: sdpa_kernel(SDPBackend.MATH),
+    "hooks on all modules": lambda: register_module_forward_hook(hooks),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_setting_of_torch_that_an_interrupted_statement_has_left_is_found(name):
+    before = ProcessState()
+    with SETTINGS[name]():
+        assert before.left() == f"another value of {name}"
+    assert before.left() == ""
+
+
 def test_a_thread_that_ends_soon_is_waited_for():
-    before, done = [*threading.enumerate(), *active_children()], threading.Event()
+    before, done = ProcessState(), threading.Event()
     thread = threading.Thread(target=done.wait, args=(0.3,))
     thread.start()
-    assert release(before) == ""
+    assert before.left() == ""
     assert not thread.is_alive()
 
 
 def test_a_thread_of_cpp_that_python_has_seen_does_not_count():
-    before, done = [*threading.enumerate(), *active_children()], threading.Event()
+    before, done = ProcessState(), threading.Event()
     threads = threading.enumerate()
     _thread.start_new_thread(lambda: (threading.current_thread(), done.wait()), ())
     while threading.enumerate() == threads:
         time.sleep(0.01)
-    assert release(before) == ""
+    assert before.left() == ""
     done.set()
 
 

@@ -157,6 +157,37 @@ def test_statistics_are_those_of_plain_tensors():
     assert told["activations/max_abs/embed"] <= embedded.abs().max().item()
 
 
+class Selects(Monitor):
+    """Reads in the second of three steps, and fails in the third."""
+
+    every_step = True
+
+    def on_start(self, run):
+        self.step, self.asked, self.read = 0, [], []
+        run.tap(lambda name, output: self.read.append(self.step + 1), when=self.reads)
+
+    def reads(self):
+        self.asked.append(self.step + 1)
+        if self.step == 2:
+            raise ZeroDivisionError("planted")
+        return self.step == 1
+
+    def on_step(self, report):
+        self.step = report.step
+
+
+def test_a_tap_is_read_in_steps_that_its_monitor_selects_and_a_failure_ends_an_event_alone():
+    monitor = Selects()
+    case = Case("parallel", use="ddp", overrides={"batch": {"sequences": 4, "microbatch": 2}})
+    engine = make_engine(case, {"run": {"steps": 3, "log_every": 1, "strict_monitors": False}})
+    engine.events.monitors = [monitor]
+    with capture_logs() as logs:
+        engine.fit()
+    layers, microbatches = 2, 2
+    assert (monitor.asked, monitor.read) == ([1, 2, 3], [2] * layers * microbatches)
+    assert [each["monitor"] for each in logs if each["log_level"] == "error"] == ["Selects.on_before_update"]
+
+
 def test_the_sentinels_are_the_first_the_middle_and_the_last_layer():
     case = Case("parallel", use="ddp", overrides={"model": {"layers": 5}})
     assert look(case, {"run": {"steps": 1}})[1] == ["layers.0", "layers.2", "layers.4"]

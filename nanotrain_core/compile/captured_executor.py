@@ -36,7 +36,7 @@ T = TypeVar("T")
 #: Microbatches that run eagerly before one is captured: layers are compiled, libraries choose kernels.
 WARM_UP = 2
 #: Steps without a replay after which a warning is logged.
-PATIENCE = 10
+PATIENCE = 30
 
 _log = structlog.get_logger()
 
@@ -222,7 +222,7 @@ class CapturingExecutor(Executor):
 
     def _can_replay(self, number: int) -> bool:
         if self.passes.observed or self.passes.eager:
-            self._why = "a monitor observes every step: raise run.log_every"
+            self._why = "a monitor reads modules in every step: raise run.log_every"
         elif number == len(self._microbatches) - 1 and self._last_is_eager:
             self._why = "a step's last microbatch, during which gradients are reduced, is its only one"
         elif _shapes(self._microbatches[number]) != self._shapes:

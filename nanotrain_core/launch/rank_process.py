@@ -13,7 +13,8 @@ transport of its own or in an NCCL collective, is interrupted: by a signal to it
 aborting NCCL's communicators, which ends kernels that wait for the dead rank with undefined results. The
 signal comes first, so that the main thread executes nothing after them. Snapshots and checkpoints of such a
 step are never used, as the dead rank has none. A process that does not end its attempt in time, or keeps
-threads of it, is replaced like a dead one: a restart is never worse than with new processes.
+threads or a setting of it (:mod:`~nanotrain_core.launch.process_state`), is replaced like a dead one: a
+restart is never worse than with new processes.
 
 Source of the idea: the in-process restart of NVIDIA's Resiliency Extension (nvidia-resiliency-ext), which
 restarts a training function in the processes that survive.
@@ -23,13 +24,11 @@ from __future__ import annotations
 
 import faulthandler
 import gc
-import multiprocessing
 import os
 import queue
 import signal
 import threading
 import time
-from collections.abc import Collection
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FrameType
@@ -41,6 +40,7 @@ from nanotrain_core.launch.cause import AttemptEnded, exit_code_of, leave_failur
 from nanotrain_core.launch.cuda import survive_aborts
 from nanotrain_core.launch.environment import Ranks
 from nanotrain_core.launch.process_groups import abort_process_groups
+from nanotrain_core.launch.process_state import THREADS, ProcessState
 from nanotrain_core.launch.worker import Job
 from nanotrain_core.run import log
 from nanotrain_core.run.owner import is_alive
@@ -52,8 +52,6 @@ from nanotrain_core.watch.progress import FAILED, START, Progress
 DONE, LEFT, LEAVE = "done", "left", "leave"
 #: Seconds for a rank to notice by itself that another one is gone, before its main thread is interrupted.
 NOTICE = 1.0
-#: Seconds for an attempt's threads to end, after which its process is not used again.
-THREADS = 2.0
 ENDED = "another rank is gone, and the launcher ends the attempt"
 #: Interrupts the main thread.
 INTERRUPT = signal.SIGUSR1
@@ -92,6 +90,8 @@ class RankProcess:
         self.inbox: queue.SimpleQueue[dict[str, str] | None] = queue.SimpleQueue()
         self.progress = Progress()
         """Of the attempt."""
+        self.before: ProcessState | None = None
+        """Before the first attempt."""
         self._within = self._asked = False
         """Whether there is an attempt, and whether it is to end."""
         self._left = threading.Event()
@@ -106,7 +106,6 @@ class RankProcess:
         assert ranks is not None
         assert job.scratch is not None
         scratch, pid = Path(job.scratch), Path(job.scratch, f"pid-{ranks.rank}")
-        before = [*threading.enumerate(), *multiprocessing.active_children()]
         end_on_sigterm()  # until training handles signals
         signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell ignores it
@@ -114,6 +113,7 @@ class RankProcess:
         self.progress = Progress()
         if job.in_process_restart:
             job = attrs.evolve(job, process=self)
+            self.before = self.before or ProcessState()
             signal.signal(INTERRUPT, self._interrupted)
         try:
             self._within = True
@@ -141,7 +141,8 @@ class RankProcess:
         with open(os.devnull, "w") as nowhere:
             # A destructor may wait for a collective that no rank will end, without giving way to a thread.
             faulthandler.dump_traceback_later(2 * THREADS, exit=True, file=nowhere)
-            left = release(before)
+            assert self.before is not None
+            left = release(self.before)
             faulthandler.cancel_dump_traceback_later()
         if left:
             log.say(f"rank {ranks.rank} gets a new process: its attempt has left {left}", level="warning")
@@ -189,14 +190,9 @@ def _end_on_signals() -> None:
         signal.signal(number, signal.SIG_DFL)
 
 
-def release(before: Collection[object]) -> str:
-    """Free what an attempt has left in this process; return what cannot be: a thread or a child process.
-
-    Args:
-        before: the threads and child processes that were there before it.
-    """
+def release(before: ProcessState) -> str:
+    """Free what an attempt has left in this process; return what cannot be, such as a thread; or ""."""
     import torch
-    import torch.distributed as dist
 
     try:
         torch._dynamo.reset()  # compiled code, which refers to modules and process groups
@@ -207,20 +203,4 @@ def release(before: Collection[object]) -> str:
             torch.accelerator.empty_cache()
     except Exception as problem:  # the device is unusable
         return describe(problem)
-    until = time.monotonic() + THREADS
-    while left := [thread for thread in threading.enumerate() if thread not in before and _ends(thread)]:
-        if time.monotonic() > until:
-            return f"the thread {left[0].name}"
-        left[0].join(0.05)
-    if dist.is_initialized():
-        return "its process groups"
-    children = [child.name for child in multiprocessing.active_children() if child not in before]
-    return f"the process {children[0]}" if children else ""
-
-
-def _ends(thread: threading.Thread) -> bool:
-    """Return whether a thread belongs to an attempt: not one of C++, of Inductor's workers or of tqdm."""
-    target = getattr(thread, "_target", None)
-    module = getattr(target, "__module__", "") or ""
-    own = module.startswith("torch._inductor") or type(thread).__module__.startswith("tqdm")
-    return not own and not isinstance(thread, threading._DummyThread)
+    return before.left()

@@ -5,7 +5,7 @@ A tap is a forward hook. ``torch.compile`` is applied to a module's ``forward``,
 tap on a compiled layer runs between graphs and leaves them unchanged; modules inside a graph cannot be
 tapped, since their hooks would be traced. Function calls are observed inside a graph, too: see
 :mod:`~nanotrain_core.run.call_taps`. A recomputation, for activation checkpointing, is not observed
-again. In steps that are not logged a tap costs one Python call that returns immediately.
+again. In steps in which it is not read a tap costs one Python call that returns immediately.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
+import attrs
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
@@ -34,6 +35,17 @@ from nanotrain_core.run.monitor_collectives import MonitorCollectives
 Observer = Callable[[str, Any], None]
 #: Returns whether a monitor reads its taps in the current step.
 When = Callable[[], bool]
+
+
+@attrs.define(eq=False)
+class Tap:
+    """What one call of :meth:`Taps.add` or :meth:`Taps.add_calls` has registered."""
+
+    owner: int
+    """The monitor's index in the run."""
+    when: When
+    on: bool = False
+    """Whether it is read in the current step."""
 
 
 class Taps:
@@ -66,10 +78,9 @@ class Taps:
             for inner, _ in module.named_modules()
             if inner
         }
-        self.on = False
-        """Whether the current step is observed."""
         self.left_out: Collection[int] = ()
         """Monitors, by their index in the run, whose taps are no longer called."""
+        self._taps: list[Tap] = []
         self._handles: list[RemovableHandle] = []
         self._calls: list[CallTaps] = []
 
@@ -95,7 +106,7 @@ class Taps:
                 head's is the sum of its microbatch's losses, which depends on how a batch is divided.
             modules: names or patterns, ``layers.*.attn``; by default the first, middle and last layer.
             compiled: reject modules inside compiled layers; False omits them.
-            when: whether to call ``look``, evaluated in each forward pass of a logged step: for a monitor
+            when: whether to call ``look``, evaluated before the passes of each logged step: for a monitor
                 that reads only some steps.
 
         Returns:
@@ -105,8 +116,9 @@ class Taps:
             PluginError: nothing has such a name on any rank, or it is inside a compiled layer.
         """
         found = self._found(mesh, modules, compiled=compiled)
+        tap = self._new(owner, when)
         for name, module in self._own(found):
-            hook = self._hook(owner, name, look, when)
+            hook = self._hook(tap, name, look)
             self._handles.append(module.register_forward_hook(hook))
         return found
 
@@ -144,6 +156,7 @@ class Taps:
             raise PluginError(f"models call no function '{function}'{did_you_mean(function, known)}")
         found = self._found(mesh, modules)
         inside: list[str] = []
+        tap = self._new(owner, when)
 
         def enter(name: str, *_: Any) -> None:
             inside.append(name)
@@ -152,7 +165,7 @@ class Taps:
             inside.pop()
 
         def tell(*args: Any) -> None:
-            if inside and self.on and when() and not self.passes.in_backward:
+            if inside and tap.on and not self.passes.in_backward:
                 given = (x.detach() if isinstance(x, torch.Tensor) else x for x in args)
                 self._call(owner, look, inside[-1], *given)
 
@@ -194,27 +207,36 @@ class Taps:
         wanted = {*names}
         yield from (named for named in self.modules if named[0] in wanted)
 
+    def _new(self, owner: int, when: When) -> Tap:
+        self._taps.append(Tap(owner, when))
+        return self._taps[-1]
+
     @contextmanager
-    def observing(self, on: bool) -> Iterator[None]:
-        """Observe the modules that run within the block, if ``on``."""
-        self.on, self.passes.observed = on, on and bool(self._handles)
+    def observing(self, logged: bool) -> Iterator[None]:
+        """In a logged step, observe the modules that run within the block, for monitors that read them."""
+        for tap in self._taps:
+            tap.on = logged and bool(self._call(tap.owner, tap.when))
+        self.passes.observed = any(tap.on for tap in self._taps)
         try:
             yield
         finally:
-            self.on = self.passes.observed = False
+            self.passes.observed = False
+            for tap in self._taps:
+                tap.on = False
 
     def remove(self) -> None:
         """Remove all taps."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._taps.clear()
         while self._calls:
             self._calls.pop().restore()
 
-    def _hook(self, owner: int, name: str, look: Observer, when: When) -> Callable[..., None]:
+    def _hook(self, tap: Tap, name: str, look: Observer) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if self.on and when() and not self.passes.in_backward:
-                self._look(owner, name, look, output)
+            if tap.on and not self.passes.in_backward:
+                self._look(tap.owner, name, look, output)
 
         return hook
 
@@ -223,15 +245,17 @@ class Taps:
         self._call(owner, look, name, first.detach() if isinstance(first, torch.Tensor) else first)
 
     @torch.no_grad()
-    def _call(self, owner: int, look: Callable[..., None], *args: Any) -> None:
+    def _call(self, owner: int, function: Callable[..., Any], *args: Any) -> Any:
+        """Return what a monitor's function returns; None if it fails, or the monitor did before."""
         assert self.collectives is not None
         if owner in self.left_out:
-            return
+            return None
         self.collectives.forbidden = "while it looks at a module, where ranks are at different places"
         try:
-            look(*args)
+            return function(*args)
         except Exception as problem:
             self.fail(owner, problem)
+            return None
         finally:
             self.collectives.forbidden = ""
 
