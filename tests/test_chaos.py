@@ -94,6 +94,13 @@ def test_is_refused(tmp_path, capsys, monkeypatch, words, text):
     assert text in capsys.readouterr().err
 
 
+def test_a_row_that_needs_more_ranks_says_so_and_a_matrix_without_rows_is_no_success(tmp_path, capsys):
+    (tmp_path / "small.toml").write_text(RECIPE)
+    assert main(["chaos", str(tmp_path / "small.toml"), "--only", "in-process"]) == 1
+    text = "28 in-process restart: kill -9 a random rank: not run here: needs 2 ranks (--nproc)"
+    assert text in capsys.readouterr().out
+
+
 def test_a_checkpoint_without_a_listing_is_found_where_it_was_announced(tmp_path):
     recipe, plugin = mine(tmp_path, "every")
     bench = Bench(Settings(recipe=recipe, plugins=(plugin,), every=2), tmp_path / "runs")

@@ -75,4 +75,5 @@ def run(args: argparse.Namespace) -> int:
         print(f"not run here: {what}: {why}")
     if args.markdown:
         Path(args.markdown).write_text(markdown(tried) + "\n", encoding="utf-8")
-    return 0 if all(row.survived == len(row.outcomes) for row in tried) else 1
+    survived = all(row.survived == len(row.outcomes) for row in tried)
+    return 0 if tried and survived else 1

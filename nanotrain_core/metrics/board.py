@@ -27,6 +27,9 @@ from nanotrain_core.metrics.report import Histogram, MetricsReport
 from nanotrain_core.metrics.table import Table
 from nanotrain_core.metrics.tensor_statistics import histogram
 
+#: Sets of names whose declarations are kept: those of a step in which tensors are read, of an evaluation.
+MOST_KEPT = 64
+
 _CORE = Names(CORE)
 
 
@@ -90,6 +93,8 @@ class Board:
         """For each value's name, the published name: for statistics a name with ``{statistic}``."""
         self._metrics: dict[str, Metric] = {}
         """The declaration of each value of the table."""
+        self._metrics_by_names: dict[tuple[tuple[str, ...], frozenset[str]], Mapping[str, Metric]] = {}
+        """What :meth:`_metrics_of` has returned."""
         self.gathered: dict[str, Gathered] = {}
         self._any_new = False
         """Whether a name has been published since the last logged step that had no position then."""
@@ -197,18 +202,33 @@ class Board:
             rest = self._reduce(added, sent.news, [0.0] * (1 + count)).tolist()
             new_values, new_histograms = self._decode(added, rest[1 + count :], failed)
             values, histograms = values | new_values, histograms | new_histograms
-        said = {name: metric for name, (_, metric) in texts.items()}
-        metrics = self._metrics | said if said else self._metrics
         published = frozenset([*values, *histograms, *texts])
         return MetricsReport(
             step=sent.step,
             values={**sent.values, **values},
             histograms=histograms,
             texts={name: text for name, (text, _) in texts.items()},
-            metrics={**_declared(*sent.values), **{name: metrics[name] for name in published}},
+            metrics=self._metrics_of(tuple(sent.values), published, texts),
             failed={self.owners[n]: int(ranks[n]) for n in sorted(failed)},
             published=published,
         )
+
+    def _metrics_of(
+        self,
+        core: tuple[str, ...],
+        published: frozenset[str],
+        texts: Mapping[str, tuple[str, Metric]],
+    ) -> Mapping[str, Metric]:
+        """Return the declarations of a report's names. Most steps have the names of an earlier one."""
+        found = None if texts else self._metrics_by_names.get((core, published))
+        if found is None:
+            known = self._metrics | {name: metric for name, (_, metric) in texts.items()}
+            found = {**_declared(*core), **{name: known[name] for name in published}}
+            if len(self._metrics_by_names) == MOST_KEPT:
+                self._metrics_by_names.clear()
+            if not texts:
+                self._metrics_by_names[core, published] = found
+        return found
 
     def _agree(self, sent: Sent) -> tuple[Table, dict[str, tuple[str, Metric]]]:
         """Gather new names and texts, assign positions to the names, and return both. Collective.

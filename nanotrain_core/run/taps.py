@@ -207,6 +207,13 @@ class Taps:
         wanted = {*names}
         yield from (named for named in self.modules if named[0] in wanted)
 
+    def _is_read(self, tap: Tap) -> bool:
+        try:
+            return tap.owner not in self.left_out and tap.when()
+        except Exception as problem:
+            self.fail(tap.owner, problem)
+            return False
+
     def _new(self, owner: int, when: When) -> Tap:
         self._taps.append(Tap(owner, when))
         return self._taps[-1]
@@ -215,7 +222,7 @@ class Taps:
     def observing(self, logged: bool) -> Iterator[None]:
         """In a logged step, observe the modules that run within the block, for monitors that read them."""
         for tap in self._taps:
-            tap.on = logged and bool(self._call(tap.owner, tap.when))
+            tap.on = logged and self._is_read(tap)
         self.passes.observed = any(tap.on for tap in self._taps)
         try:
             yield
@@ -245,17 +252,15 @@ class Taps:
         self._call(owner, look, name, first.detach() if isinstance(first, torch.Tensor) else first)
 
     @torch.no_grad()
-    def _call(self, owner: int, function: Callable[..., Any], *args: Any) -> Any:
-        """Return what a monitor's function returns; None if it fails, or the monitor did before."""
+    def _call(self, owner: int, look: Callable[..., None], *args: Any) -> None:
         assert self.collectives is not None
         if owner in self.left_out:
-            return None
+            return
         self.collectives.forbidden = "while it looks at a module, where ranks are at different places"
         try:
-            return function(*args)
+            look(*args)
         except Exception as problem:
             self.fail(owner, problem)
-            return None
         finally:
             self.collectives.forbidden = ""
 

@@ -57,9 +57,8 @@ def try_rows(
     """Run each row ``repeat`` times; ``tell`` a line about each."""
     tried = []
     for row in rows:
-        if bench.settings.ranks < row.least_ranks:
-            continue
-        if why := row.not_here(bench):
+        few = f"needs {row.least_ranks} ranks (--nproc)" if bench.settings.ranks < row.least_ranks else ""
+        if why := few or row.not_here(bench):
             tell(f"{row.number:>4} {row.name}: not run here: {why}")
             continue
         tried.append(Tried(row))

@@ -5,14 +5,12 @@ Each rank writes its operand to a buffer that all ranks can read, waits at a bar
 turn: a rank that arrives at a barrier has read all that was written before the previous one, so the buffer
 used before that is free. Tensors larger than a buffer are processed in pieces.
 
-Every rank adds in the same order, so that results are bitwise equal on all ranks: in the order of ranks, or
-for metrics in that of gloo's all-reduce, so that their last bits do not depend on the transport.
+Every rank adds in the same order, so that results are bitwise equal on all ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 
 import torch
 import torch.distributed as dist
@@ -22,6 +20,8 @@ from nanotrain_cpu.shared_memory import add_up, map_for_all
 
 #: Bytes of one buffer: what a core keeps in its second-level cache.
 BUFFER = 2**20
+#: Lengths for which views of the buffers are kept: a model has few, but numbers of routed tokens vary.
+MOST_VIEWS = 256
 
 
 class HostCollectives:
@@ -31,6 +31,8 @@ class HostCollectives:
         """``buffers``: two rows [2, BUFFER] of bytes for every rank."""
         self.buffers, self.rank, self.meeting = buffers, rank, meeting
         self._turn = 0
+        self._rows: dict[tuple[int, int, torch.dtype], list[torch.Tensor]] = {}
+        """Views of the buffers, by turn, length and dtype: each takes microseconds to make."""
 
     @classmethod
     def open(cls, group: dist.ProcessGroup, timeout: float) -> HostCollectives | None:
@@ -76,9 +78,13 @@ class HostCollectives:
         """
         if sums.dtype != most.dtype or sums.nbytes + most.nbytes > BUFFER:
             return False
-        both_RN = torch.stack(self._swap(torch.cat([sums.reshape(-1), most.reshape(-1)])))
-        sums.copy_(add_as_gloo(both_RN[:, : sums.numel()]).view_as(sums))
-        most.copy_(both_RN[:, sums.numel() :].amax(0).view_as(most))
+        count = sums.numel()
+        rows = self._turn_of(count + most.numel(), sums.dtype)
+        torch.cat([sums.reshape(-1), most.reshape(-1)], out=rows[self.rank])
+        self.meeting.meet()
+        both_RN = torch.stack(rows)
+        sums.copy_(both_RN[:, :count].sum(0).view_as(sums))
+        most.copy_(both_RN[:, count:].amax(0).view_as(most))
         return True
 
     def reduce_scatter(self, shares: torch.Tensor) -> torch.Tensor:
@@ -105,32 +111,19 @@ class HostCollectives:
 
     def _swap(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return every rank's ``flat``, which must fit a buffer: views, valid until the second next swap."""
-        bytes_used = flat.numel() * flat.element_size()
-        rows = [buffer[self._turn, :bytes_used].view(flat.dtype) for buffer in self.buffers]
-        self._turn = 1 - self._turn
+        rows = self._turn_of(flat.numel(), flat.dtype)
         rows[self.rank].copy_(flat)
         self.meeting.meet()
         return rows
 
-
-def add_as_gloo(rows_RN: torch.Tensor) -> torch.Tensor:
-    """Return the sum [N] of the rows of R ranks, bitwise as gloo's ring all-reduce returns it.
-
-    A ring has a chunk for every rank, of two equal segments. The sum of chunk c begins on rank c - 1 and goes
-    down the ranks to c. Tensors of more than 1 MiB have more segments.
-    """
-    ranks, count = rows_RN.shape
-    width = 2 * -(-count // (2 * ranks))
-    padded = torch.nn.functional.pad(rows_RN, (0, ranks * width - count))
-    total: torch.Tensor
-    total, *rest = padded.view(ranks, ranks, width)[_order(ranks)]
-    for chunks in rest:
-        total += chunks
-    return total.view(-1)[:count]
-
-
-@lru_cache(maxsize=16)
-def _order(ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the indices, of ranks and of chunks, of what is added in turn."""
-    chunks = torch.arange(ranks)
-    return (chunks - 1 - chunks[:, None]) % ranks, chunks
+    def _turn_of(self, count: int, dtype: torch.dtype) -> list[torch.Tensor]:
+        """Return the beginning, ``count`` numbers, of every rank's buffer of the next turn."""
+        self._turn = 1 - self._turn
+        key = self._turn, count, dtype
+        found = self._rows.get(key)
+        if found is None:
+            if len(self._rows) == MOST_VIEWS:
+                self._rows.clear()
+            end = count * dtype.itemsize
+            found = self._rows[key] = [buffer[self._turn, :end].view(dtype) for buffer in self.buffers]
+        return found

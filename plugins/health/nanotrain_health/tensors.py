@@ -53,7 +53,7 @@ class Tensors(Watcher):
             scene.metrics.placed("updates/parameters/norm/{parameter}", changes)
         moments = [x for x, p in scene.run.optimizer_state(*SLOTS) if self._measured(p)]
         if moments:
-            norms = torch.stack([each.double() for each in torch._foreach_norm(moments)])
+            norms = torch.stack(torch._foreach_norm(moments))
             scene.metrics.scalar("optimizer/nonfinite", norms.isfinite().logical_not_().sum())
 
     def _masters(self) -> list[tuple[torch.Tensor, Placement]]:

@@ -84,7 +84,6 @@ THROUGHPUT: tuple[Metric, ...] = (
     ),
 )
 
-_memory = partial(of_ranks, unit="MiB", group="memory")
 FULL = partial(Rule, warn_above=0.9, bad_above=0.95)
 LESS = "use a smaller batch.microbatch, activation checkpointing (recompute), or shard more"
 #: MiB a step. Fragments of memory that experts with other numbers of rows in each step leave behind grow by
@@ -94,6 +93,12 @@ GROWS = 2.0
 #: Logged steps from one report of every rank's memory, and of what holds it, to the next; the last step has
 #: one, too.
 RANKS_EVERY = 10
+
+#: Logged steps from one report of what is in use to the next, in the same way: each value of a rank takes a
+#: place for every rank in what all ranks reduce.
+USE_EVERY = 5
+
+_memory = partial(of_ranks, unit="MiB", group="memory", every=USE_EVERY)
 
 MEMORY: tuple[Metric, ...] = (
     Metric(
@@ -129,7 +134,8 @@ MEMORY: tuple[Metric, ...] = (
         unit="1",
         group="memory",
         reduce="sum",
-        summary="times that torch's allocator emptied its cache since the last logged step, all ranks",
+        every=USE_EVERY,
+        summary="times that torch's allocator emptied its cache since the last report, all ranks",
         rule=Rule(warn_above=0.0, high=f"the device is full: each retry waits for it to become idle; {LESS}"),
     ),
     *_memory("memory/weights", "memory of the model's parts on a rank, including buffers", every=RANKS_EVERY),
@@ -146,6 +152,7 @@ MEMORY: tuple[Metric, ...] = (
         unit="1",
         group="memory",
         reduce="max",
+        every=USE_EVERY,
         summary="fraction of the host's memory, or of the cgroup's limit, in use by all programs",
         rule=FULL(
             high="the host is almost out of memory and may kill a rank: use fewer workers, less offload, "
@@ -156,6 +163,7 @@ MEMORY: tuple[Metric, ...] = (
         "memory/host_growth",
         "growth of a rank's host memory per step, robust to single jumps",
         unit="MiB/step",
+        every=1,
         rule=Rule(
             warn_above=GROWS,
             bad_above=2 * GROWS,
@@ -167,6 +175,7 @@ MEMORY: tuple[Metric, ...] = (
         "memory/device_growth",
         "growth of tensor memory on the device per step, at the same point of each step",
         unit="MiB/step",
+        every=1,
         rule=Rule(
             warn_above=GROWS,
             bad_above=2 * GROWS,

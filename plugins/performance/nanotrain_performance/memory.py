@@ -10,7 +10,7 @@ from nanotrain_core.api import Bins
 from nanotrain_core.api.torch import EndReport, Monitor, RunInfo, StepReport, UpdateReport
 from nanotrain_performance import MemoryConfig, host
 from nanotrain_performance.accounts import weight_bytes
-from nanotrain_performance.declared import RANKS_EVERY
+from nanotrain_performance.declared import RANKS_EVERY, USE_EVERY
 from nanotrain_performance.windows import Growth
 
 MiB = 2**20
@@ -23,7 +23,7 @@ PEAKS = ("allocated_peak", "host_peak")
 
 
 class Memory(Monitor):
-    """Reads memory in every step to detect growth; publishes allocator and system counts in logged ones."""
+    """Reads memory in every step to detect growth; publishes allocator and system counts in some of them."""
 
     reads_weights = False
 
@@ -70,13 +70,23 @@ class Memory(Monitor):
         self.accounted += 1
 
     def on_step(self, report: StepReport) -> None:
-        """Publish in every logged step; look at what hardly changes once a second."""
+        """Publish growth in every logged step, all other values in some."""
         if self.accounts and (self.accounted == 1 or not self.accounts["optimizer"]):
             self.accounts["optimizer"] = self.run.optimizer_device_bytes()  # there is none before an update
         if self.resident is not None:
             self._put("host_growth", self.on_host.per_step)
         if self.total:
             self._put("device_growth", self.on_device.per_step)
+        if self.reported % USE_EVERY == 0 or report.step == self.run.steps:
+            self._in_use()
+        if self.reported % RANKS_EVERY == 0 or report.step == self.run.steps:
+            for name, size in self.accounts.items():
+                self._put(name, size / MiB)
+            self._ranks()
+        self.reported += 1
+
+    def _in_use(self) -> None:
+        """Publish what is in use; read it again if the last reading is a second old."""
         now = time.monotonic()
         if now - self.looked >= OFTEN:
             self.looked = now
@@ -87,11 +97,6 @@ class Memory(Monitor):
             self._put(name, value)
         if self.in_use is not None:
             self.run.metrics.scalar("memory/host_fraction", self.in_use)
-        if self.reported % RANKS_EVERY == 0 or report.step == self.run.steps:
-            for name, size in self.accounts.items():
-                self._put(name, size / MiB)
-            self._ranks()
-        self.reported += 1
 
     def on_end(self, report: EndReport) -> None:
         """Close what is open."""

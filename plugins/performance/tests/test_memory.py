@@ -100,7 +100,7 @@ def names_of_steps():
     tell every rank's memory."""
     case = Case("monitor", use="memory", topology={"dp": 2}, overrides={"parallel": [{"use": "summed"}]})
     published = Published()
-    engine = make_engine(case, {"run": {"steps": 6}, "monitor": [{"use": "memory"}]}, callbacks=[published])
+    engine = make_engine(case, {"run": {"steps": 7}, "monitor": [{"use": "memory"}]}, callbacks=[published])
     with pytest.MonkeyPatch.context() as patched:
         ticks = iter(range(0, 1000, 2 if engine.run.mesh.rank else 1))
         patched.setattr(memory, "time", SimpleNamespace(monotonic=lambda: 0.3 * next(ticks)))
@@ -110,13 +110,13 @@ def names_of_steps():
 
 def test_ranks_publish_in_the_same_steps_whatever_their_clocks():
     told, with_ranks = run_ranks(names_of_steps, 2)[0]
-    assert len(told) >= 6
+    assert len(told) >= 7
     assert {"memory/host/rank", "memory/weights/max", "memory/optimizer/mean"} <= told[0]
     accounts = {name for name in told[0] if name.split("/")[1] in ("weights", "gradients", "optimizer")}
     assert len(accounts) == 12
-    others = told[0] - accounts
-    assert told[:6] == [told[0], *[others] * 4, told[0]]
-    assert with_ranks == [1, 6]  # the last one, too
+    growth = {f"memory/host_growth/{over}" for over in ("max", "mean", "median", "rank")}
+    assert told[:7] == [told[0], *[growth] * 4, told[0] - accounts, told[0]]
+    assert with_ranks == [1, 7]  # the last one, too
 
 
 def test_state_that_appears_with_the_first_update_is_counted_then():
