@@ -8,6 +8,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 from structlog.testing import capture_logs
 
 from nanotrain_core.builtin.configs import JsonlConfig, SampleConfig
@@ -52,6 +53,23 @@ def test_samples_are_kept_in_the_folder(tmp_path, monkeypatch, capsys):
     sample._write(3)
     (row,) = map(json.loads, (tmp_path / "samples.jsonl").read_text().splitlines())
     assert (row["step"], row["prompt"], row["text"]) == (3, "def ", "def f():\né")
+
+
+def test_a_sample_ends_with_its_document(tmp_path, capsys):
+    """The most likely token is the last one's successor, and 5 ends a document."""
+    codec = SimpleNamespace(separator=5)
+    data = SimpleNamespace(encode=lambda text: [1], decode=str, tokenizer_alone=lambda: codec)
+    successors = torch.eye(8).roll(1, 1)
+    run = SimpleNamespace(rank=0, folder=tmp_path, data=data, steps=9, length=4, device="cpu")
+    run.logits = lambda tokens: successors[tokens]
+    for data.tokenizer_alone, expected in (
+        (lambda: codec, "[1, 2, 3, 4]"),
+        (lambda: SimpleNamespace(separator=None), "[1, 2, 3, 4, 5, 6]"),
+    ):
+        sample = Sample(SampleConfig(prompt="a", tokens=5, temperature=0.0))
+        sample.on_start(run)
+        sample._write(3)
+        assert f"\n{expected}\n" in capsys.readouterr().out
 
 
 def test_a_prompt_that_is_no_text_of_the_data_leaves_samples_out(tmp_path, capsys):

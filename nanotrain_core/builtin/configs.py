@@ -168,7 +168,7 @@ class SampleConfig:
     prompt: str = "\n"
     """Text that the model continues."""
     tokens: int = attrs.field(default=200, validator=Range(1, 1_000_000))
-    """Number of tokens to generate."""
+    """Number of tokens to generate, fewer if one of them ends the document."""
     temperature: float = attrs.field(default=0.8, validator=Range(0.0, 100.0))
     """Sampling temperature; 0 always takes the likeliest token."""
     every: int = attrs.field(default=0, validator=Range(0))

@@ -10,6 +10,7 @@ import torch
 
 from nanotrain_core.builtin.configs import SampleConfig
 from nanotrain_core.contracts import EndReport, Monitor, RunInfo, StepReport
+from nanotrain_core.data.codec import HasTokenizer
 from nanotrain_core.errors import DataError
 from nanotrain_core.models.sampling import draw
 
@@ -28,7 +29,11 @@ class Sample(Monitor):
         """Encode the prompt. If the data's tokens cannot encode it, report that and write nothing."""
         self.run, self.length = run, run.length or run.recipe.batch.length
         self.prompt: list[int] | None = None
+        self.end: int | None = None
+        """The token that ends a document, if known."""
         try:
+            if isinstance(run.data, HasTokenizer):
+                self.end = run.data.tokenizer_alone().separator
             self.prompt = run.data.encode(self.config.prompt) or [0]
         except DataError as problem:  # on all ranks alike
             if run.rank == 0:
@@ -62,7 +67,10 @@ class Sample(Monitor):
 
     @torch.no_grad()
     def _tokens(self, prompt: list[int], seed: int) -> list[int]:
-        """Return prompt and continuation. Each token costs a whole forward pass: there is no cache."""
+        """Return prompt and continuation, up to the end of the document.
+
+        Each token costs a whole forward pass: there is no cache. All ranks draw the same tokens.
+        """
         device, window = self.run.device, self.length
         generator = torch.Generator().manual_seed(seed)
         tokens = list(prompt)
@@ -70,5 +78,8 @@ class Sample(Monitor):
             context = (tokens[-window:] + [0] * window)[:window]  # causal: padding does not affect it
             logits = self.run.logits(torch.tensor([context], device=device))
             last = logits[0, min(len(tokens), window) - 1]
-            tokens.append(draw(last, generator, temperature=self.config.temperature))
+            token = draw(last, generator, temperature=self.config.temperature)
+            if token == self.end:
+                break
+            tokens.append(token)
         return tokens
