@@ -44,7 +44,7 @@ from nanotrain_core.launch.process_state import THREADS, ProcessState
 from nanotrain_core.launch.worker import Job
 from nanotrain_core.run import log
 from nanotrain_core.run.owner import is_alive
-from nanotrain_core.run.stop import ENDING, end_on_sigterm, heeded
+from nanotrain_core.run.stop import ENDING, end_on_sigterm, handle_ending
 from nanotrain_core.watch.progress import FAILED, START, Progress
 
 #: Messages between the launcher and a rank: a rank has returned from its job; it has ended an attempt that
@@ -122,13 +122,13 @@ class RankProcess:
             end = job.run(ranks)
             self._within = False
             self._left.set()
-            _end_on_signals()
+            handle_ending(signal.SIG_DFL)  # outside an attempt there is nothing to end in order
             pid.unlink(missing_ok=True)
             return DONE, end
         except BaseException as problem:
             self._within = False
             self._left.set()
-            _end_on_signals()
+            handle_ending(signal.SIG_DFL)
             echo, code = leave_failure(scratch, ranks.rank, problem), exit_code_of(problem)
             # Errors of files and sockets are this rank's own, even with the text of a connection's end.
             kept = job.in_process_restart and echo and not isinstance(problem, OSError)
@@ -182,12 +182,6 @@ class RankProcess:
         elif self._within:
             self._within = False
             raise AttemptEnded(ENDED)
-
-
-def _end_on_signals() -> None:
-    """Let signals end this process: outside an attempt there is nothing to end in order."""
-    for number in {*ENDING} & {*heeded()}:
-        signal.signal(number, signal.SIG_DFL)
 
 
 def release(before: ProcessState) -> str:

@@ -7,11 +7,11 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from types import FrameType
-from typing import Literal
+from typing import Any, Literal
 
 import attrs
 import structlog
@@ -68,17 +68,21 @@ class Rollback:
     """A human-readable reason, for the log."""
 
 
+def handle_ending(handler: Callable[[int, FrameType | None], Any] | signal.Handlers) -> None:
+    """Handle the signals of :data:`ENDING` that are heeded."""
+    for number in {*ENDING} & {*heeded()}:
+        signal.signal(number, handler)
+
+
 def end_on_sigterm() -> None:
     """End this process immediately on SIGTERM or SIGHUP while it has no training step to finish."""
 
     def end(number: int, frame: FrameType | None) -> None:
-        for each in {*ENDING} & {*heeded()}:
-            signal.signal(each, signal.SIG_IGN)  # already being handled
+        handle_ending(signal.SIG_IGN)  # already being handled
         name = signal.Signals(number).name
         raise Preempted(f"ended by {name} outside of a training step: only complete checkpoints remain")
 
-    for number in {*ENDING} & {*heeded()}:
-        signal.signal(number, end)
+    handle_ending(end)
 
 
 def keep_code(code: int) -> int:
@@ -88,8 +92,7 @@ def keep_code(code: int) -> int:
     a handler is gone before the interpreter is, and a second SIGTERM would then end it with another code.
     """
     if threading.current_thread() is threading.main_thread():
-        for number in {*ENDING} & {*heeded()}:
-            signal.signal(number, signal.SIG_IGN)
+        handle_ending(signal.SIG_IGN)
     return code
 
 
