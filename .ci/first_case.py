@@ -1,4 +1,4 @@
-"""A pytest plugin: of each file of tests the first case of its first two test functions.
+"""A pytest plugin: of each file of tests the first case of its first test function.
 
 For plugins installed alone from their wheels: what fails there, and not in the checkout, is an import, or a
 file that the wheel lacks, which most tests need. All tests have run in the checkout before, where
@@ -9,19 +9,13 @@ from __future__ import annotations
 
 import pytest
 
-#: Test functions of a file.
-FUNCTIONS = 2
-
 
 @pytest.hookimpl(trylast=True)  # after cases that a marker leaves out
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep the first case of the first test functions of each file."""
-    first: dict[str, dict[str, pytest.Item]] = {}
+    """Keep the first case of the first test function of each file."""
+    first: dict[str, pytest.Item] = {}
     for item in items:
-        function = item.nodeid.partition("[")[0]
-        of_file = first.setdefault(function.partition("::")[0], {})
-        if len(of_file) < FUNCTIONS:
-            of_file.setdefault(function, item)
-    kept = {item for of_file in first.values() for item in of_file.values()}
+        first.setdefault(item.nodeid.partition("::")[0], item)
+    kept = {*first.values()}
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]

@@ -8,11 +8,13 @@ import resource
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 from structlog.testing import capture_logs
 
 from nanotrain_core.errors import Exit, FolderError, FolderLocked
+from nanotrain_core.launch.worker import share_folder
 from nanotrain_core.run import folder as folders
 from nanotrain_core.run.folder import LOOKS, RunFolder, hold_as_rank, stop_without
 from nanotrain_core.run.stop import StopRequest
@@ -63,6 +65,31 @@ def test_a_second_run_in_a_folder_is_told_who_owns_it():
         RunFolder.claim("a", folder="here", resume=True)
     assert caught.value.exit_code == Exit.LOCKED
     first.release()
+
+
+def test_a_claim_with_patience_waits_for_the_owner_to_end(capsys):
+    """As after the loss of a host, whose lock a shared file system keeps for a while."""
+    first = RunFolder.claim("a", folder="here")
+    threading.Timer(0.3, first.release).start()
+    RunFolder.claim("a", folder="here", resume=True, patience=20.0).release()
+    assert "is in use by another run" in (said := capsys.readouterr().err)
+    assert said.count("waiting up to 20 seconds for it to end") == 1
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_ranks_that_are_started_again_wait_for_the_lock_of_a_host_that_is_gone(again):
+    job = SimpleNamespace(claimed=None, folder="here", resume=None, scratch=None)
+    recipe = SimpleNamespace(run=SimpleNamespace(name="a", folder=None, timeout=300.0))
+    ranks, past = SimpleNamespace(rank=0, world_size=1), SimpleNamespace(folder=None, began=again)
+    first = RunFolder.claim("a", folder="here")
+    threading.Timer(0.3, first.release).start()
+    if not again:
+        with pytest.raises(FolderLocked):
+            share_folder(job, ranks, recipe, None, past)
+        return
+    path, claimed = share_folder(job, ranks, recipe, None, past)
+    assert str(path) == "here"
+    claimed.release()
 
 
 def test_the_lock_of_a_killed_run_is_free_again(tmp_path):

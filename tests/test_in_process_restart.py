@@ -196,6 +196,13 @@ def test_a_thread_that_ends_soon_is_waited_for():
     assert not thread.is_alive()
 
 
+def test_the_thread_that_fsspec_keeps_for_every_store_does_not_count():
+    before, done = ProcessState(), threading.Event()
+    threading.Thread(target=done.wait, name="fsspecIO", daemon=True).start()
+    assert before.left() == ""
+    done.set()
+
+
 def test_a_thread_of_cpp_that_python_has_seen_does_not_count():
     before, done = ProcessState(), threading.Event()
     threads = threading.enumerate()

@@ -81,8 +81,9 @@ class ProcessState:
 
 
 def _ends(thread: threading.Thread) -> bool:
-    """Return whether a thread belongs to an attempt: not one of C++, of Inductor's workers or of tqdm."""
+    """Return whether a thread belongs to an attempt: not one of C++, or that a library keeps for the process,
+    as Inductor, tqdm and fsspec do."""
     target = getattr(thread, "_target", None)
     module = getattr(target, "__module__", "") or ""
-    own = module.startswith("torch._inductor") or type(thread).__module__.startswith("tqdm")
-    return not own and not isinstance(thread, threading._DummyThread)
+    kept = module.startswith("torch._inductor") or type(thread).__module__.startswith("tqdm")
+    return not kept and thread.name != "fsspecIO" and not isinstance(thread, threading._DummyThread)

@@ -45,6 +45,9 @@ if TYPE_CHECKING:
 HAS_SAVED = "has-saved"
 #: Another file: the path of the run folder.
 FOLDER = "folder"
+#: Seconds for which a shared file system may keep the lock of a host that is gone: NFS version 4 does so for
+#: a lease, 90 seconds by default.
+LEASE = 120.0
 
 
 @attrs.define(frozen=True, kw_only=True)
@@ -329,7 +332,8 @@ def share_folder(
     def claim() -> str:
         folder = past.folder or job.folder or recipe.run.folder
         resume = job.resume is not None or past.began
-        locks.append(RunFolder.claim(recipe.run.name, folder=folder, resume=resume))
+        patience = min(LEASE, recipe.run.timeout / 2) if past.began else 0.0
+        locks.append(RunFolder.claim(recipe.run.name, folder=folder, resume=resume, patience=patience))
         return str(locks[0].path)
 
     path = str(broadcast_from_rank_0(claim, "folder", ranks, store))

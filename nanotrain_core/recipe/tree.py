@@ -101,14 +101,14 @@ class RunConfig:
     """Run folder. Unset: `runs/<name>`, then `runs/<name>-2` and so on, so that no run is overwritten."""
     log_every: int = attrs.field(default=1, validator=Range(1))
     """Steps between reports to monitors. Each report synchronizes the host with the device."""
-    timeout: float = attrs.field(default=300.0, validator=Range(0.001, FOUR_MONTHS))
+    timeout: float = attrs.field(default=300.0, validator=Range(1.0, FOUR_MONTHS))
     """Seconds a collective may take before the run fails; five times as long on GPUs with compiled layers,
     which one pipeline stage after the other compiles in the first step."""
     hang_timeout: float = attrs.field(default=240.0, validator=Range(0.0, FOUR_MONTHS))
     """Seconds without progress after which ranks are named, their stacks saved, and all of them ended; 0
     disables it. Five times as long for the start, the first step and a checkpoint. Less than `timeout`, or a
     collective fails first."""
-    grace: float = attrs.field(default=120.0, validator=Range(0.001, FOUR_MONTHS))
+    grace: float = attrs.field(default=120.0, validator=Range(1.0, FOUR_MONTHS))
     """Seconds for a last step and checkpoint after Ctrl-C or SIGTERM; ranks that take longer are ended. Less
     than the cluster waits before it kills."""
     max_restarts: int = attrs.field(default=0, validator=Range(0))
@@ -127,6 +127,11 @@ class RunConfig:
     cuda_graphs: bool = False
     """Capture the forward and backward pass of a microbatch in a CUDA graph and replay it, where the host
     launches kernels more slowly than the GPU runs them. See docs/performance.md for what is refused."""
+
+    @hang_timeout.validator
+    def _is_off_or_a_second(self, field: Any, value: float) -> None:
+        if 0 < value < 1:
+            raise ValueError(f"expected 0, which disables it, or a number from 1, got {value:g}")
 
     @in_process_restart.validator
     def _ends_hangs(self, field: Any, value: bool) -> None:

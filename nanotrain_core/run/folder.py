@@ -41,7 +41,9 @@ class RunFolder:
         self._lock = lock
 
     @classmethod
-    def claim(cls, name: str, *, folder: str | None = None, resume: bool = False) -> RunFolder:
+    def claim(
+        cls, name: str, *, folder: str | None = None, resume: bool = False, patience: float = 0.0
+    ) -> RunFolder:
         """Claim the folder of a run.
 
         Args:
@@ -49,13 +51,14 @@ class RunFolder:
                 ``runs/<name>-2``, ``-3`` and so on; a resumed one takes the newest of these.
             folder: exactly this folder.
             resume: whether the folder may already contain a run.
+            patience: seconds to wait for another owner to give it up.
 
         Raises:
             FolderLocked: a live run owns it.
             FolderError: it cannot be written, or contains a run and ``resume`` is false.
         """
         path = Path(folder) if folder else newest(name) if resume else free(name)
-        claimed = cls(path, _lock(path))
+        claimed = cls(path, _lock_within(path, patience))
         if not resume and holds_run(path):
             claimed.release()
             raise FolderError(
@@ -94,6 +97,21 @@ def free(name: str) -> Path:
 def _numbered(name: str) -> Iterator[Path]:
     yield Path("runs") / name
     yield from (Path("runs") / f"{name}-{number}" for number in count(2))
+
+
+def _lock_within(path: Path, patience: float) -> IO[str]:
+    """Lock a folder, waiting up to ``patience`` seconds for its owner to give it up."""
+    until, said = time.monotonic() + patience, False
+    while True:
+        try:
+            return _lock(path)
+        except FolderLocked as problem:
+            if time.monotonic() >= until:
+                raise
+            if not said:
+                said = True
+                log.say(f"{problem}; waiting up to {patience:g} seconds for it to end", level="warning")
+        time.sleep(min(1.0, patience))
 
 
 def _lock(path: Path) -> IO[str]:
