@@ -111,6 +111,8 @@ class Board:
             PluginError: another monitor publishes it, or one of its statistics has a name of its own.
         """
         found = self.gathered.get(spec.name)
+        if found is not None and found.spec is spec:
+            return found
         known = found.spec if found else self.table.get(spec.name)
         if known is None:
             self._check_values(spec)
@@ -280,6 +282,9 @@ class Board:
         histograms: dict[str, Histogram] = {}
         for number, first, spec in table.published(numbers):
             if failed and spec.owner in failed:
+                continue
+            if spec.is_mean:  # most are: without a call
+                values[spec.name] = numbers[first] / numbers[first + 1]
                 continue
             if spec.is_number:
                 values[spec.name] = spec.scalar(numbers[first], numbers[first + 1], numbers[most + number])

@@ -43,6 +43,8 @@ class Spec:
     """The number of sums it takes; each name also takes one maximum."""
     is_number: bool = attrs.field(init=False, eq=False, repr=False)
     """Whether it is one scalar of the run: no histogram, statistics of a tensor or per-rank value."""
+    is_mean: bool = attrs.field(init=False, eq=False, repr=False)
+    """Whether it is such a scalar, a mean over ranks."""
     counter: int | None = attrs.field(init=False, eq=False, repr=False)
     """Index of the sum that is 0 exactly if no rank published; None if no single sum shows this."""
 
@@ -57,6 +59,10 @@ class Spec:
     @is_number.default
     def _is_number(self) -> bool:
         return self.metric.kind == "scalar" and not self.statistics and not self.ranks
+
+    @is_mean.default
+    def _is_mean(self) -> bool:
+        return self.is_number and self.metric.reduce == "mean"
 
     @counter.default
     def _counter(self) -> int | None:
@@ -139,18 +145,19 @@ class Gathered:
 
     def scalar(self, value: Number, weight: Number) -> None:
         """Add a number, or the current value of a tensor; ``weight`` is its weight in a mean."""
+        if self.spec.is_mean and type(value) is float and type(weight) is float:  # as most are
+            if weight:
+                self.sums[0] += value * weight
+                self.sums[1] += weight
+            return
         reduce = self.spec.metric.reduce
         if type(value) is not float:
             value = self._copy(value)
         if reduce == "mean":
             if type(weight) is not float:
                 weight = self._copy(weight)
-            if isinstance(value, torch.Tensor) or isinstance(weight, torch.Tensor):
-                self.add(0, _product(value, weight))
-                self.add(1, weight)
-            elif weight:
-                self.sums[0] += value * weight
-                self.sums[1] += weight
+            self.add(0, _product(value, weight))
+            self.add(1, weight)
             return
         if reduce == "sum":
             self.add(0, value)

@@ -41,7 +41,10 @@ def pack(
     for name, mine in gathered.items():
         number, first, spec = table.places[name]
         first += before
-        numbers[first : first + len(mine.sums)] = array("d", mine.sums)
+        if spec.is_number:
+            numbers[first], numbers[first + 1] = mine.sums
+        else:
+            numbers[first : first + len(mine.sums)] = array("d", mine.sums)
         numbers[after + number] = mine.most
         if (unread := mine.unread) is None:
             continue

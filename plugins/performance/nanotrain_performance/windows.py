@@ -54,7 +54,9 @@ class Growth:
         values = [*self._values]
         if len(values) < self.WINDOW:
             return 0.0
+        low, high = sorted(values[: self.LAG])[-2], sorted(values[-self.LAG :])[1]
+        if high <= low:  # as in most steps
+            return 0.0
         pairs = zip(values, values[self.LAG :], strict=False)
         usual = percentile([(after - before) / self.LAG for before, after in pairs], 0.5)
-        low, high = sorted(values[: self.LAG])[-2], sorted(values[-self.LAG :])[1]
         return max(0.0, min(usual, (high - low) / (self.WINDOW - self.LAG - 1)))
