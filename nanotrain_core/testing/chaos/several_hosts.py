@@ -19,6 +19,8 @@ from nanotrain_core.testing.virtual_hosts import Network, not_here
 
 #: Seconds that a rank sleeps while something happens to a host.
 PAUSE = 1.0
+#: Seconds that a rank sleeps while another host starts.
+STARTS = 20.0
 ENDPOINT = "host0:29400"
 
 
@@ -90,7 +92,7 @@ class HostsRow(Row):
             def strike(process: int) -> None:
                 self.strike(launches, random)
 
-            launches.start_both(order, strike)
+            self.begin(launches, order, strike)
             for launch in launches.begun:  # which grows meanwhile
                 launch.result()
             for launch in launches.on.values():
@@ -98,6 +100,10 @@ class HostsRow(Row):
         said = "".join(ended.err for ended in trial.ends)
         if self.texts and not any(text in said for text in self.texts):
             yield f"stderr says none of {self.texts}: {said[-600:]}"
+
+    def begin(self, launches: Launches, order: dict[str, Any], on_fault: Callable[[int], None]) -> None:
+        """Start the run."""
+        launches.start_both(order, on_fault)
 
     def strike(self, launches: Launches, random: Random) -> None:
         """Inject the fault, while a rank sleeps."""
@@ -184,6 +190,20 @@ class FewerHosts(HostsRow):
     def strike(self, launches: Launches, random: Random) -> None:
         launches.network.vanish(1)
         del launches.on[1]
+
+
+class HostJoins(HostsRow):
+    """A run that one host has begun is joined by another: it is saved and goes on with the ranks of both."""
+
+    number, name, same_end, lost = "40", "a host joins", False, 0
+    words = ("--min-nnodes", "1")
+    texts = ("another host has joined: all ranks are restarted",)
+
+    def begin(self, launches: Launches, order: dict[str, Any], on_fault: Callable[[int], None]) -> None:
+        launches.start(0, {**order, "rank": 0, "amount": STARTS}, on_fault)
+
+    def strike(self, launches: Launches, random: Random) -> None:
+        launches.start(1)
 
 
 class BadHost(HostsRow):
