@@ -15,7 +15,8 @@ from test_run import SMALL, metrics
 from nanotrain_core.errors import DataError, Exit
 from nanotrain_core.launch.cause import first_cause, in_one_line, is_echo
 from nanotrain_core.launch.signal_forwarding import SignalForwarder
-from nanotrain_core.watch.hang import Beat, HangWatch, Stuck, culprits
+from nanotrain_core.watch import hang
+from nanotrain_core.watch.hang import Beat, Hang, HangWatch, Stuck, culprits
 from nanotrain_core.watch.progress import Progress
 from nanotrain_core.watch.watchdog import Watchdog
 
@@ -187,6 +188,29 @@ def test_a_file_system_that_stalls_stalls_no_heartbeat_of_the_launcher(tmp_path,
     watchdog.stop()
 
 
+@pytest.mark.parametrize(
+    ("stacks", "counts", "waits"),
+    [
+        ((WAITS, SLEEPS), (9, 9), False),
+        ((WAITS, WAITS), (9, 9), True),
+        ((WAITS, WAITS), (9, 8), True),  # the one that is behind may wait for a rank of another host
+    ],
+)
+def test_a_hang_in_which_all_ranks_of_a_host_wait_may_come_from_another_host(
+    tmp_path, monkeypatch, stacks, counts, waits
+):
+    monkeypatch.setattr(hang.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(hang, "kill", lambda pids, number: None)
+    watch, beats = HangWatch(tmp_path, None, timeout=60), []
+    for rank, (stack, count) in enumerate(zip(stacks, counts, strict=True)):
+        (tmp_path / f"stacks-{rank}.txt").write_text(stack)
+        beats.append(Beat(rank, 1, count, 7, "data", False, 1))
+        watch._ticks[rank] = (1, 0.0)
+    watch._end_all(beats)
+    cause = first_cause(tmp_path, {0: -9, 1: -9}, watch.hang)
+    assert (cause.code, cause.echo) == (Exit.HUNG, waits)
+
+
 def leave(scratch, rank, *, code=1, echo=False, trace="Traceback\n", text="boom", time=0.0):
     report = {"rank": rank, "time": time, "text": text, "echo": echo, "trace": trace, "code": code}
     (scratch / f"failure-{rank}.json").write_text(json.dumps(report))
@@ -240,7 +264,7 @@ def test_the_first_cause_is_told_and_not_what_followed_from_it(tmp_path, reports
             leave(tmp_path, rank, **report)
     cause = first_cause(tmp_path, codes, None)
     assert (cause.text, cause.code) == (said, code)
-    assert first_cause(tmp_path, codes, "rank 1 hung").code == Exit.HUNG
+    assert first_cause(tmp_path, codes, Hang("rank 1 hung", waits=False)).code == Exit.HUNG
 
 
 @pytest.mark.parametrize(

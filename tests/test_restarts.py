@@ -3,8 +3,10 @@
 import json
 import os
 
+import attrs
 import pytest
 
+from nanotrain_core.errors import Exit
 from nanotrain_core.launch import restarts
 from nanotrain_core.launch.cause import Cause
 from nanotrain_core.launch.cause_of_all_hosts import first_of_all
@@ -77,6 +79,8 @@ def test_only_a_host_without_the_meeting_place_may_leave_and_only_if_fewer_are_e
 class Shared(dict):
     """A store of two launchers."""
 
+    get = dict.__getitem__
+
     def set(self, key, value):
         self[key] = value
 
@@ -84,10 +88,24 @@ class Shared(dict):
         return all(key in self for key in keys)
 
 
-def test_a_launcher_whose_ranks_only_noticed_names_the_cause_on_another_host():
+def of_host_1(cause):
+    """Return a store in which the other launcher has left its cause, earlier than any of this one."""
     store = Shared()
+    store.set("cause/1", json.dumps([1.0, attrs.asdict(cause)]))
+    return store
+
+
+def test_a_launcher_whose_ranks_only_noticed_names_the_cause_on_another_host():
     echo, killed = Cause("rank 0 failed: connection closed", 1, echo=True), Cause("rank 3 was killed", 1)
-    store.set("cause/1", json.dumps([1.0, {"text": "rank 3 was killed", "code": 1}]))
-    store.get = store.__getitem__
-    assert first_of_all(echo, store, 0, 2) == killed
-    assert first_of_all(killed, store, 0, 2) == killed
+    assert first_of_all(echo, of_host_1(killed), 0, 2) == killed
+    assert first_of_all(killed, of_host_1(killed), 0, 2) == killed
+
+
+def test_a_hang_is_blamed_on_the_host_whose_rank_the_others_wait_for():
+    """The host that was the first to look had named itself, and after two hangs left the run."""
+    waits = Cause("no rank goes on, all wait for others", Exit.HUNG, echo=True)
+    hung, lost = Cause("rank 1 hung", Exit.HUNG), Cause("rank 0 failed: connection closed", 1, echo=True)
+    assert first_of_all(hung, of_host_1(waits), 0, 2) == hung
+    assert first_of_all(waits, of_host_1(hung), 0, 2) == hung
+    assert first_of_all(lost, of_host_1(waits), 0, 2) == waits  # the end of ranks that hung, and not why
+    assert first_of_all(waits, of_host_1(lost), 0, 2) == waits

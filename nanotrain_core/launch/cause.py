@@ -17,6 +17,7 @@ import attrs
 from nanotrain_core.errors import Exit, NanotrainError
 from nanotrain_core.run import log
 from nanotrain_core.run.files import read_each, write_text_atomically
+from nanotrain_core.watch.hang import Hang
 
 
 @attrs.define(frozen=True)
@@ -29,7 +30,7 @@ class Cause:
     mistake: bool = False
     """Whether it was raised on purpose, as a :class:`NanotrainError`: a restart would raise it again."""
     echo: bool = False
-    """Whether it only reports that another rank is gone."""
+    """Whether it only reports that another rank is gone, or that ranks wait, perhaps for another one."""
 
     def tell(self, what_now: str = "") -> None:
         """Print it to stderr, followed by ``what_now``, a clause on what happens next."""
@@ -102,7 +103,7 @@ def leave_failure(scratch: Path, rank: int, problem: BaseException) -> bool:
     return echo
 
 
-def first_cause(scratch: Path, codes: Mapping[int, int], hang: str | None) -> Cause:
+def first_cause(scratch: Path, codes: Mapping[int, int], hang: Hang | None) -> Cause:
     """Return the first cause: a hang, an exception, a rank that died, or a user error.
 
     An echo, which only reports that another rank is gone, counts only if there is none of these. So does a
@@ -114,7 +115,7 @@ def first_cause(scratch: Path, codes: Mapping[int, int], hang: str | None) -> Ca
         hang: the launcher's report of ranks that hung and that it has killed.
     """
     if hang is not None:
-        return Cause(hang, Exit.HUNG)
+        return Cause(hang.text, Exit.HUNG, echo=hang.waits)
     reports = [json.loads(text) for _, text in read_each(scratch, "failure-*.json")]
     reports.sort(key=lambda report: (report["echo"], report["trace"] is not None, report["time"]))
     killed = _killed(codes, reports)

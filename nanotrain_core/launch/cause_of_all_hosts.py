@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import attrs
 
+from nanotrain_core.errors import Exit
 from nanotrain_core.launch.cause import Cause
 
 if TYPE_CHECKING:
@@ -20,6 +21,9 @@ PATIENCE = 5.0
 
 def first_of_all(mine: Cause, store: Store, host: int, hosts: int) -> Cause:
     """Return the first cause among those of all launchers; ``mine`` if none is better within seconds.
+
+    Echoes count only if there is nothing else. Among them a hang is first: ranks that it has ended are gone
+    for the others.
 
     Args:
         mine: of this host.
@@ -41,5 +45,9 @@ def first_of_all(mine: Cause, store: Store, host: int, hosts: int) -> Cause:
             ):
                 break
             time.sleep(0.1)
-    known = sorted((when, number) for number, (when, cause) in found.items() if not cause.echo)
-    return found[known[0][1]][1] if known else mine
+    known = sorted(
+        (cause.echo, when, number)
+        for number, (when, cause) in found.items()
+        if not cause.echo or cause.code == Exit.HUNG
+    )
+    return found[known[0][2]][1] if known else mine

@@ -11,6 +11,7 @@ from nanotrain_core.launch.hosts import MEETING
 from nanotrain_core.launch.recovery import FAILED_AT, RECOVERABLE
 from nanotrain_core.launch.worker import HAS_SAVED
 from nanotrain_core.run import log
+from nanotrain_core.watch.hang import Hang
 
 #: Consecutive restarts without a checkpoint in between after which no further one is made.
 MOST_IN_VAIN = 5
@@ -52,7 +53,7 @@ class Restarts:
         self._saved, self._step, self._in_vain = 0.0, 0, 0
         self._may_leave, self._first_here = may_leave, 0
 
-    def again(self, codes: Mapping[int, int], number: int, hang: str | None) -> bool:
+    def again(self, codes: Mapping[int, int], number: int, hang: Hang | None) -> bool:
         """Print why the ranks ended; return whether to restart them, for the ``number``-th time.
 
         If nothing was saved since the last restart, only after a pause, or not at all.

@@ -93,6 +93,15 @@ def culprits(stuck: Sequence[Stuck]) -> list[Stuck]:
     return list(stuck)
 
 
+@attrs.define(frozen=True)
+class Hang:
+    """The report on ranks that hung."""
+
+    text: str
+    waits: bool
+    """Whether all ranks of this host wait: perhaps for one of another host, which then is the cause."""
+
+
 class HangWatch:
     """Checks the ranks of one host periodically, and kills those that nothing else would end."""
 
@@ -105,7 +114,7 @@ class HangWatch:
             timeout: seconds without progress that are too many; 0 disables the check.
         """
         self.scratch, self.folder, self.timeout = scratch, folder, timeout
-        self.hang: str | None = None
+        self.hang: Hang | None = None
         """The report on the ranks that hung in this attempt."""
         self._looked = time.monotonic()
         self._lock = threading.Lock()
@@ -159,9 +168,10 @@ class HangWatch:
         guilty = culprits(sorted(stuck, key=lambda one: one.beat.rank))
         names = ", ".join(str(one.beat.rank) for one in guilty)
         known = len(guilty) < len(stuck) or not all(one.waits for one in stuck)
-        self.hang = f"rank {names} hung" if known else "no rank goes on, all wait for others"
-        self.hang += f": no progress for {self.timeout:g} seconds"
-        log.say(self.hang)
+        text = f"rank {names} hung" if known else "no rank goes on, all wait for others"
+        text += f": no progress for {self.timeout:g} seconds"
+        self.hang = Hang(text, all(one.waits and not one.silent for one in guilty))
+        log.say(text)
         for one in sorted(stuck, key=lambda one: (one not in guilty, one.beat.rank)):
             log.say(f"  {one.describe()}")
         print("".join(one.stack for one in guilty if not one.silent), file=sys.stderr, end="")
