@@ -9,11 +9,13 @@ import threading
 import time
 
 import pytest
-from command import nanotrain
+from command import begin, nanotrain
+from test_restart import endpoint
 from test_run import SMALL, metrics
 
 from nanotrain_core.errors import DataError, Exit
-from nanotrain_core.launch.cause import first_cause, in_one_line, is_echo
+from nanotrain_core.launch import launcher
+from nanotrain_core.launch.cause import Cause, first_cause, in_one_line, is_echo
 from nanotrain_core.launch.signal_forwarding import SignalForwarder
 from nanotrain_core.watch import hang
 from nanotrain_core.watch.hang import Beat, Hang, HangWatch, Stuck, culprits
@@ -117,6 +119,31 @@ def test_a_rank_that_hangs_is_named_and_the_run_goes_on(tmp_path, how):
         "rank-1.txt",
     ]
     assert [row["first_step"] for row in metrics(tmp_path / "here", "start")] == [0, 3]
+
+
+@pytest.mark.full
+def test_on_several_hosts_each_launcher_names_the_rank_that_hangs_and_keeps_the_stacks_of_its_own(tmp_path):
+    """The other host ended with code 5 and without a word, and there were no stacks."""
+    (tmp_path / "small.toml").write_text(SMALL)
+    (tmp_path / "hangs.py").write_text(HANGS)
+    words = ["run", "small.toml", "--nnodes", "2", "--rdzv-endpoint", endpoint(), "--folder", "here"]
+    words += ["--plugin", "hangs.py", "--set", 'monitor.2={use="hangs", how="sleeping"}']
+    hosts = [begin(*words, "--set", "run.hang_timeout=4", cwd=tmp_path) for _ in range(2)]
+    outcomes = [host.end() for host in hosts]
+    assert [outcome.code for outcome in outcomes] == [Exit.HUNG] * 2
+    told = "rank 1 hung: no progress for 4 seconds"
+    assert [outcome.err.count(f"nanotrain: {told}\n") for outcome in outcomes] == [1, 1]
+    kept = [path.name for path in (tmp_path / "here").glob("stacks/*/*")]
+    assert sorted(kept) == ["rank-0.txt", "rank-1.txt"]
+    logged = [json.loads(line) for line in (tmp_path / "here/run.log.jsonl").read_text().splitlines()]
+    assert [line["rank"] for line in logged if line["event"] == told] == [None, None]
+
+
+@pytest.mark.parametrize(("seen_here", "told"), [(True, ""), (False, "nanotrain: rank 1 hung\n")])
+def test_a_hang_that_another_host_has_detected_is_told(capsys, seen_here, told):
+    seen = Hang("rank 1 hung" if seen_here else "no rank goes on, all wait for others", waits=not seen_here)
+    assert launcher._end(Cause("rank 1 hung", Exit.HUNG), seen) == Exit.HUNG
+    assert capsys.readouterr().err == told
 
 
 @pytest.mark.full

@@ -19,6 +19,7 @@ It handles what torch leaves to its caller:
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import multiprocessing
 import multiprocessing.forkserver
@@ -42,13 +43,13 @@ from nanotrain_core.launch.rank_process import serve
 from nanotrain_core.launch.rank_processes import RankProcesses
 from nanotrain_core.launch.restarts import HOST_FAILURES, Restarts
 from nanotrain_core.launch.signal_forwarding import SignalForwarder
-from nanotrain_core.launch.worker import Job
+from nanotrain_core.launch.worker import Job, recorded_folder
 from nanotrain_core.monitors.terminal import restore_cursor
 from nanotrain_core.recipe import Recipe
 from nanotrain_core.run import log
 from nanotrain_core.run.folder import RunFolder
 from nanotrain_core.run.stop import ENDING, EXITS, SIGNALS
-from nanotrain_core.watch.hang import HangWatch
+from nanotrain_core.watch.hang import Hang, HangWatch
 
 #: The exit code of ``nanotrain run`` for each final status of a run.
 EXIT_OF = {"done": Exit.DONE, "stopped": Exit.DONE, **EXITS}
@@ -133,6 +134,12 @@ def _run_agent(job: Job, recipe: Recipe, nodes: Nodes) -> int:
     agents: list[Agent] = []
     causes: list[Cause] = []
 
+    def look() -> None:
+        if watch.folder is None and (folder := recorded_folder(scratch)) is not None:
+            watch.folder = Path(folder)
+            stack.enter_context(log.kept_in(watch.folder, None))
+        watch.look()
+
     def stopped() -> bool:
         return forwarder.received is not None
 
@@ -157,11 +164,11 @@ def _run_agent(job: Job, recipe: Recipe, nodes: Nodes) -> int:
     restarts = Restarts(
         scratch, nodes.max_restarts, stopped, of_all_hosts, may_leave=nodes.can_continue_without_this_host()
     )
-    with ThreadPoolExecutor(1) as thread:
+    with ThreadPoolExecutor(1) as thread, contextlib.ExitStack() as stack:
         while True:
             agent = thread.submit(run)
             try:
-                ends = forwarder.wait(agent, meanwhile=watch.look)
+                ends = forwarder.wait(agent, meanwhile=look)
                 return EXIT_OF[next(iter(ends.values()))]
             except ChildFailedError:
                 if restarts.left is not None:
@@ -173,7 +180,7 @@ def _run_agent(job: Job, recipe: Recipe, nodes: Nodes) -> int:
                 cause = causes[0]
                 if forwarder.received is not None and not (cause.mistake and cause.code != Exit.PREEMPTED):
                     return EXIT_OF[SIGNALS[forwarder.received]]
-                return _end(cause)  # after a signal: for example a last checkpoint that could not be saved
+                return _end(cause, watch.hang)  # after a signal: for example a last checkpoint that was not saved
             except RendezvousError as problem:
                 if forwarder.received is not None:
                     return EXIT_OF[SIGNALS[forwarder.received]]
@@ -182,7 +189,7 @@ def _run_agent(job: Job, recipe: Recipe, nodes: Nodes) -> int:
                     continue
                 text = "the hosts of the run do not meet, or one has ended it and its launcher says why"
                 cause = Cause(f"{text}: {problem}", Exit.FAILED, echo=True)
-                return _end(of_all_hosts(cause) if agents else cause)
+                return _end(of_all_hosts(cause) if agents else cause, watch.hang)
 
 
 def _silence_torch() -> None:
@@ -213,14 +220,14 @@ def _what_to_start(job: Job, nodes: Nodes) -> Any:
     )
 
 
-def _end(cause: Cause) -> int:
-    """Report the first cause and return its exit code.
+def _end(cause: Cause, hang: Hang | None) -> int:
+    """Report the first cause and return its exit code. A ``hang`` was reported when it was detected.
 
     Raises:
         NanotrainError: the user error that a rank raised.
     """
     if cause.mistake:
         raise cause.error()
-    if cause.code != Exit.HUNG:  # a hang was printed when it was detected
+    if hang is None or cause.text != hang.text:
         cause.tell()
     return cause.code

@@ -179,11 +179,16 @@ def attempt() -> int:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
+def recorded_folder(scratch: Path) -> str | None:
+    """Return the run folder that ranks of this host have recorded: with several hosts rank 0 selects it."""
+    path = scratch / FOLDER
+    return path.read_text(encoding="utf-8") if path.exists() else None
+
+
 def known_past(job: Job) -> Past:
     """Return the :class:`Past` of this launch, as far as this host's launcher has recorded it."""
     scratch = Path(job.scratch) if job.scratch else None
-    held = scratch / FOLDER if scratch else None
-    folder = held.read_text(encoding="utf-8") if held is not None and held.exists() else None
+    folder = recorded_folder(scratch) if scratch else None
     saved = scratch is not None and (scratch / HAS_SAVED).exists()
     seen = scratch / FAILED_AT if scratch else None
     failed_at = float(seen.read_text()) if seen is not None and seen.exists() else None
@@ -338,7 +343,7 @@ def share_folder(
 
     path = str(broadcast_from_rank_0(claim, "folder", ranks, store))
     if job.scratch is not None:
-        Path(job.scratch, FOLDER).write_text(path, encoding="utf-8")
+        write_text_atomically(Path(job.scratch, FOLDER), path)  # the launcher reads it at any time
     elif ranks.rank == 0 and store is not None:
         remember(store, path)
     return Path(path), locks[0] if locks else None

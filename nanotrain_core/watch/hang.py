@@ -110,7 +110,7 @@ class HangWatch:
 
         Args:
             scratch: where ranks write their pids and heartbeats.
-            folder: the run folder, if the launcher knows it.
+            folder: the run folder, if the launcher knows it yet; it may be set later.
             timeout: seconds without progress that are too many; 0 disables the check.
         """
         self.scratch, self.folder, self.timeout = scratch, folder, timeout
