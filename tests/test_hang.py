@@ -13,9 +13,11 @@ from command import begin, nanotrain
 from test_restart import endpoint
 from test_run import SMALL, metrics
 
-from nanotrain_core.errors import DataError, Exit
+from torch.distributed import DistBackendError, DistNetworkError, DistStoreError
+
+from nanotrain_core.errors import CheckpointError, DataError, Exit, SaveFailed
 from nanotrain_core.launch import launcher
-from nanotrain_core.launch.cause import Cause, first_cause, in_one_line, is_echo
+from nanotrain_core.launch.cause import Cause, first_cause, in_one_line, is_echo, leave_failure
 from nanotrain_core.launch.signal_forwarding import SignalForwarder
 from nanotrain_core.watch import hang
 from nanotrain_core.watch.hang import Beat, Hang, HangWatch, Stuck, culprits
@@ -301,10 +303,34 @@ def test_the_first_cause_is_told_and_not_what_followed_from_it(tmp_path, reports
         "NCCL error: remote process exited or there was a network error, NCCL version 2.27.5",
         "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting",
         "NCCL communicator was aborted on rank 1.",
+        "Gloo connectFullMesh failed with [../gloo/transport/tcp/pair.cc:147] no error",
+        "wait timeout after 60000ms, keys: /default_pg/0//cpu//1/0",
+        "Timeout waiting for key: default_pg/0//cpu//1/0 after 60000 ms",
+        "Failed to recv, got 0 bytes. Connection was likely closed. Did the remote server shutdown or crash?",
+        "Failed to send, sent 0 bytes. Connection was likely closed. Did the remote server shutdown or crash?",
     ],
 )
-def test_an_error_that_only_reports_a_lost_rank_is_no_cause(text):
-    assert is_echo(text)
+def test_an_error_that_only_reports_a_lost_rank_is_no_cause(tmp_path, text):
+    assert all(is_echo(kind(text)) for kind in (RuntimeError, DistBackendError, DistNetworkError))
+    assert leave_failure(tmp_path, 0, DistStoreError(text))
+    cause = first_cause(tmp_path, {0: 1, 1: -9}, None)
+    assert (cause.text, cause.echo) == ("rank 1 was killed by SIGKILL", False)
+
+
+@pytest.mark.parametrize(
+    ("problem", "said", "code"),
+    [
+        (SaveFailed("step 8 was not saved: [Errno 32] Broken pipe"), "step 8 was not saved", Exit.UNSAVED),
+        (CheckpointError("store.example does not answer: Connection reset by peer"), "store.ex", Exit.USER),
+        (ConnectionResetError(104, "Connection reset by peer"), "rank 0 failed: ConnectionRe", Exit.FAILED),
+    ],
+)
+def test_an_error_of_its_own_with_the_words_of_a_lost_connection_is_the_cause(tmp_path, problem, said, code):
+    assert not leave_failure(tmp_path, 0, problem)
+    cause = first_cause(tmp_path, {0: code, 1: 1}, None)
+    assert cause.text.startswith(said)
+    assert (cause.code, cause.echo, cause.mistake) == (code, False, code != Exit.FAILED)
+    assert ("ConnectionResetError" in cause.trace) is (code == Exit.FAILED)
 
 
 @pytest.mark.parametrize(

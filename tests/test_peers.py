@@ -56,6 +56,16 @@ def test_a_rank_that_says_why_it_fails_is_the_first_cause_with_its_code(three):
     assert str(three[0].failed(CLOSED)) == str(first)
 
 
+@pytest.mark.parametrize(
+    "problem", [ConnectionResetError("Connection reset by peer"), CheckpointError("Broken pipe")]
+)
+def test_a_rank_whose_own_connection_was_closed_waits_for_no_other_cause(three, problem):
+    began = time.monotonic()
+    assert three[1].failed(problem) is None
+    assert time.monotonic() - began < 1.0  # the linger; a beat takes 0.05 s
+    assert str(three[0].failed(CLOSED)).startswith(f"rank 1 on {socket.gethostname()} failed: ")
+
+
 def test_a_rank_that_has_come_to_its_end_is_not_taken_for_dead(three):
     three[2].stop()
     assert three[1].failed(CLOSED) is None  # whoever it was beats again, or has ended

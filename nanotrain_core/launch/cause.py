@@ -42,7 +42,7 @@ class Cause:
         return NanotrainError(self.text).with_code(self.code)
 
 
-#: Error texts of gloo and NCCL when a rank that they wait for is gone, or has not arrived in time.
+#: Error texts of gloo, NCCL and torch's stores when a rank that they wait for is gone, or has not arrived in time.
 ECHOES = (
     "onnection closed by remote peer",
     "remote process exited",
@@ -53,6 +53,10 @@ ECHOES = (
     "Broken pipe",
     "Timed out waiting",
     "Application timeout caused pair closure",
+    "onnection was likely closed",
+    "Gloo connectFullMesh failed with",
+    "wait timeout after",
+    "Timeout waiting for key",
 )
 
 
@@ -78,22 +82,28 @@ def exit_code_of(problem: BaseException) -> int:
     return problem.exit_code if isinstance(problem, NanotrainError) else Exit.FAILED
 
 
-def is_echo(text: str) -> bool:
-    """Return whether an error only reports that another rank is gone."""
-    return any(sign in text for sign in ECHOES)
+def is_echo(problem: BaseException) -> bool:
+    """Return whether an error only reports that another rank is gone.
+
+    Errors of files and sockets, and those raised on purpose, are this rank's own, even with the text of a
+    connection's end: of a checkpoint's store, or of a data loader. Those of torch.distributed are neither.
+    """
+    if isinstance(problem, (PeerLostError, AttemptEnded)):
+        return True
+    own = isinstance(problem, (NanotrainError, OSError))
+    return not own and any(sign in str(problem) for sign in ECHOES)
 
 
 def leave_failure(scratch: Path, rank: int, problem: BaseException) -> bool:
     """Leave for the launcher why ``rank`` fails; return whether that only reports another rank."""
-    names_another = isinstance(problem, PeerLostError)
-    echo = names_another or isinstance(problem, AttemptEnded) or is_echo(str(problem))
+    echo = is_echo(problem)
     on_purpose = isinstance(problem, (NanotrainError, AttemptEnded))
     failure = {
         "rank": rank,
         "time": time.time(),
         "text": in_one_line(problem),
         "echo": echo,
-        "names_another": names_another,
+        "names_another": isinstance(problem, PeerLostError),
         "trace": None if on_purpose else "".join(traceback.format_exception(problem)),
         "code": exit_code_of(problem),
     }

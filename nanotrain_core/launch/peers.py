@@ -152,7 +152,7 @@ class Peers(threading.Thread):
         seconds. Returns None if ``problem`` itself is the cause.
         """
         self.ending.set()
-        echo = is_echo(str(problem))
+        echo = is_echo(problem)
         try:
             if isinstance(problem, AttemptEnded):
                 self.linger = 0.0  # the launcher waits

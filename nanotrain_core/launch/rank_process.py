@@ -130,9 +130,7 @@ class RankProcess:
             self._left.set()
             handle_ending(signal.SIG_DFL)
             echo, code = leave_failure(scratch, ranks.rank, problem), exit_code_of(problem)
-            # Errors of files and sockets are this rank's own, even with the text of a connection's end.
-            kept = job.in_process_restart and echo and not isinstance(problem, OSError)
-            if not kept or self.progress.phase == START:
+            if not (job.in_process_restart and echo) or self.progress.phase == START:
                 if echo:
                     time.sleep(1)  # let the launcher detect the rank that went away first
                 os._exit(code)
