@@ -31,6 +31,8 @@ class NanotrainError(Exception):
     """An error the user can fix. Its text is all the user sees."""
 
     exit_code = Exit.USER
+    restart_helps = False
+    """Whether the unchanged run may succeed when its ranks are restarted; otherwise they are not."""
 
     def __str__(self) -> str:
         """Return the text :func:`shortened`: it may quote a value of any length."""

@@ -140,8 +140,11 @@ def test_a_bit_that_flips_behind_the_back_of_the_file_system_is_not_trained_on(w
     with cached.open("r+b") as file:
         file.write(content)
     os.utime(cached, ns=(before.st_atime_ns, before.st_mtime_ns))
-    with pytest.raises(DataError, match=r"\.tokens are damaged at byte 0, and were deleted: start again"):
+    with pytest.raises(
+        DataError, match=r"\.tokens are damaged at byte 0, and were deleted: start again"
+    ) as told:
         opened(sentences, length=16, tokenizer=str(words)).tokens.tolist()
+    assert told.value.restart_helps
     assert opened(sentences, length=16, tokenizer=str(words)).tokens.tolist()[:3] == [2, 3, 4]
 
 

@@ -2,17 +2,21 @@
 
 import json
 import os
+from pathlib import Path
+from unittest import mock
 
 import attrs
 import pytest
 
-from nanotrain_core.errors import Exit
+from nanotrain_core.errors import DataError, Exit
 from nanotrain_core.launch import restarts
-from nanotrain_core.launch.cause import Cause
+from nanotrain_core.launch.cause import Cause, first_cause, leave_failure
 from nanotrain_core.launch.cause_of_all_hosts import first_of_all
 from nanotrain_core.launch.hosts import Nodes, is_here
+from nanotrain_core.launch.recovery import FAILED_AT
 from nanotrain_core.launch.restarts import Restarts
 from nanotrain_core.launch.worker import HAS_SAVED
+from nanotrain_core.run import files
 
 
 @pytest.fixture
@@ -44,6 +48,36 @@ def test_restarts_without_a_checkpoint_pause_longer_and_are_given_up(tmp_path, p
     assert "giving up after 5 consecutive restarts without a new checkpoint" in told
     os.utime(tmp_path / HAS_SAVED, ns=(1, 1))  # another one was saved
     assert again() == (True, 0)
+
+
+class Passing(DataError):
+    """An error that a restart cures."""
+
+    restart_helps = True
+
+
+@pytest.mark.parametrize(("kind", "again"), [(DataError, False), (Passing, True)])
+def test_an_error_raised_on_purpose_is_retried_only_if_it_says_that_a_restart_helps(
+    tmp_path, capsys, kind, again
+):
+    deciding = Restarts(tmp_path, 3, lambda: False, lambda own: own)
+    leave_failure(tmp_path, 0, kind("the copy was damaged, and deleted"))
+    assert deciding.again({0: Exit.USER}, 1, None) is again
+    told = "nanotrain: the copy was damaged, and deleted; restarting (1 of 3) from where it began\n"
+    assert capsys.readouterr().err == told * again
+    cause = first_cause(tmp_path, {0: Exit.USER}, None)
+    assert (cause.code, cause.mistake) == (Exit.USER, not again)
+
+
+def test_ranks_are_restarted_though_the_time_of_the_failure_cannot_be_recorded(tmp_path, monkeypatch):
+    """On a full disk; with several hosts the error had ended the run on all of them."""
+    deciding = Restarts(tmp_path, 3, lambda: False, lambda own: own)
+    monkeypatch.setattr(files, "_write_text", mock.Mock(side_effect=OSError(28, "No space left on device")))
+    monkeypatch.setattr(Path, "write_text", files._write_text)
+    (tmp_path / FAILED_AT).touch()  # of an earlier failure, and so not the time of this one
+    assert deciding.again({0: -9}, 1, None)
+    assert deciding.meet_again("host0:29400")
+    assert not (tmp_path / FAILED_AT).exists()
 
 
 @pytest.mark.parametrize("may_leave", [False, True])

@@ -70,15 +70,21 @@ class TokenCache:
         return f"{self.key}-{hashlib.sha256(hashes).hexdigest()}.tokens"
 
 
+class CacheDamaged(DataError):
+    """Cached tokens are damaged. They were deleted: the next start tokenizes the text anew."""
+
+    restart_helps = True
+
+
 class CachedTokens(HashedTokens):
     """Tokens of the cache. Damaged ones are deleted, to be recreated."""
 
-    def damaged(self, byte: int) -> DataError:
+    def damaged(self, byte: int) -> CacheDamaged:
         """Delete the files."""
         for suffix in (".checked", ".hashes", ".tokens"):
             with suppress(OSError):
                 self.path.with_suffix(suffix).unlink(missing_ok=True)
-        return DataError(
+        return CacheDamaged(
             f"the cached tokens {self.path} are damaged at byte {byte}, and were deleted: "
             "start again with --resume, and the text is tokenized anew"
         )

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from nanotrain_core.errors import LaunchError
+from nanotrain_core.errors import Exit
+from nanotrain_core.launch.cause import PeerLostError
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -56,7 +57,7 @@ def meet(store: Store, rank: int, world_size: int, mine: Past, *, timeout: float
         timeout: seconds that rank 0 waits for each of the others.
 
     Raises:
-        LaunchError: on rank 0: a rank did not arrive.
+        PeerLostError: on rank 0: a rank did not arrive.
     """
     from torch.distributed import PrefixStore
 
@@ -87,7 +88,8 @@ def _answer(store: Store, rank: int, part: str, timeout: float) -> Past:
         time.sleep(0.001)
         if store.check([f"{part}/met/{rank}"]):
             return Past(**json.loads(store.get(f"call/{rank}"))[1])
-    raise LaunchError(f"rank {rank} has not come within {timeout:g} seconds of rank 0")
+    text = f"rank {rank} has not come within {timeout:g} seconds of rank 0"
+    raise PeerLostError(text).with_code(Exit.FAILED)
 
 
 def _joined(pasts: Sequence[Past]) -> Past:

@@ -28,7 +28,7 @@ class Cause:
     code: int
     trace: str = ""
     mistake: bool = False
-    """Whether it was raised on purpose, as a :class:`NanotrainError`: a restart would raise it again."""
+    """Whether it was raised on purpose, as a :class:`NanotrainError` that a restart would raise again."""
     echo: bool = False
     """Whether it only reports that another rank is gone, or that ranks wait, perhaps for another one."""
 
@@ -104,6 +104,7 @@ def leave_failure(scratch: Path, rank: int, problem: BaseException) -> bool:
         "text": in_one_line(problem),
         "echo": echo,
         "names_another": isinstance(problem, PeerLostError),
+        "restart_helps": getattr(problem, "restart_helps", True),
         "trace": None if on_purpose else "".join(traceback.format_exception(problem)),
         "code": exit_code_of(problem),
     }
@@ -144,7 +145,7 @@ def first_cause(scratch: Path, codes: Mapping[int, int], hang: Hang | None) -> C
         said = [f"rank {rank} was killed by {signal.Signals(-codes[rank]).name}" for rank in killed]
         return Cause("; ".join(said), Exit.FAILED)
     if first and first["trace"] is None and not first["echo"]:
-        return Cause(first["text"], first["code"], mistake=True)
+        return Cause(first["text"], first["code"], mistake=not first.get("restart_helps"))
     if first:
         if first.get("names_another"):
             return Cause(first["text"], first["code"], echo=True)

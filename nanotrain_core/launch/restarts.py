@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,6 +12,7 @@ from nanotrain_core.launch.hosts import MEETING
 from nanotrain_core.launch.recovery import FAILED_AT, RECOVERABLE
 from nanotrain_core.launch.worker import HAS_SAVED
 from nanotrain_core.run import log
+from nanotrain_core.run.files import write_text_atomically
 from nanotrain_core.watch.hang import Hang
 
 #: Consecutive restarts without a checkpoint in between after which no further one is made.
@@ -72,7 +74,7 @@ class Restarts:
         if self._may_leave and self._first_here >= HOST_FAILURES:
             self.left = cause
             return False
-        (self.scratch / FAILED_AT).write_text(str(seen_at))
+        self._record(seen_at)
         mark, kept = self.scratch / HAS_SAVED, self.scratch / RECOVERABLE
         saved = mark.stat().st_mtime if mark.exists() else 0.0
         step = int(kept.read_text()) if kept.exists() else 0
@@ -101,12 +103,20 @@ class Restarts:
         if self.number >= self.most or self.stopped():
             return False
         self.number += 1
-        (self.scratch / FAILED_AT).write_text(str(time.time()))
+        self._record(time.time())
         log.say(
             f"{endpoint}, where the hosts meet, is gone: waiting for it, or for a host in its place, "
             f"for {MEETING} s at most, to start again ({self.number} of {self.most})"
         )
         return True
+
+    def _record(self, seen_at: float) -> None:
+        """Record when a failure was detected, for the report of the restarted ranks."""
+        path = self.scratch / FAILED_AT
+        # On a full disk only the report lacks it; an error here would end the run, on all hosts.
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+            write_text_atomically(path, str(seen_at))
 
     def _pause(self) -> float:
         """Return the seconds to wait: none at first, since most failures are over when they are detected."""
