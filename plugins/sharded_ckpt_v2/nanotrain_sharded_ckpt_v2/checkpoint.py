@@ -310,7 +310,10 @@ class ShardedCheckpoint:
         damaged: dict[int, str] = {}
         there: list[int] = from_first(folders.once_saved(self.folder), self.mesh)
         for step in reversed(there):
-            found, problems = self._open(folders.step_folder(self.folder, step), state)
+            path = folders.step_folder(self.folder, step)
+            found, problems = self._open(path, state)
+            if found is None:  # again: a rank's file system may have failed for a moment (ESTALE, EIO)
+                found, problems = self._open(path, state)
             if found is not None:
                 return found, damaged
             damaged[step] = "; ".join(problems)

@@ -1,12 +1,13 @@
 """When checkpoints are saved, what appears when, what retention keeps, and what failures leave."""
 
+import errno
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
-from nanotrain_sharded_ckpt_v2 import blocks
+from nanotrain_sharded_ckpt_v2 import blocks, shard
 from nanotrain_sharded_ckpt_v2.listing import list_checkpoints
 from safetensors.torch import load_file
 from small_run import opened, reseal, save, state
@@ -348,6 +349,24 @@ def test_latest_names_the_newest_that_is_left(tmp_path):
     (tmp_path / "step-00000002/shard-00000.safetensors").write_bytes(b"")
     checkpoint.load("latest", state(1))
     assert (tmp_path / "latest").read_text() == "step-00000001\n"
+
+
+def test_a_checkpoint_that_cannot_be_read_for_a_moment_is_not_taken_for_damaged(tmp_path, monkeypatch):
+    """It was set aside, and an older one was used."""
+    checkpoint = opened(tmp_path)
+    for step in (1, 2):
+        save(checkpoint, step)
+    fails, real = [OSError(errno.ESTALE, "Stale file handle")], shard.plain
+
+    def plain(path):
+        if fails:
+            raise fails.pop()
+        return real(path)
+
+    monkeypatch.setattr(shard, "plain", plain)
+    assert checkpoint.load("latest", state(0, fill=-1.0)).meta == {"step": 2}
+    assert not fails
+    assert not [*tmp_path.glob(".corrupt-*")]
 
 
 @pytest.mark.parametrize("name", ["MANIFEST.json", "shard-00000.safetensors", "rank-00000.safetensors"])
