@@ -184,7 +184,7 @@ SMALL = {
     "contracts": 655,
     "data": 795,
     "hf": 860,
-    "launch": 1925,
+    "launch": 1951,
     "layout": 1148,
     "models": 690,
     "moe": 365,
@@ -198,7 +198,7 @@ SMALL = {
     "registry": 600,
     "run": 2267,
     "script": 520,
-    "watch": 391,
+    "watch": 395,
 }
 
 

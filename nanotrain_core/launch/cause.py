@@ -42,7 +42,7 @@ class Cause:
         return NanotrainError(self.text).with_code(self.code)
 
 
-#: Error texts of gloo, NCCL and torch's stores when a rank that they wait for is gone, or has not arrived in time.
+#: Error texts of gloo, NCCL and torch's stores when a rank that they wait for is gone, or late.
 ECHOES = (
     "onnection closed by remote peer",
     "remote process exited",

@@ -135,6 +135,7 @@ def _run_agent(job: Job, recipe: Recipe, nodes: Nodes) -> int:
     causes: list[Cause] = []
 
     def look() -> None:
+        """Watch; with several hosts rank 0 selects the run folder, so that it is known only now."""
         if watch.folder is None and (folder := recorded_folder(scratch)) is not None:
             watch.folder = Path(folder)
             stack.enter_context(log.kept_in(watch.folder, None))
@@ -180,7 +181,8 @@ def _run_agent(job: Job, recipe: Recipe, nodes: Nodes) -> int:
                 cause = causes[0]
                 if forwarder.received is not None and not (cause.mistake and cause.code != Exit.PREEMPTED):
                     return EXIT_OF[SIGNALS[forwarder.received]]
-                return _end(cause, watch.hang)  # after a signal: for example a last checkpoint that was not saved
+                # After a signal: for example a last checkpoint that could not be saved.
+                return _end(cause, watch.hang)
             except RendezvousError as problem:
                 if forwarder.received is not None:
                     return EXIT_OF[SIGNALS[forwarder.received]]
