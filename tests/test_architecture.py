@@ -198,7 +198,7 @@ SMALL = {
     "registry": 600,
     "run": 2267,
     "script": 520,
-    "watch": 395,
+    "watch": 433,
 }
 
 

@@ -19,6 +19,7 @@ from nanotrain_core.launch import launcher
 from nanotrain_core.launch.cause import Cause, first_cause, in_one_line, is_echo, leave_failure
 from nanotrain_core.launch.signal_forwarding import SignalForwarder
 from nanotrain_core.watch import hang
+from nanotrain_core.watch.beats import read_beats
 from nanotrain_core.watch.hang import Beat, Hang, HangWatch, Stuck, culprits
 from nanotrain_core.watch.progress import Progress
 from nanotrain_core.watch.watchdog import Watchdog
@@ -209,7 +210,7 @@ def test_a_file_system_that_stalls_stalls_no_heartbeat_of_the_launcher(tmp_path,
     watchdog = Watchdog(progress, 3, timeout=0.5, folder=tmp_path, scratch=scratch)
     ticks, until = set(), time.monotonic() + 60
     while len(ticks) < 3 and time.monotonic() < until:
-        ticks |= {json.loads(path.read_text())["tick"] for path in scratch.glob("beat-3.json")}
+        ticks |= {beat["tick"] for beat in read_beats(scratch)}
     assert len(ticks) >= 3
     assert watchdog.keeping.is_alive()
     go_on.set()

@@ -1,5 +1,7 @@
 """A run that was started again goes on from what a monitor has kept of it, and counts that as progress."""
 
+import shutil
+
 import attrs
 import pytest
 import torch
@@ -126,6 +128,8 @@ def test_what_ranks_ask_for_is_deleted_with_their_launcher(tmp_path, monkeypatch
     assert ((scratch / RECOVERABLE).read_text(), restart.failed_at, restart.again) == ("7", 12.5, True)
     temporary.delete_named(scratch)
     assert (kept.exists(), other.exists()) == (False, True)
+    shutil.rmtree(scratch)
+    restart.recoverable(8)  # like a full disk: a monitor that failed here would keep no further snapshots
 
 
 def test_where_the_launcher_was_killed_the_next_start_of_any_run_does(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import sys
@@ -47,8 +48,9 @@ def restart_of(
     def recoverable(step: int) -> None:
         if scratch is not None and os.environ.get("LOCAL_RANK") == "0":
             hidden = scratch / f".{RECOVERABLE}-{os.getpid()}"
-            hidden.write_text(str(step))  # useless after a reboot, so it is not flushed
-            hidden.replace(scratch / RECOVERABLE)
+            with contextlib.suppress(OSError):  # a full disk: the launcher counts less progress
+                hidden.write_text(str(step))  # useless after a reboot, so it is not flushed
+                hidden.replace(scratch / RECOVERABLE)
 
     def delete_at_end(path: Path) -> None:
         if scratch is not None:

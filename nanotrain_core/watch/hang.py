@@ -8,7 +8,6 @@ collective for one that does not arrive. That one is found by its heartbeat and 
 from __future__ import annotations
 
 import contextlib
-import json
 import linecache
 import os
 import re
@@ -25,6 +24,7 @@ import attrs
 from nanotrain_core.run import log
 from nanotrain_core.run.files import read_each
 from nanotrain_core.run.owner import is_alive
+from nanotrain_core.watch.beats import read_beats
 from nanotrain_core.watch.collectives import DUMPS
 
 #: Factor by which the start, the first step and a checkpoint may take longer than other steps.
@@ -149,7 +149,7 @@ class HangWatch:
             self._end_all(beats)
 
     def _beats(self) -> list[Beat]:
-        return [Beat(**json.loads(text)) for _, text in read_each(self.scratch, "beat-*.json")]
+        return [Beat(**beat) for beat in read_beats(self.scratch)]
 
     def _end_the_left_behind(self, passed: float) -> None:
         """Kill ranks that keep running long after another one died: they may wait for it forever."""

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from nanotrain_core.errors import Exit
 from nanotrain_core.run import log
+from nanotrain_core.watch.beats import BeatFile
 from nanotrain_core.watch.collectives import keep_collectives
 from nanotrain_core.watch.hang import PATIENCE
 from nanotrain_core.watch.progress import Progress
@@ -48,10 +49,14 @@ class Watchdog(threading.Thread):
             timeout: seconds without progress that are too many.
             folder: the run folder.
             scratch: the launcher's folder, None without our launcher.
+
+        Raises:
+            LaunchError: the launcher's folder cannot be written.
         """
         super().__init__(name="watchdog", daemon=True)
         self.progress, self.rank, self.timeout = progress, rank, timeout
         self.folder, self.scratch = folder, scratch
+        self.beats = BeatFile(scratch, rank) if scratch is not None else None
         self.interval = min(1.0, timeout / 10)
         self.keeping = threading.Thread()
         self.done = threading.Event()
@@ -62,9 +67,9 @@ class Watchdog(threading.Thread):
         if self.scratch is not None:
             self.stacks = open(self.scratch / f"stacks-{self.rank}.txt", "w", encoding="utf-8")  # noqa: SIM115
             faulthandler.register(DUMP, file=self.stacks, all_threads=True)
-        tick, seen, waited, last, kept, told = 0, -1, 0.0, time.monotonic(), -1, 0.0
+        seen, waited, last, kept, told = -1, 0.0, time.monotonic(), -1, 0.0
         while True:
-            tick, now, count, slow = tick + 1, time.monotonic(), self.progress.count, self.progress.slow
+            now, count, slow = time.monotonic(), self.progress.count, self.progress.slow
             # A process that was stopped and continued has not waited all that time.
             waited = 0.0 if count != seen else waited + min(now - last, 2 * self.interval)
             seen, last = count, now
@@ -78,8 +83,8 @@ class Watchdog(threading.Thread):
                 if not self.keeping.is_alive():  # a file system that stalls must not stall this thread
                     self.keeping = threading.Thread(target=self._keep, name="heartbeat", daemon=True)
                     self.keeping.start()
-            if self.scratch is not None:
-                self._beat(self.scratch / f"beat-{self.rank}.json", count=count, slow=slow, tick=tick)
+            if self.beats is not None:
+                self.beats.write({**self._at(), "count": count, "slow": slow})
             elif waited > limit:
                 self._give_up()
             if self.done.wait(self.interval):
@@ -89,19 +94,22 @@ class Watchdog(threading.Thread):
         """Called when the rank is done, which may be before others are."""
         self.done.set()
         self.join()
-        if self.scratch is not None:
-            (self.scratch / f"beat-{self.rank}.json").unlink(missing_ok=True)
+        if self.beats is not None:
+            self.beats.delete()
+
+    def _at(self) -> dict[str, object]:
+        at = self.progress
+        return {"rank": self.rank, "pid": os.getpid(), "step": at.step, "phase": at.phase}
 
     def _keep(self) -> None:
         path = self.folder / HEARTBEATS / f"rank-{self.rank}.json"
-        self._beat(path, host=socket.gethostname(), time=time.time())
-
-    def _beat(self, path: Path, **more: object) -> None:
-        at = {"rank": self.rank, "pid": os.getpid(), "step": self.progress.step, "phase": self.progress.phase}
         temporary = path.with_name(f".{path.name}")
-        with contextlib.suppress(OSError):  # a full disk, or the launcher or the run folder is gone
+        text = json.dumps({**self._at(), "host": socket.gethostname(), "time": time.time()})
+        with contextlib.suppress(
+            OSError
+        ):  # a full disk, or the run folder is gone: it is for diagnosis alone
             path.parent.mkdir(exist_ok=True)
-            temporary.write_text(json.dumps({**at, **more}))
+            temporary.write_text(text)
             temporary.replace(path)
 
     def _give_up(self) -> None:
