@@ -196,7 +196,7 @@ SMALL = {
     "precision": 680,
     "recipe": 1710,
     "registry": 600,
-    "run": 2267,
+    "run": 2274,
     "script": 520,
     "watch": 433,
 }

@@ -86,3 +86,20 @@ def test_a_mistake_ends_the_run_too(tmp_path):
 def test_a_refusal_ends_the_run(tmp_path):
     with pytest.raises(CheckpointError, match="somewhere else"):
         fit(tmp_path, "one", Refuses())
+
+
+def test_a_monitor_that_says_it_is_alive_is_not_taken_for_a_hang(tmp_path):
+    """The detector sees a count that goes up, still in the phase that may take long."""
+
+    class Fetches(Monitor):
+        def on_before_restore(self, restore):
+            before = engine.progress.count
+            restore.alive()
+            seen.append((engine.progress.count - before, engine.progress.phase, engine.progress.slow))
+
+    seen = []
+    (tmp_path / "small.toml").write_text(RECIPE)
+    path = tmp_path / "small.toml"
+    engine = RuntimeEngine.from_recipe(path, folder=tmp_path / "run", callbacks=[Fetches()])
+    engine.fit()
+    assert seen == [(1, "start", True)]

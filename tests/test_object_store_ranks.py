@@ -80,3 +80,39 @@ def test_another_layout_resumes_from_the_store_alone(server, tmp_path):
     assert "fetched" in remote.err
     assert "fetched" not in disk.err
     assert_same_files(tmp_path / "run", tmp_path / "disk")
+
+
+SLOW = """
+import time
+from nanotrain_core import hookimpl
+from nanotrain_core.component import Component
+from nanotrain_object_store import ObjectStoreConfig
+from nanotrain_object_store.store import Store
+
+get = Store.get
+
+def slow(store, name, path, *alive):
+    for _ in range(9):
+        time.sleep(0.5)
+        for say in alive:
+            say()
+    get(store, name, path, *alive)
+
+Store.get = slow
+
+@hookimpl
+def nanotrain_register_monitor(register):
+    register(Component(name="slow", config=ObjectStoreConfig, factory="slow:slow", summary="slow"))
+"""
+
+
+def test_a_fetch_that_takes_longer_than_a_hang_ends(server, tmp_path):
+    """It was killed after five times run.hang_timeout, and again in every restart."""
+    first = nanotrain(*words(server, "p", tmp_path / "run", ranks=2, steps=4), cwd=tmp_path)
+    assert first.code == 0, first.err
+    shutil.rmtree(tmp_path / "run")
+    (tmp_path / "slow.py").write_text(SLOW)
+    more = ("--resume", "auto", "--plugin", "slow.py", "--set", "run.hang_timeout=1.6")
+    ended = nanotrain(*words(server, "p", tmp_path / "run", *more, ranks=2, steps=6), cwd=tmp_path)
+    assert ended.code == 0, ended.err
+    assert "fetched" in ended.err

@@ -138,6 +138,10 @@ class Restore:
     that as progress."""
     delete_at_end: Callable[[Path], None] = lambda path: None
     """Ask the launcher to delete a folder when it exits, however its ranks ended."""
+    alive: Callable[[], None] = lambda: None
+    """Call it again and again, equally often on all ranks, as long as work that takes long advances on any of
+    them: otherwise ranks count as hung, also those that wait for others, after five times
+    ``run.hang_timeout``."""
 
 
 @attrs.define(frozen=True, eq=False)

@@ -10,6 +10,7 @@ import attrs
 
 from nanotrain_core.contracts import Restore
 from nanotrain_core.run.train_state import capture_state, resume_from
+from nanotrain_core.watch.progress import START
 
 if TYPE_CHECKING:
     from nanotrain_core.engine import RuntimeEngine
@@ -37,6 +38,7 @@ class Restart:
             steps=run.checkpoint.steps,
             mesh=run.mesh,
             state=lambda: capture_state(engine),
+            alive=lambda: engine.progress.note(START),
             **attrs.asdict(self),
         )
 

@@ -9,6 +9,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from uuid import uuid4
 
@@ -23,6 +24,7 @@ from nanotrain_core.api import (
     write_text_atomically,
 )
 from nanotrain_core.api.torch import Restore
+from nanotrain_object_store.agree import agree
 from nanotrain_object_store.catalogue import look, read_markers
 from nanotrain_object_store.fetch import compare, fetch, put_in_place, share_of
 from nanotrain_object_store.owner import OthersPrefix, Owner, holds_checkpoints
@@ -128,7 +130,7 @@ def bring(store: Store, found: Sequence[Stored], restore: Restore) -> None:
             return  # the disk has a newer one
         damage = ""
         if stored.step in here:
-            damage = _agree(lambda stored=stored: _compare(stored, restore), restore)  # type: ignore[misc]
+            damage = agree(partial(_compare, stored, restore), restore)
             if not damage:
                 return
         problem = _fetch(store, stored, restore, instead=damage)
@@ -142,11 +144,11 @@ def bring(store: Store, found: Sequence[Stored], restore: Restore) -> None:
         raise CheckpointError(f"no checkpoint of {store.url} could be fetched whole: {problems[0]}")
 
 
-def _compare(stored: Stored, restore: Restore) -> str:
+def _compare(stored: Stored, restore: Restore, alive: Callable[[], None]) -> str:
     path = find_local(restore.folder, stored.step)
     if path is None or path.is_dir() != stored.folder:
         return ""  # of another format: the one that loads will say so
-    return compare(path, stored, share_of(stored, restore.mesh.rank, restore.mesh.world_size))
+    return compare(path, stored, share_of(stored, restore.mesh.rank, restore.mesh.world_size), alive)
 
 
 @show_progress("fetching a checkpoint from the object store")
@@ -156,11 +158,11 @@ def _fetch(store: Store, stored: Stored, restore: Restore, *, instead: str) -> s
     name = mesh.gather(f".tmp-fetch-{stored.step:08d}-{uuid4().hex[:8]}")[0]
     scratch = restore.folder / name
 
-    def download() -> str:
+    def download(alive: Callable[[], None]) -> str:
         os.makedirs(scratch, exist_ok=True)
-        return fetch(store, stored, share_of(stored, mesh.rank, mesh.world_size), scratch)
+        return fetch(store, stored, share_of(stored, mesh.rank, mesh.world_size), scratch, alive=alive)
 
-    def place() -> str:
+    def place(alive: Callable[[], None]) -> str:
         if mesh.rank:
             return ""
         damaged = find_local(restore.folder, stored.step)
@@ -171,20 +173,10 @@ def _fetch(store: Store, stored: Stored, restore: Restore, *, instead: str) -> s
         log.info("fetched", step=stored.step, store=store.url, bytes=stored.nbytes)
         return ""
 
-    problem = _agree(download, restore) or _agree(place, restore)
+    problem = agree(download, restore) or agree(place, restore)
     if problem and mesh.rank == 0:
         shutil.rmtree(scratch, ignore_errors=True)
     return problem
-
-
-def _agree(act: Callable[[], str], restore: Restore) -> str:
-    """Call ``act`` on every rank; return the first rank's problem on all ranks, ``""`` if none has one."""
-    try:
-        said = act()
-    except OSError as error:
-        said = f"{error.filename or restore.folder}: {error.strerror or error}"
-    everyone = restore.mesh.gather(said)
-    return next((f"rank {rank}: {text}" for rank, text in enumerate(everyone) if text), "")
 
 
 def owner_of(restore: Restore) -> Owner:

@@ -35,6 +35,7 @@ def fetch(
     names: Iterable[str],
     scratch: Path,
     advance: Callable[[float], object] = lambda more: None,
+    alive: Callable[[], object] = lambda: None,
 ) -> str:
     """Fetch files of a checkpoint into a folder; return what is wrong with the first that is not whole.
 
@@ -44,25 +45,26 @@ def fetch(
         names: of its files.
         scratch: the folder.
         advance: called with the bytes of each file.
+        alive: called after each piece of a file.
     """
     for name in names:
         target = scratch / name
         target.parent.mkdir(parents=True, exist_ok=True)
-        problem = _fetch_one(store, stored.key(name), stored.files[name], target)
+        problem = _fetch_one(store, stored.key(name), stored.files[name], target, alive)
         if problem:
             return problem
         advance(stored.files[name].bytes)
     return ""
 
 
-def _fetch_one(store: Store, key: str, expected: Sent, target: Path) -> str:
+def _fetch_one(store: Store, key: str, expected: Sent, target: Path, alive: Callable[[], object]) -> str:
     problem, others = "", 0
     for number in range(TRIES):
         if number:
             time.sleep(FIRST * 2 ** (number - 1))
         try:
-            store.get(key, target)
-            problem = difference(hashed(target), expected)
+            store.get(key, target, alive)
+            problem = difference(hashed(target, alive), expected)
             if not problem:
                 flush(target)
                 return ""
@@ -83,14 +85,17 @@ def difference(found: Sent, expected: Sent) -> str:
     return "" if found == expected else "its SHA-256 is another than when it was uploaded"
 
 
-def compare(path: Path, stored: Stored, names: Iterable[str]) -> str:
-    """Compare files on the disk with the marker; return what is wrong with the first that differs."""
+def compare(path: Path, stored: Stored, names: Iterable[str], alive: Callable[[], object]) -> str:
+    """Compare files on the disk with the marker; return what is wrong with the first that differs.
+
+    ``alive`` is called after each piece of a file.
+    """
     for name in names:
         file = path / name if stored.folder else path
         try:
             if file.is_symlink():
                 return f"{file} is a symbolic link"
-            problem = difference(hashed(file), stored.files[name])
+            problem = difference(hashed(file, alive), stored.files[name])
         except OSError as error:
             problem = str(error.strerror or error)
         if problem:

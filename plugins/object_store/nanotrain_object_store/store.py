@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from fsspec.callbacks import Callback
 from fsspec.core import url_to_fs
 
 #: Protocols of the machine's own disks, which have folders, and want them made and removed.
@@ -56,9 +57,10 @@ class Store:
             self.put_bytes(name, data)
         return True
 
-    def get(self, name: str, path: Path) -> None:
-        """Download an object."""
-        self.fs.get_file(self._at(name), str(path))
+    def get(self, name: str, path: Path, alive: Callable[[], object] = lambda: None) -> None:
+        """Download an object; call ``alive`` after each piece, if the library tells of pieces."""
+        told = Callback(hooks={"alive": lambda size, value: alive()})
+        self.fs.get_file(self._at(name), str(path), callback=told)
 
     def read(self, name: str, *, most: int) -> bytes | None:
         """Return a small object, at most ``most`` bytes and one more of it; None if there is none."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -164,11 +164,12 @@ def find_local(folder: Path, step: int) -> Path | None:
     return next((path for path in there if is_local_name(path.name, step) and not path.is_symlink()), None)
 
 
-def hashed(path: Path) -> Sent:
-    """Return size and SHA-256 of a file, read once."""
+def hashed(path: Path, alive: Callable[[], object] = lambda: None) -> Sent:
+    """Return size and SHA-256 of a file, read once; call ``alive`` after each piece."""
     digest, size = sha256(), 0
     with open(path, "rb") as file:
         while piece := file.read(1 << 22):
             digest.update(piece)
             size += len(piece)
+            alive()
     return Sent(size, digest.hexdigest())
