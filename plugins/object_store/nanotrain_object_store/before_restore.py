@@ -34,7 +34,7 @@ from nanotrain_object_store.stored import Stored, find_local
 
 #: File of the run folder with its id, by which a run that is started again in it still owns its prefix.
 ID = "object-store-id"
-#: Seconds that a start waits for a store that does not answer.
+#: Seconds that a start waits for a store that does not answer; none after a failure if the disk has checkpoints.
 PATIENCE = 20.0
 
 
@@ -61,7 +61,8 @@ def id_of(folder: Path) -> str:
 def ask(store: Store, prefix: Prefix, restore: Restore) -> Found:
     """Take the prefix and list it, on rank 0."""
     log = structlog.get_logger("nanotrain.object_store")
-    found, until, first = Found(), time.monotonic() + PATIENCE, True
+    found, first = Found(), True
+    until = time.monotonic() + (0.0 if restore.again and restore.steps() else PATIENCE)
     while first or time.monotonic() < until:
         first = False
         try:
@@ -113,35 +114,47 @@ def is_elsewhere(which: str) -> bool:
     return not (which in ("latest", "auto") or which.isdecimal())
 
 
-def bring(store: Store, found: Sequence[Stored], restore: Restore) -> None:
+def bring(store: Store, found: Sequence[Stored], restore: Restore, *, comparing: bool = True) -> bool:
     """Fetch the checkpoint that the run will look for, unless the disk has it or a newer one. Collective.
+
+    Args:
+        store: where it is.
+        found: what is there, newest first.
+        restore: the run.
+        comparing: whether one that the disk has is compared, and fetched anew if it is damaged.
+
+    Returns:
+        Whether that is still to do.
 
     Raises:
         CheckpointError: on all ranks: it could not be fetched undamaged, and the disk has no checkpoint.
     """
     which, mesh = restore.which, restore.mesh
     if which is None or is_elsewhere(which):
-        return
+        return False
     here: list[int] = mesh.gather([*restore.steps()] if mesh.rank == 0 else [])[0]
     wanted = [each for each in found if not which.isdecimal() or each.step == int(which)]
     problems: list[str] = []
     for stored in wanted:
         if stored.step < max(here, default=-1) and not which.isdecimal():
-            return  # the disk has a newer one
+            return False  # the disk has a newer one
         damage = ""
         if stored.step in here:
+            if not comparing:
+                return True
             damage = agree(partial(_compare, stored, restore), restore)
             if not damage:
-                return
+                return False
         problem = _fetch(store, stored, restore, instead=damage)
         if not problem:
-            return
+            return False
         problems.append(problem)
         if mesh.rank == 0:
             log = structlog.get_logger("nanotrain.object_store")
             log.warning("a checkpoint could not be fetched", step=stored.step, problem=problem)
     if problems and not here:
         raise CheckpointError(f"no checkpoint of {store.url} could be fetched whole: {problems[0]}")
+    return False
 
 
 def _compare(stored: Stored, restore: Restore, alive: Callable[[], None]) -> str:

@@ -19,12 +19,13 @@ from nanotrain_core.api.torch import (
     RollbackReport,
     RunInfo,
     StepReport,
+    TrainState,
 )
 from nanotrain_object_store import ObjectStoreConfig, before_restore
 from nanotrain_object_store.prefix import Prefix
 from nanotrain_object_store.staged import Staged, clear_scratch, stage
 from nanotrain_object_store.store import Store
-from nanotrain_object_store.stored import find_local
+from nanotrain_object_store.stored import Stored, find_local
 from nanotrain_object_store.uploads import Uploads
 
 #: Seconds that the end of a run waits until the prefix is released.
@@ -52,6 +53,8 @@ class ObjectStore(Monitor):
         self.evaluated: int | None = None
         self._in_store: frozenset[int] = frozenset()
         """Steps that were in the store when the run began."""
+        self._to_compare: list[Stored] = []
+        """Of the store, if that of the disk has not been compared with it."""
         self._saved: int | None = None
         """The newest step that is on the disk."""
 
@@ -77,11 +80,19 @@ class ObjectStore(Monitor):
             log = structlog.get_logger("nanotrain.object_store")
             text = "the object store does not answer, and the run begins without it"
             log.warning(text, url=self.store.url, problem=found.down)
-        before_restore.bring(self.store, found.stored, restore)
+        # A restart from memory needs no checkpoint: see on_recover.
+        later = before_restore.bring(self.store, found.stored, restore, comparing=not restore.again)
+        self._to_compare = found.stored if later else []
         self._in_store = frozenset(each.step for each in found.stored)
         self._elsewhere = restore.which is not None and before_restore.is_elsewhere(restore.which)
         if self.prefix is not None:
             self.prefix.begin()
+
+    def on_recover(self, restore: Restore, at_least: int) -> TrainState | None:
+        """Compare the checkpoint on the disk, as no monitor before this one has restored the run."""
+        if self._to_compare and self.store is not None:
+            before_restore.bring(self.store, self._to_compare, restore)
+        return None
 
     # --- the run ----------------------------------------------------------------------------------
 
