@@ -49,7 +49,7 @@ from nanotrain_core.recipe import Recipe
 from nanotrain_core.run import log
 from nanotrain_core.run.folder import RunFolder
 from nanotrain_core.run.stop import ENDING, EXITS, SIGNALS
-from nanotrain_core.watch.hang import Hang, HangWatch
+from nanotrain_core.watch.hang import PATIENCE, Hang, HangWatch
 
 #: The exit code of ``nanotrain run`` for each final status of a run.
 EXIT_OF = {"done": Exit.DONE, "stopped": Exit.DONE, **EXITS}
@@ -151,7 +151,7 @@ def _run_agent(job: Job, recipe: Recipe, nodes: Nodes) -> int:
         agents.append(
             Agent(
                 _what_to_start(job, nodes),
-                RankProcesses(job),
+                RankProcesses(job, PATIENCE * recipe.run.hang_timeout),
                 before_start=watch.forget,
                 start_again=lambda codes, number: restarts.again(codes, number, watch.hang),
                 given_up=lambda codes: causes.append(of_all_hosts(first_cause(scratch, codes, watch.hang))),

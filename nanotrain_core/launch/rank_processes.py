@@ -16,6 +16,7 @@ import attrs
 
 from nanotrain_core.launch.rank_process import DONE, LEAVE, LEFT, serve
 from nanotrain_core.launch.worker import Job
+from nanotrain_core.run import log
 
 #: Seconds for ranks to end after SIGTERM.
 GRACE = 30.0
@@ -33,6 +34,8 @@ class StartedRank:
 
     process: ForkServerProcess
     connection: Connection
+    number: str = ""
+    """The rank."""
     ends: str | None = None
     """How the run ended on this rank, once its job has returned."""
     left: int | None = None
@@ -67,8 +70,14 @@ class StartedRank:
 class RankProcesses:
     """All of this host."""
 
-    def __init__(self, job: Job) -> None:
-        self.job = job
+    def __init__(self, job: Job, patience: float) -> None:
+        """Start none yet.
+
+        Args:
+            job: to run.
+            patience: seconds for processes to end after the run; 0: any time.
+        """
+        self.job, self.patience = job, patience
         self._ranks: dict[int, StartedRank] = {}
         """By local rank."""
 
@@ -86,6 +95,7 @@ class RankProcesses:
                 self._ranks[local] = self._start(local)
             rank = self._ranks[local]
             rank.ends = rank.left = None
+            rank.number = environment["RANK"]
             rank.send(dict(environment))
         return {local: rank.process.pid or 0 for local, rank in self._ranks.items()}
 
@@ -138,11 +148,21 @@ class RankProcesses:
         return self._ranks.keys()
 
     def end(self) -> None:
-        """Let ranks whose job has returned end, and wait for it: a thread may still write or upload."""
+        """Let ranks whose job has returned end, and wait for it: a thread may still write or upload.
+
+        One that does not end in time is killed: nothing else would end it, and the run is complete.
+        """
         for rank in self._ranks.values():
             rank.send(None)
+        until = time.monotonic() + self.patience
         for rank in self._ranks.values():
-            rank.process.join()
+            rank.process.join(max(0.0, until - time.monotonic()) if self.patience else None)
+            if rank.alive:
+                late = f"did not end within {self.patience:g} seconds after the run"
+                log.say(
+                    f"rank {rank.number} (process {rank.process.pid}) {late}: it is killed", level="warning"
+                )
+                rank.process.kill()
         self._forget(dict(self._ranks))
 
     def stop(self, number: signal.Signals = signal.SIGTERM, seconds: float = GRACE) -> None:

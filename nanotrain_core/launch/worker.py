@@ -83,12 +83,15 @@ class Job:
 
 
 def train(job: Job, ranks: Ranks) -> str:
-    """Load, agree with the other ranks, train; return how it ended."""
-    with ending_process_groups(kept=job.in_process_restart):
-        return _train(job, ranks)
+    """Load, agree with the other ranks, train; return how it ended.
+
+    Process groups end before the rank's watchdog: their end may hang, too.
+    """
+    with contextlib.ExitStack() as last, ending_process_groups(kept=job.in_process_restart):
+        return _train(job, ranks, last)
 
 
-def _train(job: Job, ranks: Ranks) -> str:
+def _train(job: Job, ranks: Ranks, last: contextlib.ExitStack) -> str:
     log.configure(ranks.rank)
     registry = load_plugins(block=job.plugins.blocked, local=job.plugins.local)
     found = resolve_recipe(job.recipe, overrides=job.overrides, plugins=job.plugins, ranks=ranks.world_size)
@@ -109,7 +112,9 @@ def _train(job: Job, ranks: Ranks) -> str:
     if dist.is_initialized() and dist.get_backend() == "nccl":
         record_collectives(folder)
     scratch = Path(job.scratch) if job.scratch else None
-    watchdog = watch(progress, ranks.rank, timeout=recipe.run.hang_timeout, folder=folder, scratch=scratch)
+    if timeout := recipe.run.hang_timeout:
+        watchdog = Watchdog(progress, ranks.rank, timeout=timeout, folder=folder, scratch=scratch)
+        last.callback(watchdog.stop)
     try:
         with _watched(job, ranks, recipe, store, progress):
             begin = partial(start_from, job, folder, mark, past, recipe.checkpoint.use, registry)
@@ -133,8 +138,6 @@ def _train(job: Job, ranks: Ranks) -> str:
                 show_placements(engine.run)
             return engine.fit().reason
     finally:
-        if watchdog is not None:
-            watchdog.stop()
         if held is not None:
             held.close()
         if lock is not None:
@@ -247,15 +250,6 @@ def start_from(
     resume = ("latest" if saved else "auto") if own else job.resume
     expect_own_kind(folder, resume, use, registry)
     return resume
-
-
-def watch(
-    progress: Progress, rank: int, *, timeout: float, folder: Path, scratch: Path | None
-) -> Watchdog | None:
-    """Start a watchdog, unless the recipe disables it."""
-    if not timeout:
-        return None
-    return Watchdog(progress, rank, timeout=timeout, folder=folder, scratch=scratch)
 
 
 def keep_recipe(folder: Path, text: str, explained: str) -> None:

@@ -34,7 +34,7 @@ from nanotrain_object_store.stored import Stored, find_local
 
 #: File of the run folder with its id, by which a run that is started again in it still owns its prefix.
 ID = "object-store-id"
-#: Seconds that a start waits for a store that does not answer; none after a failure if the disk has checkpoints.
+#: Seconds that a start waits for a store that does not answer; none after a failure, with a checkpoint.
 PATIENCE = 20.0
 
 
