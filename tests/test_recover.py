@@ -122,23 +122,26 @@ def test_what_ranks_ask_for_is_deleted_with_their_launcher(tmp_path, monkeypatch
         (folder / "file").touch()
     recipe = load_recipe("laptop.toml")
     monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv(temporary.NOTES, str(tmp_path))
+    monkeypatch.setattr(temporary, "_notes", tmp_path)
     restart = restart_of(scratch, "12.5", recipe, 4, load_plugins())
     restart.delete_at_end(kept)
     restart.recoverable(7)
     assert ((scratch / RECOVERABLE).read_text(), restart.failed_at, restart.again) == ("7", 12.5, True)
-    temporary.delete_named(scratch)
+    temporary.delete_named()
     assert (kept.exists(), other.exists()) == (False, True)
     shutil.rmtree(scratch)
     restart.recoverable(8)  # like a full disk: a monitor that failed here would keep no further snapshots
 
 
-def test_where_the_launcher_was_killed_the_next_start_of_any_run_does(tmp_path):
+def test_where_the_launcher_was_killed_the_next_start_of_any_run_does(tmp_path, monkeypatch):
     kept, place = tmp_path / "kept", tmp_path / "tmp"
     kept.mkdir()
-    scratch = place / f"{temporary.prefix()}x" / "nanotrain-y"
-    scratch.mkdir(parents=True)
-    (scratch.parent / temporary.LOCK).touch()
-    restart_of(scratch, None, load_recipe("laptop.toml"), 1, load_plugins()).delete_at_end(kept)
+    notes = place / f"{temporary.prefix()}x"
+    notes.mkdir(parents=True)
+    (notes / temporary.LOCK).touch()
+    monkeypatch.setenv(temporary.NOTES, str(notes))
+    restart_of(tmp_path, None, load_recipe("laptop.toml"), 1, load_plugins()).delete_at_end(kept)
     temporary.sweep(place, tmp_path)
     assert not kept.exists()
     assert [*place.iterdir()] == []

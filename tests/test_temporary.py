@@ -2,9 +2,13 @@
 
 import fcntl
 import os
+import shutil
 import signal
 import socket
+import subprocess
+import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -35,7 +39,7 @@ def test_nothing_is_left_of_a_run_that_was_killed_with_all_its_ranks(tmp_path, p
         os.kill(pid, signal.SIGKILL)
     finish(process)
     (left,) = place.glob(f"{PREFIX}*")
-    assert list(left.glob("torchelastic_*"))
+    assert list(left.glob("nanotrain-*"))
     assert list(left.glob("pymp-*"))
     again = finish(start(*words, cwd=tmp_path))
     assert again.code == 0, again.err
@@ -87,3 +91,64 @@ def test_what_another_host_left_in_a_shared_place_is_its_own(tmp_path, monkeypat
 def test_sockets_in_a_folder_have_names_that_linux_takes():
     folder = "x" * LONGEST + f"/{prefix()}12345678"
     assert len(f"{folder}/pymp-12345678/listener-12345678") <= 107
+
+
+BEGINS = """
+import os, sys
+from pathlib import Path
+from nanotrain_core.launch import temporary
+
+temporary.begin()
+if sys.argv[1:]:
+    temporary.note(Path(sys.argv[1]))
+    print("noted", flush=True)
+    sys.stdin.read()
+    temporary.delete_named()
+"""
+
+
+def begins(place, *words):
+    """Begin, like a launcher, with a temporary folder of its own."""
+    place.mkdir()
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    environment = {**os.environ, "TMPDIR": str(place)}
+    return subprocess.Popen([sys.executable, "-c", BEGINS, *words], env=environment, **pipes)
+
+
+def test_what_a_job_with_a_temporary_folder_of_its_own_has_left_is_found_by_the_next(tmp_path):
+    """Snapshots stayed in memory for good, and later runs on that host were refused for it."""
+    kept, ended = tmp_path / "kept", tmp_path / "ended"
+    for folder in (kept, ended):
+        folder.mkdir()
+    running, other = begins(tmp_path / "job-1", str(kept)), begins(tmp_path / "job-2", str(ended))
+    assert [each.stdout.readline() for each in (running, other)] == ["noted\n"] * 2
+    other.communicate()
+    assert (kept.exists(), ended.exists()) == (True, False)
+    assert begins(tmp_path / "job-3").wait() == 0
+    assert kept.exists()  # its launcher lives
+    running.kill()
+    running.communicate()
+    shutil.rmtree(tmp_path / "job-1")
+    assert begins(tmp_path / "job-4").wait() == 0
+    assert not kept.exists()
+
+
+@pytest.mark.full
+def test_snapshots_of_a_launcher_that_was_killed_do_not_stay_in_memory(tmp_path, place, monkeypatch):
+    (tmp_path / "small.toml").write_text(SMALL)
+    memory, job = tmp_path / "memory", place / "job"
+    memory.mkdir(), job.mkdir()
+    monkeypatch.setenv("TMPDIR", str(job))
+    words = ("run", "small.toml", "--nproc", "2", "--max-restarts", "1", "--folder", "one")
+    more = (f'monitor.2={{use="memory_snapshots", folder="{memory}"}}', "run.steps=100000")
+    process = start(*words, "--set", more[0], "--set", more[1], cwd=tmp_path, start_new_session=True)
+    next(line for line in process.stdout if line.startswith("step=3"))
+    os.kill(process.pid, signal.SIGKILL)
+    finish(process)
+    assert len([*memory.iterdir()]) == 2
+    time.sleep(2)  # its ranks see that it is gone
+    shutil.rmtree(job)
+    monkeypatch.setenv("TMPDIR", str(place))
+    again = finish(start("run", "small.toml", "--nproc", "2", "--folder", "two", cwd=tmp_path))
+    assert again.code == 0, again.err
+    assert [*memory.iterdir()] == []

@@ -89,7 +89,7 @@ def start(job: Job, recipe: Recipe, nodes: Nodes) -> int:
             try:
                 return _run_agent(job, recipe, nodes)
             finally:
-                temporary.delete_named(Path(scratch))
+                temporary.delete_named()
                 restore_cursor()
 
 

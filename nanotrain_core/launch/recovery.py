@@ -9,9 +9,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nanotrain_core.launch.temporary import TO_DELETE
+from nanotrain_core.launch import temporary
 from nanotrain_core.recipe import Recipe, recipe_hash
-from nanotrain_core.run.files import write_text_atomically
 
 if TYPE_CHECKING:
     from nanotrain_core.registry.registry import Registry
@@ -54,8 +53,7 @@ def restart_of(
 
     def delete_at_end(path: Path) -> None:
         if scratch is not None:
-            name = hashlib.sha256(str(path).encode()).hexdigest()[:16]
-            write_text_atomically(scratch / f"{TO_DELETE}{name}", str(path))
+            temporary.note(path)
 
     return Restart(
         may_restart=int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0,

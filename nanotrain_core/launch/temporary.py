@@ -1,10 +1,13 @@
 """One temporary folder for the files of a launcher and its ranks outside a run folder, with cleanup.
 
-torch's elastic agent creates ``torchelastic_*`` and multiprocessing ``pymp-*``. If a launcher is killed,
+A launcher's scratch folder is ``nanotrain-*``, and multiprocessing's ``pymp-*``. If a launcher is killed,
 nothing identifies their owner. They are therefore created in a folder of the launcher, which is locked until
 its process ends: the next start deletes an unlocked one, and the semaphores named after it. Folders that are
 locked, or belong to another user or host, are never touched: hosts may share the location, and locks and
 process ids do not identify the processes of another host.
+
+A second locked folder has notes of what else to delete with the launcher, such as snapshots in memory. It is
+in the host's shared memory: a ``TMPDIR`` may be a job's own, and then no later start would find the notes.
 """
 
 from __future__ import annotations
@@ -22,44 +25,55 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import IO
 
+from nanotrain_core.run.files import write_text_atomically
 from nanotrain_core.run.owner import is_alive
 
 PREFIX = "nanotrain-of-"
 LOCK = ".lock"
-#: Prefix of files in a launcher's scratch folder that name another folder to be deleted with it.
-TO_DELETE = "delete-"
-#: Where Linux stores named semaphores.
+#: Variable with the launcher's folder of notes, and the prefix of a note: a file with the path of a folder.
+NOTES, TO_DELETE = "NANOTRAIN_NOTES", "delete-"
+#: Where Linux stores named semaphores, and the same folder for all jobs of a host.
 SEMAPHORES = Path("/dev/shm")
 #: Longest path of a folder in which the name of a multiprocessing socket is still short enough for Linux.
 LONGEST = 44
 
-_held: IO[str] | None = None
+_held: list[IO[str]] = []
+_notes: Path | None = None
 
 
 def begin() -> None:
-    """Delete the folders of launchers that are gone, and create one for this process and its ranks.
+    """Delete the folders of launchers that are gone, and create those of this process and its ranks.
 
-    It is deleted when this process ends. Done once per process; without effect if it cannot be created.
+    They are deleted when this process ends. Done once per process; without effect if none can be created.
     """
-    global _held  # noqa: PLW0603 the temporary folder is a process's
-    if _held is not None:
+    global _notes  # noqa: PLW0603 the temporary folder is a process's
+    if _held:
         return
     place = Path(tempfile.gettempdir())
     sweep(place)
-    if len(str(place)) > LONGEST:
-        return
-    try:
-        folder = Path(tempfile.mkdtemp(prefix=prefix(), dir=place))
-        _held = _lock(folder)
-    except OSError:
+    sweep(SEMAPHORES)
+    _notes = _create(SEMAPHORES) or _create(place)
+    os.environ[NOTES] = str(_notes or "")
+    folder = None if len(str(place)) > LONGEST else _create(place)
+    if folder is None:
         return
     # torch's cache of compiled code is kept for later runs.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(place / f"torchinductor_{_user()}"))
     os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
     own = multiprocessing.current_process()
     getattr(own, "_config", {})["semprefix"] = f"/{folder.name}"
+
+
+def _create(place: Path) -> Path | None:
+    """Create a locked folder that is deleted when this process ends, None if that is impossible."""
+    try:
+        folder = Path(tempfile.mkdtemp(prefix=prefix(), dir=place))
+        _held.append(_lock(folder))
+    except OSError:
+        return None
     # After multiprocessing's own handler, which looks for its folder in ours.
     Finalize(None, shutil.rmtree, (folder,), {"ignore_errors": True}, exitpriority=-200)
+    return folder
 
 
 def prefix() -> str:
@@ -74,14 +88,25 @@ def sweep(place: Path, semaphores: Path = SEMAPHORES) -> None:
             if _is_left(folder):
                 for name in semaphores.glob(f"sem.{folder.name}-*"):
                     name.unlink(missing_ok=True)
-                for scratch in folder.glob("*/"):
-                    delete_named(scratch)
+                _delete_named(folder)
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def delete_named(scratch: Path) -> None:
-    """Delete the folders that a launcher's ranks have requested to be deleted, when it ends or is gone."""
-    for named in scratch.glob(f"{TO_DELETE}*"):
+def delete_named() -> None:
+    """Delete the folders that this launcher's ranks have requested to be deleted with it."""
+    if _notes is not None:
+        _delete_named(_notes)
+
+
+def note(path: Path) -> None:
+    """Request, on a rank, that a folder is deleted when the launcher ends or, if it is killed, later."""
+    if os.environ.get(NOTES):
+        name = hashlib.sha256(str(path).encode()).hexdigest()[:16]
+        write_text_atomically(Path(os.environ[NOTES], f"{TO_DELETE}{name}"), str(path))
+
+
+def _delete_named(notes: Path) -> None:
+    for named in notes.glob(f"{TO_DELETE}*"):
         with contextlib.suppress(OSError):
             shutil.rmtree(named.read_text(encoding="utf-8"), ignore_errors=True)
 
