@@ -96,6 +96,30 @@ def test_a_resume_and_a_rollback_replace_what_they_leave_behind(written, tmp_pat
     assert {*dict(found.times)} == {*curve(found)}
 
 
+def test_what_was_logged_only_in_abandoned_steps_is_no_empty_curve(written, tmp_path):
+    """A reader takes the newest value of each: there is always one."""
+    monitor = written()
+    histogram = Histogram((0.0, 1.0), (1.0,), 0.0, 0.0, 0.0)
+    names = frozenset({"old", "spread", "words"})
+    monitor.on_step(step(1, 5.0))
+    monitor.on_metrics(MetricsReport(1, {"old": 1.0}, {"spread": histogram}, {"words": "x"}, published=names))
+    written(first_step=0)
+    found = read_metrics(tmp_path)
+    assert (found.curves, found.histograms, found.texts, found.step) == ({}, {}, {}, 0)
+    assert dict(found.abandoned[1]["old"]) == {1: 1.0}
+
+
+@pytest.mark.parametrize("number", [2**70, 2**63, -(2**70)])
+def test_a_step_beyond_64_bits_is_an_unreadable_row(written, tmp_path, number):
+    written().on_step(step(1, 5.0))
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        for event in ("evaluation", "metrics", "step", "checkpoint"):
+            row = {"loss": 1.0, "bits_per_byte": None, "losses": {}, "values": {"a": 1.0}, "seconds": 1.0}
+            file.write(json.dumps({"event": event, "step": number, "time": 9, "blocked": 0.0, **row}) + "\n")
+    found = read_metrics(tmp_path)
+    assert (curve(found), found.step, found.torn, len(found.events)) == ({1: 5.0}, 1, 4, 1)
+
+
 def test_a_line_that_was_cut_short_costs_no_other(written, tmp_path):
     path = tmp_path / "metrics.jsonl"
     monitor = written()

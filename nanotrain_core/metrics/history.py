@@ -30,6 +30,8 @@ _STEP = (
 )
 #: Events whose rows are in :attr:`History.events`.
 _EVENTS = ("start", "checkpoint", "save_failed", "rollback", "end")
+#: The last step that a curve can have.
+_LAST_STEP = 2**63 - 1
 #: Bytes read at once from the end of a file, to find its last row.
 _TAIL = 2**20
 
@@ -96,7 +98,8 @@ class History:
     """What a run has logged so far. Curves have the last attempt's value for every step."""
 
     curves: dict[str, Curve] = attrs.field(factory=dict)
-    """By metric name: ``loss``, ``validation/loss``, ``checkpoint/seconds`` and published ones."""
+    """By metric name: ``loss``, ``validation/loss``, ``checkpoint/seconds`` and published ones. Each has a
+    value, and so has each list of histograms and texts."""
     times: Curve = attrs.field(factory=Curve)
     """Seconds since 1970 when each logged step was written."""
     histograms: dict[str, list[tuple[int, Histogram]]] = attrs.field(factory=dict)
@@ -212,9 +215,12 @@ def _row_of(line: bytes) -> dict[str, Any] | None:
     return row if isinstance(row, dict) and "event" in row else None
 
 
-def _cut(rows: list[Any], step: int) -> None:
-    """Remove the pairs of a step and its value that are after ``step``."""
-    del rows[bisect_right(rows, step, key=lambda each: int(each[0])) :]
+def _cut(rows: dict[str, Any], step: int) -> None:
+    """Remove the pairs of a step and its value that are after ``step``, and lists of which none is left."""
+    for name, pairs in [*rows.items()]:
+        del pairs[bisect_right(pairs, step, key=lambda each: int(each[0])) :]
+        if not pairs:
+            del rows[name]
 
 
 class _Reader:
@@ -245,7 +251,9 @@ class _Reader:
             self.history.torn += 1
 
     def row(self, row: dict[str, Any]) -> None:
-        event, history = row["event"], self.history
+        event, history, step = row["event"], self.history, int(row.get("step", 0))
+        if abs(step) > _LAST_STEP:
+            raise ValueError(f"step {step} does not fit a curve")
         if event == "start":
             self.begin(row, "resume", int(row["first_step"]), self.ended())
         elif event == "rollback":
@@ -253,12 +261,12 @@ class _Reader:
         elif event == "declared":
             history.declared |= {metric.name: metric for metric in map(described, row["metrics"])}
         elif "step" in row:
-            history.step = max(history.step, int(row["step"]))
+            history.step = max(history.step, step)
         if event in _EVENTS:
             history.events.append(row)
         if event == "step":
             history.times.add(int(row["step"]), float(row["time"]))
-        self.values(int(row.get("step", 0)), row)
+        self.values(step, row)
 
     def begin(
         self, row: Mapping[str, Any], kind: Literal["resume", "rollback"], step: int, reason: str
@@ -273,15 +281,15 @@ class _Reader:
         history.step = step
 
     def cut(self, step: int, attempt: int) -> None:
-        """Abandon everything after ``step``."""
+        """Abandon everything after ``step``. A metric of which nothing is left is no longer in the history."""
         history = self.history
         history.times.cut(step)
         cut = {name: curve.cut(step) for name, curve in history.curves.items()}
         if self.abandoned and any(cut.values()):
             history.abandoned[attempt] = {name: curve for name, curve in cut.items() if curve}
-        rows: list[list[Any]] = [*history.histograms.values(), *history.texts.values()]
-        for each in rows:
-            _cut(each, step)
+        history.curves = {name: curve for name, curve in history.curves.items() if curve}
+        for rows in (history.histograms, history.texts):
+            _cut(rows, step)
 
     def ended(self) -> str:
         end = self.history.end

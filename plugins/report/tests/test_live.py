@@ -194,6 +194,22 @@ def test_top_lists_what_is_wrong_now_worst_and_causes_first(tmp_path, capsys):
     assert "a spike" not in out
 
 
+def test_a_run_that_began_anew_before_its_first_checkpoint_is_shown(tmp_path, capsys):
+    """Of what it had logged nothing is kept: no curve, no histogram, no text."""
+    run = MadeUp(tmp_path / "run", steps=40)
+    run.start()
+    for step in range(1, 21):
+        run.step(step)
+        run.rich(step)
+    run.row("metrics", step=20, values={}, texts={"health": "step 20: one rank is slow."})
+    run.start(0)
+    folder = str(run.write())
+    assert "step 0 of 40" in shown(capsys, folder)
+    page = tmp_path / "page.html"
+    assert main(["report", folder, "--out", str(page)]) == 0
+    assert "No step has been logged yet" in page.read_text()
+
+
 def test_top_names_the_run_that_was_meant(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("a", "moe", "laptop"):
