@@ -14,15 +14,15 @@ from nanotrain_report.folder import RunFolder
 from nanotrain_report.health import Stretch, stretches
 from nanotrain_report.number_format import capital, duration, number, quantity, share
 from nanotrain_report.parts import memory_of_ranks, step_parts
-from nanotrain_report.sampling import smooth
 from nanotrain_report.sources import bring
+from nanotrain_report.trend import noise, trend_of
 
 #: Steps without a gradient after which nothing is learned any more: a loss scale skips one now and then.
 RECENT = 2
 #: Fewest evaluations for judging by the validation loss instead of the training loss.
 FEWEST_HELD = 5
-#: Fraction of the loss's total decrease that must occur in the last fifth: otherwise it has levelled off.
-STILL_FALLS = 0.005
+#: Fewest logged steps for judging by the training loss.
+FEWEST_STEPS = 5
 #: Declarations whose rule says how many times the mean of tokens the busiest expert may get.
 LOADS = ("expert_load", "moe/max_load/{router}")
 #: Parts of a step that are its purpose, and the share of it that any other may take.
@@ -63,28 +63,43 @@ def learning(run: RunFolder) -> Answer:
         since = f"Since step {_broken_since(norm):,}; such steps change nothing."
         return Answer(ask, "bad", "No: the gradient is not a number", since)
     held = run.line("validation/loss")
-    enough = held is not None and len(held.steps) >= FEWEST_HELD
-    judged, what = (held, "Validation loss") if held is not None and enough else (loss, "Training loss")
-    values = judged.values if judged is held else smooth(loss.values, max(7, len(loss.values) // 20))
-    values, steps = values[np.isfinite(values)], judged.steps[np.isfinite(values)]
-    first, now, best = float(values[0]), float(values[-1]), float(values.min())
-    fifth = steps[-1] - 0.2 * (steps[-1] - steps[0])
-    change = float(values[max(0, int(np.searchsorted(steps, fifth, side="right")) - 1)] - now)
-    terms, beside = ("", "") if judged is held else (_terms(run), _held_too(held))
-    detail = f"{what}{terms} went from {number(first)} to {number(now)} nats"
-    if len(values) < 2:
-        return Answer(ask, "unknown", "Too early to say", f"{what} is {number(now)} nats.")
-    if now > first:
+    if held is not None and len(held.steps) >= FEWEST_HELD:
+        return _by_its_trend(held, "Validation loss")
+    return _by_its_trend(loss, f"Training loss{_terms(run)}", noisy=True, held=held)
+
+
+def _by_its_trend(judged: Line, what: str, *, noisy: bool = False, held: Line | None = None) -> Answer:
+    """Answer by the course of a loss; ``held``: few evaluations beside the training loss."""
+    ask, beside, finite = "Is it learning?", _held_too(held), np.isfinite(judged.values)
+    values, steps = judged.values[finite], judged.steps[finite]
+    if len(values) < (FEWEST_STEPS if noisy else 2):
+        return Answer(ask, "unknown", "Too early to say", f"{what} is {number(values[-1])} nats.")
+    trend = trend_of(steps, values, noisy=noisy)
+    detail = f"{what} went from {number(trend.first)} to {number(trend.now)} nats"
+    if trend.rose:
         return Answer(ask, "bad", "No: the loss has risen", f"{detail}.{beside}")
-    if now - best > 0.1 * max(first - best, 1e-12):
-        where = int(steps[int(values.argmin())])
-        detail += f"; its best was {number(best)}.{beside}"
-        return Answer(ask, "warn", f"It has got worse since step {where:,}", detail)
-    if change > STILL_FALLS * (first - now):
-        detail += f", and still fell by {number(change, 2)} in the last fifth.{beside}"
+    if trend.worse:
+        detail += f"; its best was {number(trend.best)}.{beside}"
+        return Answer(ask, "warn", f"It has got worse since step {trend.best_step:,}", detail)
+    if trend.fell and trend.falls:
+        detail += f", and still fell by {number(trend.change, 2)} in the last fifth.{beside}"
         return Answer(ask, "good", "Yes", detail)
-    detail += f"; in the last fifth it {_moved(change)}.{beside}"
-    return Answer(ask, "good", "Yes, but it has levelled off", detail)
+    if held is not None and _still_falls(held, since=int(steps[-max(1, len(steps) // 5)])):
+        return Answer(ask, "good", "Yes", f"{detail}; what still falls is validation loss.{beside}")
+    if not trend.fell:
+        detail += f"; from step to step it varies by {number(noise(values), 2)}" if noisy else ""
+        headline = "Too early to say" if trend.early else "No: the loss has not fallen"
+        return Answer(ask, "unknown" if trend.early else "warn", headline, f"{detail}.{beside}")
+    detail += f"; in the last fifth it {_moved(trend.change)}"
+    if trend.blurred:
+        return Answer(ask, "good", "Yes", f"{detail}, which is within its noise.{beside}")
+    return Answer(ask, "good", "Yes, but it has levelled off", f"{detail}.{beside}")
+
+
+def _still_falls(held: Line, since: int) -> bool:
+    """Return whether the newest evaluation, at or after step ``since``, is clearly below the one before."""
+    enough = len(held.values) > 1 and bool(np.isfinite(held.values).all()) and held.steps[-1] >= since
+    return enough and trend_of(held.steps, held.values, noisy=False).falls
 
 
 def _moved(change: float) -> str:
