@@ -28,6 +28,7 @@ from nanotrain_core.api import (
     shipped_recipes,
     show_progress,
 )
+from nanotrain_inspect.experts import loads_of, loads_told, norms_of, norms_told
 
 if TYPE_CHECKING:
     from nanotrain_core.api.torch import Weights
@@ -122,8 +123,11 @@ def _show(weights: Weights, args: argparse.Namespace) -> int:
         for name in names:
             found.append(statistics_of(weights.reader, name))
             advance(1)
+    norms = norms_of(found)
+    loads = loads_of(Path(args.path)) if norms else {}
     if args.json:
         table = {"model": weights.selection.use, "parameters": [attrs.asdict(each) for each in found]}
+        table |= {"expert_loads": {name: attrs.asdict(load) for name, load in loads.items()}}
         print(json_text(table, indent=2))
         return Exit.DONE
     count = sum(each.count for each in found)
@@ -133,7 +137,8 @@ def _show(weights: Weights, args: argparse.Namespace) -> int:
     else:
         _print(LAYER_COLUMNS, [_layer_row(name, each, count) for name, each in by_layer(found).items()])
     _tell_outliers(found, args.top)
-    _tell_experts(found)
+    if norms:
+        print(*norms_told(norms), *loads_told(loads), sep="\n")
     return Exit.DONE
 
 
@@ -175,22 +180,6 @@ def _tell_outliers(found: Sequence[Statistics], top: int) -> None:
         print("\nlargest outliers of matrices: largest magnitude over root mean square")
     for each in ordered[:top]:
         print(f"  {each.peak:8.1f}  {each.name}, {each.max_abs:.4g} where the rms is {each.rms:.4g}")
-
-
-def _tell_experts(found: Sequence[Statistics]) -> None:
-    """Compare the experts of each layer: one that is never chosen keeps its first weights and shrinks."""
-    experts: dict[str, dict[str, float]] = {}
-    for each in found:
-        part = re.match(r"(.*\.experts)\.(\d+)\.", each.name)
-        if part and len(each.shape) > 1:
-            sums = experts.setdefault(part[1], {})
-            sums[part[2]] = sums.get(part[2], 0.0) + each.rms**2 * each.count
-    if experts:
-        print("\nexperts: norm of the smallest and of the largest, of each layer")
-    for name, sums in experts.items():
-        least, most = min(sums, key=lambda n: sums[n]), max(sums, key=lambda n: sums[n])
-        ends = f"{sums[least] ** 0.5:.4g} (expert {least}) to {sums[most] ** 0.5:.4g} (expert {most})"
-        print(f"  {name}: {len(sums)} experts, {ends}")
 
 
 # --- two models -------------------------------------------------------------------------------

@@ -31,6 +31,8 @@ class Statistics:
     outliers: float
     """Share of elements beyond :data:`OUTLIER` times the root mean square."""
     nonfinite: int
+    expert_squares: tuple[float, ...] = ()
+    """Sum of squares of each expert [E], of weights [E, ., .] that hold those of all experts of a layer."""
 
     @property
     def peak(self) -> float:
@@ -43,7 +45,10 @@ def statistics_of(reader: WeightReader, name: str) -> Statistics:
     alone."""
     shape = tuple(reader.shapes[name])
     count, total, squares, most, nonfinite, beyond = math.prod(shape), 0.0, 0.0, 0.0, 0, 0
+    stacked, experts = ".experts." in name and len(shape) == 3, list[float]()
     for part in parts_of(reader, name):
+        if stacked:
+            experts += part.nan_to_num(0.0, 0.0, 0.0).square().sum((1, 2)).tolist()
         finite = part[torch.isfinite(part)]
         nonfinite += part.numel() - finite.numel()
         if finite.numel():
@@ -55,7 +60,8 @@ def statistics_of(reader: WeightReader, name: str) -> Statistics:
     if most > OUTLIER * rms:
         beyond = sum(int((part.abs() > OUTLIER * rms).sum()) for part in parts_of(reader, name))
     dtype = str(reader.dtypes[name]).removeprefix("torch.")
-    return Statistics(name, shape, dtype, count, rms, total / kept, most, beyond / kept, nonfinite)
+    numbers = (count, rms, total / kept, most, beyond / kept, nonfinite)
+    return Statistics(name, shape, dtype, *numbers, tuple(experts))
 
 
 @attrs.define(frozen=True)

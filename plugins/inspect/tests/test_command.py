@@ -1,5 +1,6 @@
 """``nanotrain inspect``: statistics against torch's own, outliers, what is not finite, and differences."""
 
+import itertools
 import json
 
 import pytest
@@ -10,6 +11,7 @@ from safetensors.torch import save_file
 from nanotrain_core.api import load_plugins
 from nanotrain_core.cli import main
 from nanotrain_core.testing import Case
+from nanotrain_core.testing.case import HARNESS
 from nanotrain_core.testing.probe import make_engine
 
 NAME = "layers.0.attn.q.weight"
@@ -30,9 +32,9 @@ def call(capsys, *words):
     return code, out, err
 
 
-def converted(trained, folder, change):
+def converted(trained, folder, change, *words):
     """Write the weights as `nanotrain convert` does, one of them changed."""
-    assert main(["convert", str(trained[0]), str(folder), "--to", "nanotrain"]) == 0
+    assert main(["convert", str(trained[0]), str(folder), "--to", "nanotrain", *words]) == 0
     (file,) = folder.glob("*.safetensors")
     with safe_open(file, "pt") as stored:
         tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
@@ -120,6 +122,72 @@ def test_large_tensors_are_read_in_parts(trained, capsys, monkeypatch):
     whole = numbers()
     monkeypatch.setattr("nanotrain_inspect.statistics.AT_ONCE", 100)
     assert numbers() == pytest.approx(whole, rel=1e-9, abs=1e-15)
+
+
+@pytest.fixture(scope="module")
+def routed(tmp_path_factory):
+    """Return a run folder of a model with experts, and its weights."""
+    folder = tmp_path_factory.mktemp("moe")
+    engine = make_engine(
+        Case("checkpoint", use="simple"), {"run": {"steps": 2}, "model": {"use": "routed"}}, folder=folder
+    )
+    engine.fit()
+    return folder, {p.placement.name: p.parameter.detach().clone() for p in engine.run.placed}
+
+
+#: The model with experts that every case of the harness knows.
+PLUGIN = ("--plugin", next(path for path in HARNESS if path.endswith("routed.py")))
+
+
+def lines_after(out, head):
+    lines = out.splitlines()
+    first = next(n for n, line in enumerate(lines) if line.startswith(head)) + 1
+    return [line.strip() for line in itertools.takewhile(str.strip, lines[first:])]
+
+
+def test_experts_that_are_stacked_are_compared_one_by_one(routed, tmp_path, capsys):
+    folder, weights = routed
+    layers = {}
+    for name, tensor in weights.items():
+        if ".experts." in name:
+            layers.setdefault(name.rpartition(".")[0], []).append(tensor.double().square().sum((1, 2)))
+    expected = {name: sum(parts).sqrt() for name, parts in layers.items()}
+    assert expected
+    _, out, _ = call(capsys, folder, *PLUGIN)
+    told = lines_after(out, "experts: norm of the smallest")
+    assert [line.partition(":")[0] for line in told] == [*expected]
+    for line, norms in zip(told, expected.values(), strict=True):
+        least, most = norms.argmin(), norms.argmax()
+        ends = f"{norms[least]:.4g} (expert {least}) to {norms[most]:.4g} (expert {most})"
+        assert line.endswith(f": {len(norms)} experts, {ends}")
+
+    def starve(tensors):
+        for name in tensors:
+            if name.startswith("layers.1.experts."):
+                tensors[name][3] *= 0.01
+
+    other = converted(routed, tmp_path / "other", starve, *PLUGIN)
+    capsys.readouterr()
+    _, out, _ = call(capsys, other, *PLUGIN)
+    assert " (expert 3) to " in lines_after(out, "experts: norm of the smallest")[-1]
+    assert "share of tokens" not in out  # there are no metrics beside weights alone
+
+
+def test_the_experts_of_a_run_are_told_with_the_tokens_that_they_got(routed, capsys):
+    folder, _ = routed
+    rows = [{"event": "start", "first_step": 0, "time": 1.0, "attempt": 1}]
+    for step, counts in ((1, [1.0] * 8), (2, [10.0, 20.0, 0.0, 40.0, 5.0, 5.0, 10.0, 10.0])):
+        load = {"edges": [*range(9)], "counts": counts, "below": 0.0, "above": 0.0, "nan": 0.0}
+        loads = {f"moe/load/layers.{layer}.router": load for layer in (0, 10, 2)}
+        rows.append({"event": "metrics", "step": step, "values": {}, "histograms": loads})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    _, out, _ = call(capsys, folder, *PLUGIN)
+    said = "8 experts at step 2, 0.00% (expert 2) to 40.00% (expert 3); 12.50% each is even; 1 got none"
+    assert lines_after(out, "experts: share of tokens") == [
+        f"layers.{layer}.router: {said}" for layer in (0, 2, 10)
+    ]
+    table = json.loads(call(capsys, folder, "--json", *PLUGIN)[1])["expert_loads"]
+    assert table["layers.10.router"] == {"step": 2, "shares": [0.1, 0.2, 0.0, 0.4, 0.05, 0.05, 0.1, 0.1]}
 
 
 @pytest.mark.parametrize(
