@@ -76,6 +76,7 @@ from nanotrain_core.metrics.core import CORE as CORE_METRICS
 from nanotrain_core.metrics.declared import Bins, Metric, Rule, Verdict, of_ranks
 from nanotrain_core.metrics.declared import Names as MetricNames
 from nanotrain_core.metrics.history import Curve, History, Seam, read_metrics
+from nanotrain_core.metrics.patience import PATIENCE, StepKind, is_judged, must_last, step_kind
 from nanotrain_core.metrics.usual import USUAL_KNOWN, Usual, is_relative
 from nanotrain_core.optim.moment_groups import check_moments
 from nanotrain_core.phases.timeline import PhaseTimeline
@@ -116,6 +117,7 @@ __all__ = [
     "DTYPE_NAMES",
     "LARGEST_SIZE",
     "MOST_LAYERS",
+    "PATIENCE",
     "PIPED_WIDTH",
     "RUN_FILES",
     "TRAINING",
@@ -170,6 +172,7 @@ __all__ = [
     "SimpleCheckpointConfig",
     "Span",
     "StaysEager",
+    "StepKind",
     "Support",
     "Survey",
     "Tag",
@@ -205,6 +208,7 @@ __all__ = [
     "hookimpl",
     "host_memory",
     "input_problems",
+    "is_judged",
     "is_of_a_run",
     "is_recipe",
     "is_relative",
@@ -218,6 +222,7 @@ __all__ = [
     "main_layers",
     "microbatches_of",
     "multiples_near",
+    "must_last",
     "natural_sort_key",
     "nearby",
     "nearby_run",
@@ -245,6 +250,7 @@ __all__ = [
     "show_progress",
     "simulate",
     "state_problems",
+    "step_kind",
     "streams_problem",
     "survey_of",
     "surveys",

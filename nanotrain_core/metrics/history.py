@@ -281,7 +281,7 @@ class _Reader:
         history.step = step
 
     def cut(self, step: int, attempt: int) -> None:
-        """Abandon everything after ``step``. A metric of which nothing is left is no longer in the history."""
+        """Abandon everything after ``step``, and the metrics that have nothing else."""
         history = self.history
         history.times.cut(step)
         cut = {name: curve.cut(step) for name, curve in history.curves.items()}

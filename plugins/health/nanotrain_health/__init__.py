@@ -7,7 +7,7 @@ from typing import Literal
 
 import attrs
 
-from nanotrain_core.api import Component, Metric, Range, Register, hookimpl
+from nanotrain_core.api import PATIENCE, Component, Metric, Range, Register, hookimpl
 from nanotrain_health.catalogue.activations import ATTENTION, RESIDUAL
 from nanotrain_health.catalogue.common import TENSORS_EVERY
 from nanotrain_health.catalogue.experts import EXPERTS
@@ -41,7 +41,7 @@ class HealthConfig:
     """Queries of each sequence whose attention is computed; 0: none."""
     ema: float = attrs.field(default=0.98, validator=Range(0.0, 1.0, above=True, below=True))
     """Decay per step of exponential moving averages, such as that of the loss."""
-    patience: int = attrs.field(default=5, validator=Range(1))
+    patience: int = attrs.field(default=PATIENCE, validator=Range(1))
     """Consecutive logged steps outside the limits before a problem is reported (at most 2 if bad, 1 if NaN or
     infinite), and inside before it is reported as over."""
 

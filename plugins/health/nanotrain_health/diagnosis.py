@@ -18,16 +18,10 @@ from typing import Any, Literal
 import attrs
 import structlog
 
-from nanotrain_core.api import Metric, Rule, Usual, is_relative
+from nanotrain_core.api import Metric, Rule, Usual, is_judged, is_relative, must_last, step_kind
 from nanotrain_core.api.torch import MetricsReport
 
 Side = Literal["low", "high"]
-
-#: Logged steps for which a bad value must last before it is reported, unless ``patience`` is less.
-BAD_LASTS = 2
-#: Metric groups that are not judged in a step that was skipped under loss scaling: too large a loss scale
-#: makes gradients overflow, and then only the overflow itself is worth reporting.
-OF_GRADIENTS = frozenset({"gradients", "updates", "weights"})
 
 
 @attrs.define
@@ -68,16 +62,14 @@ class Diagnosis:
 
     def judge(self, report: MetricsReport) -> list[Said]:
         """Judge a report; return sentences about the troubles that begin or end with it."""
+        kind = step_kind(report.values)
         judged = [
             (name, metric, metric.rule, value)
             for name, metric in report.metrics.items()
             if metric.rule is not None and (value := report.values.get(name)) is not None
+            if is_judged(metric, kind)
         ]
         judged.sort(key=itemgetter(0))  # alike on every rank
-        if not math.isfinite(report.values.get("loss", 0.0)):  # then no other number means anything
-            judged = [each for each in judged if each[0] == "loss"]
-        if report.values.get("skipped") and report.values.get("loss_scale", 1.0) != 1.0:
-            judged = [each for each in judged if each[1].group not in OF_GRADIENTS]
         wrong: dict[tuple[str, Side], list[Found]] = defaultdict(list)
         for name, metric, rule, value in judged:
             usual = self._usual(name, value) if is_relative(rule) else None
@@ -107,10 +99,7 @@ class Diagnosis:
             return ""
         trouble.seen += 1
         worst = max(found, key=lambda each: (each.bad, each.distance))
-        lasts = min(BAD_LASTS, self.patience) if worst.bad else self.patience
-        if not math.isfinite(worst.value):
-            lasts = 1
-        if trouble.seen < lasts:
+        if trouble.seen < must_last(worst.value, self.patience, bad=worst.bad):
             return ""
         trouble.said, trouble.seen = True, 0
         sentence = worst.sentence(len(found) - 1)

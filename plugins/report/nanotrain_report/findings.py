@@ -9,7 +9,7 @@ import attrs
 from nanotrain_report.blocks import Block, Group, Missing, Section, Sentence, Sentences
 from nanotrain_report.families import families
 from nanotrain_report.folder import RunFolder, Shown
-from nanotrain_report.health import Stretch, stretches, told
+from nanotrain_report.health import Judging, Stretch, stretches, told
 from nanotrain_report.number_format import duration, plural
 
 #: Sentences of a run that are shown, the worst first, and of those that monitors said.
@@ -57,11 +57,12 @@ def findings(run: RunFolder) -> Iterator[Sentence]:
     """Yield one sentence for each declaration and side, the worst first: of its worst stretch."""
     together: dict[tuple[str, str], list[Stretch]] = {}
     for family in run.families:
-        for each in stretches(family):
+        for each in stretches(family, run.judging):
             together.setdefault((family.metric.name, each.side), []).append(each)
     for given_up in run.history.abandoned.values():
+        judging = Judging(given_up, run.judging.patience)
         for family in families(given_up, run.declared):
-            for each in stretches(family):
+            for each in stretches(family, judging):
                 worded = attrs.evolve(
                     each, goes_on=False, sentence=f"In steps that were given up: {each.sentence}"
                 )
@@ -80,7 +81,7 @@ def open_findings(run: RunFolder) -> list[Sentence]:
     """Return one sentence for each declaration and side that is not good now: bad ones, then causes first."""
     found: list[tuple[tuple[bool, int], Sentence]] = []
     for family in run.families:
-        lasting = [each for each in stretches(family) if each.goes_on]
+        lasting = [each for each in stretches(family, run.judging) if each.goes_on]
         for side in ("low", "high"):
             of_side = [each for each in lasting if each.side == side]
             if not of_side:

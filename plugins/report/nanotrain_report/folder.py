@@ -13,6 +13,7 @@ import attrs
 
 from nanotrain_core.api import (
     CORE_METRICS,
+    PATIENCE,
     RUN_FILES,
     CheckpointInfo,
     History,
@@ -25,6 +26,10 @@ from nanotrain_core.api import (
     running,
 )
 from nanotrain_report.families import Family, Line, families
+from nanotrain_report.health import Judging
+
+#: Sections of a recipe that are lists of tables.
+LISTS = ("parallel", "monitor", "phase")
 
 
 @attrs.define(eq=False, slots=False)
@@ -57,6 +62,12 @@ class RunFolder:
         return families(self.history.curves, self.declared)
 
     @cached_property
+    def judging(self) -> Judging:
+        """How its metrics are judged: with the patience of its monitor ``health``."""
+        health = (each for each in self.monitors if each.get("use") == "health")
+        return Judging(self.history.curves, int(next(health, {}).get("patience", PATIENCE)))
+
+    @cached_property
     def recipe_file(self) -> Path | None:
         """The newest resolved recipe: a resumed run that changed it has left several."""
         found = [path for path in self.path.glob("recipe*.toml") if "explained" not in path.name]
@@ -64,11 +75,16 @@ class RunFolder:
 
     @cached_property
     def recipe(self) -> Mapping[str, Any]:
-        """The newest resolved recipe as tables; empty if there is none that can be read."""
+        """The sections of the newest resolved recipe that are tables; empty if there is none to be read."""
         try:
-            return tomllib.loads(self.recipe_file.read_text(encoding="utf-8")) if self.recipe_file else {}
+            read = tomllib.loads(self.recipe_file.read_text(encoding="utf-8")) if self.recipe_file else {}
         except (OSError, ValueError):
             return {}
+        lists = {name: read[name] for name in LISTS if isinstance(read.get(name), list)}
+        tables = {name: each for name, each in read.items() if isinstance(each, dict)}
+        return tables | {
+            name: [each for each in found if isinstance(each, dict)] for name, found in lists.items()
+        }
 
     @cached_property
     def begins(self) -> list[dict[str, Any]]:
@@ -97,10 +113,14 @@ class RunFolder:
     @property
     def unmeasured(self) -> bool:
         """Whether it has no metrics for want of the monitor ``jsonl``."""
-        monitors = self.recipe.get("monitor", ())
-        return (
-            bool(self.recipe) and not self.history.attempt and all(m.get("use") != "jsonl" for m in monitors)
-        )
+        measured = any(each.get("use") == "jsonl" for each in self.monitors)
+        return bool(self.recipe) and not self.history.attempt and not measured
+
+    @cached_property
+    def monitors(self) -> list[Mapping[str, Any]]:
+        """Its recipe's ``[[monitor]]`` tables."""
+        found = self.recipe.get("monitor", [])
+        return found if isinstance(found, list) else [found]
 
     @property
     def step(self) -> int:

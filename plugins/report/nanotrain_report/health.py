@@ -1,21 +1,40 @@
-"""Where metrics left what their declared rules call good, as stretches of steps with one sentence each."""
+"""Where metrics left what their declared rules call good, as stretches of steps with one sentence each.
+
+As the monitor ``health`` does, it passes over values that come and go, and over gradients of a step that was
+skipped to halve the loss scale.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Literal
 
 import attrs
 import numpy as np
+from numpy.typing import NDArray
 
-from nanotrain_core.api import Rule, Usual, Verdict, is_relative
-from nanotrain_report.families import Family, Line, Values
+from nanotrain_core.api import (
+    PATIENCE,
+    Curve,
+    Metric,
+    Rule,
+    StepKind,
+    Usual,
+    Verdict,
+    is_judged,
+    is_relative,
+    must_last,
+    step_kind,
+)
+from nanotrain_report.families import Family, Line, Steps, Values
 from nanotrain_report.number_format import capital
 
 #: Logged steps that a stretch may be good in between and still be one.
 FORGIVEN = 2
 
 Side = Literal["low", "high"]
+SIDES: tuple[Side, ...] = ("high", "low")
 Marks = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 
@@ -38,6 +57,35 @@ class Stretch:
     sentence: str
     goes_on: bool
     """Whether the newest value is one of them."""
+
+
+@attrs.define(frozen=True, eq=False, slots=False)
+class Judging:
+    """What of a run, or of the steps that it gave up, is judged."""
+
+    curves: Mapping[str, Curve] = attrs.field(factory=dict)
+    """``loss``, ``skipped`` and ``loss_scale`` are read."""
+    patience: int = PATIENCE
+    """Consecutive logged steps outside a rule that are worth a warning."""
+
+    @cached_property
+    def kinds(self) -> Mapping[StepKind, Steps]:
+        """The steps of each kind, ascending."""
+        values, found = dict[int, dict[str, float]](), dict[StepKind, list[int]]()
+        for name in ("loss", "skipped", "loss_scale"):
+            for step, value in self.curves.get(name, ()):
+                values.setdefault(step, {})[name] = value
+        for step in sorted(values):
+            found.setdefault(step_kind(values[step]), []).append(step)
+        return {kind: np.array(steps, dtype=np.int64) for kind, steps in found.items()}
+
+    def judged(self, metric: Metric, line: Line) -> Line:
+        """Return a curve without the steps in which its metric is not judged."""
+        for kind, steps in self.kinds.items():
+            if not is_judged(metric, kind):
+                kept = ~np.isin(line.steps, steps)
+                line = attrs.evolve(line, steps=line.steps[kept], values=line.values[kept])
+        return line
 
 
 def judge(rule: Rule, values: Values, usual: Values) -> tuple[Marks, Marks]:
@@ -66,44 +114,81 @@ def usual_before(values: Values) -> Values:
     return np.array([np.nan if each is None else each for each in found], dtype=np.float64)
 
 
-def stretches(family: Family) -> list[Stretch]:
-    """Return the stretches of a family; none without a rule. Those of several curves that overlap are one."""
+def stretches(family: Family, judging: Judging) -> list[Stretch]:
+    """Return the stretches of a family; none without a rule. Those of several curves that overlap are one.
+
+    One is left out in which values never were outside for as many logged steps in a row as a report takes.
+    """
     rule = family.metric.rule
     if rule is None:
         return []
     ruled = [line for line in family.lines if family.placeholders != ("over",) or line.label == "max"]
-    found = [each for line in ruled for each in _of_line(rule, line)]
+    marked = [_marked(rule, judging.judged(family.metric, line)) for line in ruled]
     together: list[Stretch] = []
-    for each in sorted(found, key=lambda one: (one.side, one.first)):
-        if together and together[-1].side == each.side and each.first <= together[-1].last + 1:
-            together[-1] = _joined(together[-1], each)
-        else:
-            together.append(each)
+    for side in SIDES:
+        found = sorted((s for each in marked for s in _of_line(each, side)), key=lambda one: one.first)
+        joined: list[Stretch] = []
+        for each in found:
+            if joined and each.first <= joined[-1].last + 1:
+                joined[-1] = _joined(joined[-1], each)
+            else:
+                joined.append(each)
+        said = _reported(marked, side, judging.patience)
+        together += [each for each in joined if ((said >= each.first) & (said <= each.last)).any()]
     labels = {line.name: line.label for line in family.lines}
     return [_said(rule, each, labels) for each in together]
 
 
-def _of_line(rule: Rule, line: Line) -> Iterator[Stretch]:
+@attrs.define(frozen=True, eq=False)
+class Marked:
+    """The values of one curve, judged."""
+
+    line: Line
+    usual: Values
+    marks: Marks
+    low: Marks
+
+    def places(self, side: Side) -> NDArray[np.intp]:
+        """Return where the values are that are outside on this side."""
+        return np.nonzero((self.marks > 0) & (self.low == (side == "low")))[0]
+
+
+def _marked(rule: Rule, line: Line) -> Marked:
     usual = usual_before(line.values) if is_relative(rule) else np.full(len(line.values), np.nan)
-    marks, low = judge(rule, line.values, usual)
-    for side in ("low", "high"):
-        (places,) = np.nonzero((marks > 0) & (low == (side == "low")))
-        if not len(places):
-            continue
-        for part in np.split(places, np.nonzero(np.diff(places) > FORGIVEN + 1)[0] + 1):
-            worst = part[_furthest(line.values[part], side)]
-            yield Stretch(
-                names=(line.name,),
-                verdict="bad" if marks[part].max() == 2 else "warn",
-                side="low" if side == "low" else "high",
-                first=int(line.steps[part[0]]),
-                last=int(line.steps[part[-1]]),
-                count=len(part),
-                worst=float(line.values[worst]),
-                usual=float(usual[worst]),
-                sentence="",
-                goes_on=bool(part[-1] == len(line.values) - 1),
-            )
+    return Marked(line, usual, *judge(rule, line.values, usual))
+
+
+def _reported(marked: Sequence[Marked], side: Side, patience: int) -> Steps:
+    """Return the steps until which a family was outside for as many in a row as the worst value takes."""
+    steps = np.unique(np.concatenate([each.line.steps for each in marked]))
+    needed = np.full(len(steps), np.inf)
+    for each in marked:
+        places = each.places(side)
+        values, marks = each.line.values[places], each.marks[places]
+        lasts = np.where(marks == 2, must_last(0.0, patience, bad=True), must_last(0.0, patience, bad=False))
+        lasts = np.where(np.isfinite(values), lasts, must_last(np.nan, patience, bad=True))
+        np.minimum.at(needed, np.searchsorted(steps, each.line.steps[places]), lasts)
+    number = np.arange(len(steps))
+    in_a_row = number - np.maximum.accumulate(np.where(np.isinf(needed), number, -1))
+    return steps[in_a_row >= needed]
+
+
+def _of_line(marked: Marked, side: Side) -> Iterator[Stretch]:
+    line, places = marked.line, marked.places(side)
+    for part in np.split(places, np.nonzero(np.diff(places) > FORGIVEN + 1)[0] + 1) if len(places) else ():
+        worst = part[_furthest(line.values[part], side)]
+        yield Stretch(
+            names=(line.name,),
+            verdict="bad" if marked.marks[part].max() == 2 else "warn",
+            side=side,
+            first=int(line.steps[part[0]]),
+            last=int(line.steps[part[-1]]),
+            count=len(part),
+            worst=float(line.values[worst]),
+            usual=float(marked.usual[worst]),
+            sentence="",
+            goes_on=bool(part[-1] == len(line.values) - 1),
+        )
 
 
 def _furthest(values: Values, side: str) -> int:

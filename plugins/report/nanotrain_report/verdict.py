@@ -9,7 +9,7 @@ import attrs
 import numpy as np
 
 from nanotrain_report.blocks import Status
-from nanotrain_report.families import Family, Line
+from nanotrain_report.families import Line
 from nanotrain_report.folder import RunFolder
 from nanotrain_report.health import Stretch, stretches
 from nanotrain_report.number_format import capital, duration, number, quantity, share
@@ -253,13 +253,9 @@ def balanced(run: RunFolder) -> Answer:
 
 def _worst(run: RunFolder, *groups: str) -> Stretch | None:
     """Return the worst of the stretches that last until now, of metrics of these groups."""
-    now = [s for family in run.families if family.metric.group in groups for s in lasting(family)]
+    ruled = [family for family in run.families if family.metric.group in groups]
+    now = [each for family in ruled for each in stretches(family, run.judging) if each.goes_on]
     return max(now, key=lambda each: (each.verdict == "bad", each.count), default=None)
-
-
-def lasting(family: Family) -> list[Stretch]:
-    """Return what is not good at the newest value of each curve."""
-    return [each for each in stretches(family) if each.goes_on]
 
 
 def _about(found: Stretch) -> str:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from made_up import DECLARED
 from nanotrain_report.families import Line, families
-from nanotrain_report.health import judge, stretches, told, usual_before
+from nanotrain_report.health import Judging, judge, stretches, told, usual_before
 from nanotrain_report.sampling import MOST_POINTS, grid, narrow, smooth, thin
 
 from nanotrain_core.api import CORE_METRICS, Curve, Metric, Rule
@@ -95,14 +95,14 @@ def test_curves_are_together_with_those_of_their_declaration():
 def test_a_stretch_has_the_steps_at_which_a_rule_was_not_kept():
     rule = Rule(warn_above=3, bad_above=10, high="too much", warn_below=0.5, low="too little")
     values = [1, 4, 1, 12, 1, 1, 1, 1, 0.1, 0.2, math.nan]
-    high, broken, low = stretches(family(rule, values))
+    high, broken, low = stretches(family(rule, values), Judging(patience=1))
     assert (high.first, high.last, high.count, high.verdict, high.worst) == (2, 4, 2, "bad", 12)
     assert high.sentence == "Too much (x is 12)"
     assert not high.goes_on
     assert (low.first, low.last, low.verdict, low.worst, low.goes_on) == (9, 10, "warn", 0.1, False)
     assert low.sentence == "Too little (x is 0.1)"
     assert (broken.first, broken.last, broken.verdict, broken.goes_on) == (11, 11, "bad", True)
-    assert stretches(family(None, values)) == []
+    assert stretches(family(None, values), Judging()) == []
 
 
 def test_a_sentence_that_begins_with_a_name_keeps_it():
@@ -115,14 +115,14 @@ def test_a_sentence_that_begins_with_a_name_keeps_it():
     )
     for layer, wanted in (("layers.0.ffn_norm", "layers.0.ffn_norm is large"), ("embed", "embed is large")):
         (family,) = families({f"norms/{layer}": curve([2.0, 2.0])}, [declared])
-        assert stretches(family)[0].sentence.startswith(wanted)
+        assert stretches(family, Judging(patience=1))[0].sentence.startswith(wanted)
 
 
 def test_layers_that_are_wrong_together_are_one_sentence():
     rule = Rule(warn_above=1, high="{where} is {value}")
     metric = Metric(name="rms/{block}", unit="1", group="g", summary="", rule=rule)
     curves = {f"rms/layers.{n}": curve([0, 2 + n, 2, 0]) for n in range(3)}
-    (found,) = stretches(families(curves, [metric])[0])
+    (found,) = stretches(families(curves, [metric])[0], Judging(patience=1))
     assert found.sentence == "layers.2 (and 2 more) is 4"
     assert (found.first, found.last, found.count) == (2, 3, 6)
 
@@ -167,7 +167,9 @@ def test_a_number_of_each_rank_is_one_family():
     (found,) = families(curves, metrics)
     assert found.metric.name == "memory/host/{over}"
     assert [line.label for line in found.lines] == ["max", "mean"]
-    assert [each.names for each in stretches(found)] == [("memory/host/max",)]  # a mean breaks no rule
+    assert [each.names for each in stretches(found, Judging(patience=1))] == [
+        ("memory/host/max",)
+    ]  # a mean breaks no rule
 
 
 def test_equal_texts_in_a_row_are_one():

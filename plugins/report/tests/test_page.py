@@ -164,13 +164,13 @@ def test_what_is_wrong_now_is_on_the_first_screen(tmp_path):
     run = MadeUp(tmp_path, steps=30)
     run.start()
     for step in range(1, 31):
-        run.step(step, grad_norm=2000.0 if step > 25 else 200.0 if step < 5 else 1.0)
+        run.step(step, grad_norm=2000.0 if step > 25 else 200.0 if step < 6 else 1.0)
     found = Page(page([open_run(run.write())])).sections
     assert "Now: Gradients are very large" in found["answers"]
     run.step(31)
     found = Page(page([open_run(run.write())])).sections
     assert "Now:" not in found["answers"]
-    assert "steps 1 to 4" in found["health"]
+    assert "steps 1 to 5" in found["health"]
     assert "steps 26 to 30" in found["health"]
 
 
