@@ -139,11 +139,25 @@ def prompts_of(given: Sequence[str]) -> list[str]:
     """Return the prompts, that of standard input read.
 
     Raises:
-        NanotrainError: standard input is named twice, or is not UTF-8.
+        NanotrainError: standard input is named twice, or a prompt is not UTF-8.
     """
+    for text in given:
+        check_utf8("--prompt", text)
     if given.count("-") > 1:
         raise NanotrainError("--prompt -: standard input can be read once")
     return [_standard_input() if text == "-" else text for text in given or [NO_PROMPT]]
+
+
+def check_utf8(option: str, text: str) -> None:
+    """Reject an argument with bytes that are not UTF-8, which Python hands on as surrogates.
+
+    Raises:
+        NanotrainError: it has some; no tokenizer encodes them.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise NanotrainError(f"{option}: not UTF-8 text (character {error.start + 1})") from None
 
 
 def _standard_input() -> str:
@@ -215,6 +229,7 @@ def check_chat(args: argparse.Namespace) -> None:
     Raises:
         NanotrainError: they do not.
     """
+    check_utf8("--system", args.system or "")
     if args.chat and not args.prompt:
         raise NanotrainError("--chat: expected --prompt TEXT, what the user says")
     if args.chat and args.special_tokens:

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -105,6 +106,15 @@ def test_a_prompt_is_read_from_standard_input(trained, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("two thrée".encode()), encoding="ascii"))
     (text,) = texts(capsys, trained[0], "--prompt", "-", "--tokens", 1)
     assert text["prompt"] == "two thrée"
+
+
+@pytest.mark.parametrize(
+    ("words", "option"), [(["--prompt", b"ok\xff"], "--prompt"), (["--system", b"ok\xff"], "--system")]
+)
+def test_an_argument_of_another_encoding_is_refused(trained, capsys, words, option):
+    code, _, err = call(capsys, trained[0], words[0], os.fsdecode(words[1]), "--tokens", 1)
+    assert code == 2
+    assert err.splitlines()[-1] == f"nanotrain: {option}: not UTF-8 text (character 3)"
 
 
 def test_standard_input_of_another_encoding_is_refused(trained, capsys, monkeypatch):
