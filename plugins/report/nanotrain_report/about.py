@@ -265,9 +265,7 @@ def samples(shown: Sequence[Shown]) -> Section:
     blocks: list[Block] = []
     for each in shown:
         rows = each.run.samples
-        found: list[Block] = [
-            Pre(row.get("text", ""), title=f"after step {row.get('step', 0):,}") for row in rows
-        ]
+        found: list[Block] = [Pre(row["text"], title=f"after step {row['step']:,}") for row in rows]
         if not found:
             found = [Missing('No samples were kept: [[monitor]] use = "sample" has the model write some.')]
         elif len(found) > MOST_SAMPLES:

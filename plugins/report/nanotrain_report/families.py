@@ -112,8 +112,10 @@ def _of_statistic(metric: Metric, name: str) -> Metric:
 
 
 def _undeclared(name: str) -> Metric:
-    first, slash, _ = name.rpartition("/")
-    pattern = f"{first}/{{name}}" if slash else name
+    # Whatever wrote the name may have had other rules for names than a declaration has.
+    first, slash, last = name.rpartition("/")
+    words = [re.sub(r"[^\w.\-]", "_", word) or "_" for word in (first if slash else last).split("/")]
+    pattern = "/".join([*words, "{name}"] if slash else words)
     return Metric(name=pattern, unit="1", group=UNDECLARED, summary="not declared by any installed monitor")
 
 

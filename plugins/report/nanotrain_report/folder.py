@@ -94,7 +94,8 @@ class RunFolder:
     @cached_property
     def samples(self) -> list[dict[str, Any]]:
         """Rows of ``samples.jsonl``: ``step``, ``prompt`` and ``text``."""
-        return rows(self.path / "samples.jsonl")
+        found = rows(self.path / "samples.jsonl")
+        return [row for row in found if isinstance(row.get("step"), int) and isinstance(row.get("text"), str)]
 
     @property
     def steps(self) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import sys
 import threading
-import time
 import webbrowser
 from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -14,6 +13,7 @@ from pathlib import Path
 from nanotrain_core.api import Exit, NanotrainError, running
 from nanotrain_report.folder import open_run
 from nanotrain_report.html import page
+from nanotrain_report.rest import Rest
 
 #: What a browser may call this machine: a name of somebody else's that leads here is refused.
 OWN_NAMES = ("127.0.0.1", "localhost")
@@ -24,17 +24,15 @@ WATCHED = ("metrics.jsonl", "run.log.jsonl", "samples.jsonl")
 class Report:
     """A report that is rendered again when its runs have new data."""
 
-    #: Seconds until it may be rendered again, for each second that rendering took: a long run takes a while.
-    rest = 10.0
-
     def __init__(self, paths: Sequence[Path]) -> None:
         self.paths = paths
         self._lock = threading.Lock()
-        self._of, self._text, self._again = "", b"", 0.0
+        self.rest = Rest()
+        self._of, self._text = "", b""
 
     def state(self) -> str:
         """Return something that changes when the report would."""
-        if time.monotonic() < self._again:
+        if not self.rest.over:
             return self._of
         files = [path / name for path in self.paths for name in WATCHED]
         sizes = [file.stat().st_size if file.exists() else 0 for file in files]
@@ -44,11 +42,11 @@ class Report:
     def text(self) -> bytes:
         """Return the page."""
         with self._lock:
-            state, began = self.state(), time.monotonic()
+            state = self.state()
             if state != self._of:
-                self._text = page([open_run(path) for path in self.paths], live=True).encode()
+                with self.rest.after():
+                    self._text = page([open_run(path) for path in self.paths], live=True).encode()
                 self._of = state
-                self._again = time.monotonic() + self.rest * (time.monotonic() - began)
             return self._text
 
 

@@ -18,7 +18,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--once", action="store_true", help="print once and exit; the default if the output is a pipe"
     )
     parser.add_argument(
-        "--every", type=seconds, default=2.0, metavar="S", help="seconds between updates; default: 2"
+        "--every",
+        type=seconds,
+        default=2.0,
+        metavar="S",
+        help="seconds between updates, more for a long run; default: 2",
     )
 
 
@@ -28,6 +32,7 @@ def run(args: argparse.Namespace) -> int:
     from rich.live import Live
 
     from nanotrain_report.folder import open_run
+    from nanotrain_report.rest import Rest
     from nanotrain_report.screen import screen
 
     once = args.once or not sys.stdout.isatty()
@@ -37,13 +42,14 @@ def run(args: argparse.Namespace) -> int:
         return Exit.DONE
     open_run(args.folder)  # or it is refused before the screen is taken
     with suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False) as live:
-        seen = None
+        seen, rest = None, Rest()
         while True:
             now = state(args.folder)
             # A long file takes a while to read: one that has not grown is read in one of ten looks.
-            if now != seen or int(time.monotonic() / args.every) % 10 == 0:
+            if rest.over and (now != seen or int(time.monotonic() / args.every) % 10 == 0):
                 seen = now
-                live.update(screen(open_run(args.folder), console.width), refresh=True)
+                with rest.after():
+                    live.update(screen(open_run(args.folder), console.width), refresh=True)
             time.sleep(args.every)
     return Exit.DONE
 

@@ -13,9 +13,11 @@ import threading
 import time
 from http.client import HTTPConnection
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from made_up import DECLARED, MadeUp, full_run
+from nanotrain_report.folder import open_run
 from nanotrain_report.serve import Server
 
 from nanotrain_core.api import Metric, Rule
@@ -32,7 +34,7 @@ def served(tmp_path):
     run.write()
     (tmp_path / "secret").write_text("not for you")
     with Server([run.folder], 0) as server:
-        server.report.rest = 0.0
+        server.report.rest.times = 0.0
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
         yield run, server.server_address
         server.shutdown()
@@ -236,6 +238,30 @@ def test_top_follows_in_a_terminal_until_ctrl_c(tmp_path):
     until(terminal, b"\x1b[?25h")  # the cursor is back
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     os.close(terminal)
+
+
+def test_top_leaves_the_machine_to_training(tmp_path, capsys, monkeypatch):
+    """Of a file that takes a second to read and grows all the time, a tenth of the time at most."""
+    folder, clock, read = full_run(tmp_path / "run", 10), [1000.0], []
+
+    def slow(path):
+        clock[0] += 1.0
+        read.append(clock[0])
+        return open_run(path)
+
+    def sleep(seconds):
+        clock[0] += seconds
+        if clock[0] > 1400.0:
+            raise KeyboardInterrupt
+
+    passing = SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep)
+    monkeypatch.setattr("nanotrain_report.top.time", passing)
+    monkeypatch.setattr("nanotrain_report.rest.time", passing)
+    monkeypatch.setattr("nanotrain_report.top.state", lambda folder: clock[0])
+    monkeypatch.setattr("nanotrain_report.folder.open_run", slow)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert main(["top", str(folder), "--every", "2"]) == 0
+    assert 25 <= len(read) <= 40
 
 
 def until(terminal, words):

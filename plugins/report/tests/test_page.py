@@ -2,6 +2,7 @@
 
 import base64
 import gzip
+import io
 import json
 import re
 import time
@@ -17,6 +18,8 @@ from made_up import MadeUp, full_run
 from nanotrain_report.about import whole
 from nanotrain_report.folder import open_run
 from nanotrain_report.html import page
+from nanotrain_report.screen import screen
+from rich.console import Console
 
 from nanotrain_core.api import Metric
 from nanotrain_core.cli import main
@@ -274,3 +277,28 @@ def test_a_folder_that_is_no_run_is_refused_in_a_line(tmp_path, capsys, monkeypa
     err = capsys.readouterr().err
     assert text in err
     assert len(err.splitlines()) == 1
+
+
+def test_files_that_others_wrote_or_changed_cost_what_cannot_be_shown_and_no_more(tmp_path):
+    run = MadeUp(tmp_path, steps=9)
+    run.start()
+    names = ("x/<b>bold</b>", "[red]m[/red]", "", "/", "a/{b}", "../../etc", "b{c}/d", "memory/peak/rank")
+    for step in range(1, 4):
+        run.step(step)
+        run.row("metrics", step=step, values={name: float(step) for name in names})
+    (tmp_path / "samples.jsonl").write_text(
+        '{"step": null, "text": "one"}\n{"step": "x", "text": 5}\n{}\n{"step": 3, "text": "three"}\n'
+    )
+    folder = run.write()
+    recipe = 'run = 3\nmonitor = "x"\nbatch = [1]\nversions = "y"\n[model]\nuse = "transformer"\n'
+    (tmp_path / "recipe.toml").write_text(recipe)
+    opened = open_run(folder)
+    assert {*opened.lines} >= {*names}
+    assert opened.recipe == {"model": {"use": "transformer"}}
+    text = page([opened])
+    found = Page(text).sections
+    assert "after step 3" in found["samples"]
+    assert "three" in found["samples"]
+    assert "one" not in found["samples"]
+    assert "<b>bold</b>" not in text
+    Console(file=io.StringIO(), width=100).print(screen(opened, 100))
