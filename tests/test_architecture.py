@@ -176,7 +176,7 @@ ROOMS = {path.parent.name for path in CORE.glob("*/__init__.py")}
 #: What each room of the core may have of code, in lines; "": all that is in none. Not the harness.
 SMALL = {
     "": 985,
-    "api": 625,
+    "api": 630,
     "builtin": 490,
     "checkpoint": 891,
     "cli": 1625,
@@ -188,7 +188,7 @@ SMALL = {
     "layout": 1148,
     "models": 690,
     "moe": 365,
-    "metrics": 1245,
+    "metrics": 1272,
     "monitors": 1055,
     "optim": 685,
     "phases": 365,

@@ -126,8 +126,11 @@ def _show(weights: Weights, args: argparse.Namespace) -> int:
     norms = norms_of(found)
     loads = loads_of(Path(args.path)) if norms else {}
     if args.json:
-        table = {"model": weights.selection.use, "parameters": [attrs.asdict(each) for each in found]}
-        table |= {"expert_loads": {name: attrs.asdict(load) for name, load in loads.items()}}
+        table = {
+            "model": weights.selection.use,
+            "parameters": [attrs.asdict(each) for each in found],
+            "expert_loads": {name: attrs.asdict(load) for name, load in loads.items()},
+        }
         print(json_text(table, indent=2))
         return Exit.DONE
     count = sum(each.count for each in found)
