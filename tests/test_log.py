@@ -70,6 +70,15 @@ def test_a_run_that_fails_says_why(tmp_path):
     ]
 
 
+def test_it_has_the_command_without_secrets(tmp_path, monkeypatch):
+    setting = "monitor.3.to.webhook=https://hooks.example/S3CRET"
+    monkeypatch.setattr("sys.argv", ["nanotrain", "run", "r.toml", "--set", setting, "--quiet"])
+    with log.kept_in(tmp_path, 0):
+        log.begin()
+    (entry,) = lines(tmp_path)
+    assert entry["command"] == 'nanotrain run r.toml --set monitor.3.to.webhook="(hidden)" --quiet'
+
+
 def test_a_folder_stays_empty_until_the_run_begins_and_a_launcher_makes_no_file(tmp_path):
     with log.kept_in(tmp_path, 0) as kept:
         log.record("warning", "before")

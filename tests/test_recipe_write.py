@@ -151,6 +151,11 @@ def test_what_others_see_of_a_recipe_has_no_secrets():
         ("to = {webhook = '', command = ['a']}", "to = {webhook = '', command = ['a']}"),
         ('tokenizer = "bytes"\nkeep = 2\n', 'tokenizer = "bytes"\nkeep = 2\n'),
         ('api_key="x", use="wandb"', 'api_key="(hidden)", use="wandb"'),
+        (f'"webhook" = "{SECRET}"', '"webhook" = "(hidden)"'),
+        (f"run r --set a.webhook={SECRET} -x", 'run r --set a.webhook="(hidden)" -x'),
+        (f"run r --set=a.webhook={SECRET}", 'run r --set=a.webhook="(hidden)"'),
+        (f"run r --set 'a.webhook={SECRET}?a&b' -x", "run r --set 'a.webhook=\"(hidden)\"' -x"),
+        ("run r --set 'a.key=ab'\"'\"'cd' -x", "run r --set 'a.key=\"(hidden)\"' -x"),
     ],
 )  # fmt: skip
 def test_what_others_read_of_a_recipe_s_text_has_no_secrets(text, shown):

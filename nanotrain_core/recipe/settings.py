@@ -42,12 +42,14 @@ def without_secrets(text: str) -> str:
 
     >>> print(without_secrets('webhook = "https://hooks.example/T0/S3CRET"  # r.toml:7'))
     webhook = "(hidden)"  # r.toml:7
+    >>> print(without_secrets("nanotrain run r --set monitor.3.to.webhook=https://hooks.example/S3CRET -q"))
+    nanotrain run r --set monitor.3.to.webhook="(hidden)" -q
     """
 
-    def shown(found: re.Match[str]) -> str:
-        return f'{found[1]}"{HIDDEN}"' if is_secret(found[2].lower()) else found[0]
-
-    return re.sub(r"""(\b(\w+)\s*=\s*)(["'])(?:(?!\3).)+\3""", shown, text)
+    # In a command a value may lack quotes of its own, and end with a quote that began before its key.
+    bare = r"""[^\s"'[{]\S*?(?=["']?(?:\s|$))"""
+    key = rf"""\b(?:\w*_)?(?:{"|".join(SECRETS)})["']?\s*=\s*"""
+    return re.sub(rf"""(?i)({key})(?:(["'])(?:(?!\2).)+\2|{bare})""", rf'\1"{HIDDEN}"', text)
 
 
 def _shown(value: Any) -> Any:

@@ -23,6 +23,8 @@ from typing import Any
 
 import structlog
 
+from nanotrain_core.recipe.settings import without_secrets
+
 FILE = "run.log.jsonl"
 
 #: Size in bytes at which a resumed run starts a new file; the previous one is kept as ``run.log.1.jsonl``.
@@ -117,7 +119,8 @@ def begin(**fields: Any) -> None:
     where = {"host": socket.gethostname(), "cpus": os.cpu_count(), "python": platform.python_version()}
     if here := os.environ.get("LOCAL_WORLD_SIZE"):  # the number of ranks on this host
         where["local_ranks"] = int(here)
-    record("info", "run begins", **fields, command=shlex.join(sys.argv), **where, system=platform.platform())
+    command = without_secrets(shlex.join(sys.argv))
+    record("info", "run begins", **fields, command=command, **where, system=platform.platform())
 
 
 def record(level: str, event: str, **fields: Any) -> None:

@@ -106,12 +106,25 @@ def _check_target(key: str, to: Target) -> Iterator[Problem]:
         yield Problem(
             f"{key}.command", f"there is no program '{to.command[0]}'; expected one in PATH, or its path"
         )
-    if to.webhook:
-        address = urlsplit(to.webhook)
-        if address.scheme not in ("http", "https") or not address.hostname:
-            yield Problem(f"{key}.webhook", f"'{to.webhook}' is no address; expected https://host/path")
+    if to.webhook and not webhook_host(to.webhook):
+        yield Problem(f"{key}.webhook", "this is no address; expected https://host/path")
     if Path(to.file).is_absolute() and not Path(to.file).parent.is_dir():
         yield Problem(f"{key}.file", f"there is no folder {Path(to.file).parent} for it")
+
+
+def webhook_host(url: str) -> str:
+    """Return the host of a webhook's URL, empty if it is not valid. The rest of the URL is a secret.
+
+    >>> [webhook_host(url) for url in ("https://hooks.example/T0/S3CRET", "https://[x", "http://me:pw@host/")]
+    ['hooks.example', '', '']
+    """
+    try:
+        parts = urlsplit(url)
+        _ = parts.port  # raises if it is no number
+    except ValueError:
+        return ""
+    valid = parts.scheme in ("http", "https") and "@" not in parts.netloc  # urllib takes no user
+    return parts.hostname or "" if valid and url.isascii() and url.isprintable() and " " not in url else ""
 
 
 @hookimpl

@@ -9,11 +9,13 @@ import subprocess
 import urllib.request
 from collections.abc import Callable, Iterator
 from http import HTTPStatus
+from http.client import HTTPException
 from pathlib import Path
+from urllib.error import HTTPError
 
 import attrs
 
-from nanotrain_alerts import Target
+from nanotrain_alerts import Target, webhook_host
 
 #: Timeouts in seconds of a program, and of an answer to a webhook: less than a run waits at its end, so that
 #: a delivery that hangs does not hold back the last alert.
@@ -58,17 +60,25 @@ class Alert:
 
 
 def deliver(alert: Alert, to: Target, folder: Path) -> Iterator[str]:
-    """Send an alert, and yield a sentence for each way that failed. Relative paths are in ``folder``."""
+    """Send an alert, and yield a sentence for each way that failed. Relative paths are in ``folder``.
+
+    The sentences are logged: they have neither a webhook's path nor a command's arguments, which may be
+    secrets.
+    """
     ways: list[tuple[str, Callable[[], None]]] = []
     if to.file:
         ways.append((to.file, lambda: _append(alert, folder / to.file)))
     if to.command:
         ways.append((to.command[0], lambda: _run(alert, to.command)))
     if to.webhook:
-        ways.append((to.webhook, lambda: _post(alert, to.webhook)))
+        ways.append((f"webhook at {webhook_host(to.webhook)}", lambda: _post(alert, to.webhook)))
     for name, send in ways:
         try:
             send()
+        except subprocess.TimeoutExpired:
+            yield f"{name}: no end after {COMMAND_TIMEOUT:g} seconds"
+        except (HTTPError, HTTPException) as problem:  # some have the URL, or that of a redirection
+            yield f"{name}: {getattr(problem, 'code', type(problem).__name__)}"
         except Exception as problem:
             yield f"{name}: {problem}"
 

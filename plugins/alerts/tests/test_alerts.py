@@ -7,6 +7,7 @@ import threading
 import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
+import nanotrain_alerts.deliver
 import pytest
 from nanotrain_alerts import USUAL, AlertRule, AlertsConfig, Target
 from nanotrain_alerts.alerts import Alerts, verdict
@@ -177,7 +178,41 @@ def test_what_could_not_be_delivered_is_said(tmp_path):
     file, command, webhook = deliver(ALERT, failing, tmp_path)
     assert "No such file" in file
     assert command.endswith("exit code 1: no such user")
-    assert webhook.startswith("http://127.0.0.1:9/hook: ")
+    assert webhook.startswith("webhook at 127.0.0.1: ")
+
+
+class Redirects(BaseHTTPRequestHandler):
+    def do_POST(self):
+        self.send_response(302)
+        self.send_header("Location", f"gopher://other.example{self.path}")
+        self.end_headers()
+
+    def log_message(self, *_): ...
+
+
+def test_no_sentence_about_a_failed_delivery_has_a_secret(tmp_path, monkeypatch):
+    monkeypatch.setattr(nanotrain_alerts.deliver, "COMMAND_TIMEOUT", 0.01)
+    serving = HTTPServer(("127.0.0.1", 0), Redirects)
+    threading.Thread(target=serving.serve_forever, args=(0.01,), daemon=True).start()
+    said = [
+        sentence
+        for target in (
+            Target(webhook="http://127.0.0.1:9/S3CRET"),
+            Target(webhook="http://127.0.0.1:9/S3CRET x"),
+            Target(webhook=f"http://127.0.0.1:{serving.server_port}/S3CRET"),
+            Target(command=(sys.executable, "-c", "import time; time.sleep(9)", "S3CRET")),
+        )
+        for sentence in deliver(ALERT, target, tmp_path)
+    ]
+    serving.shutdown()
+    serving.server_close()
+    assert "S3CRET" not in str(said)
+    assert said[0].endswith("Connection refused>")
+    assert said[1:] == [
+        "webhook at : InvalidURL",
+        "webhook at 127.0.0.1: 302",
+        f"{sys.executable}: no end after 0.01 seconds",
+    ]
 
 
 @pytest.fixture
@@ -230,6 +265,8 @@ def test_a_run_tells_a_slow_webhook_and_waits_for_it_at_its_end_alone(server):
         ({"event": "end", "in_a_row": 2}, "rules.0.in_a_row: the event 'end' has no values"),
         ({"metric": "loss", "above": 1.0, "below": 2.0}, "rules.0.above: every value is"),
         ({"event": "end", "to": {"webhook": "example.org/x"}}, "rules.0.to.webhook: .*expected https://"),
+        ({"event": "end", "to": {"webhook": "https://[x"}}, "rules.0.to.webhook: .*expected https://"),
+        ({"event": "end", "to": {"webhook": "https://me:pw@host/x"}}, "rules.0.to.webhook: .*expected http"),
         ({"event": "end", "to": {"command": ["no-such-program"]}}, "rules.0.to.command: there is no program"),
         ({"event": "end", "to": {"file": "/no/such/folder/x"}}, "rules.0.to.file: there is no folder"),
         ({"event": "end", "to": {"mail": "x"}}, "rules.0.to.*mail"),
@@ -239,6 +276,12 @@ def test_a_run_tells_a_slow_webhook_and_waits_for_it_at_its_end_alone(server):
 def test_a_rule_that_cannot_work_is_refused_before_the_run(rule, problem):
     with pytest.raises(RecipeError, match=f"monitor.0.{problem}"):
         Case("monitor", use="alerts", config={"rules": [rule]}).recipe()
+
+
+def test_a_refused_address_is_not_printed():
+    with pytest.raises(RecipeError, match="monitor.0.to.webhook: this is no address") as refused:
+        Case("monitor", use="alerts", config={"to": {"webhook": "hooks.example/S3CRET"}}).recipe()
+    assert "S3CRET" not in str(refused.value)
 
 
 def test_a_metric_of_a_monitor_that_the_recipe_lacks_names_it(tmp_path):

@@ -57,7 +57,9 @@ class Wandb(Sink):
             config_exclude_keys=[],
             allow_val_change=True,
             reinit="create_new",
-            settings=wandb.Settings(console="off", silent=True),  # no prompt, and no word among the run's own
+            # No prompt, and no word among the run's own. Without its metadata: they have the command, and
+            # what that sets may be a secret. Host, commit and versions are in W&B's record of the run, too.
+            settings=wandb.Settings(console="off", silent=True, x_disable_meta=True),
         )
         self.run.define_metric("step", hidden=True)
         self.run.define_metric("*", step_metric="step")

@@ -2,6 +2,8 @@
 
 import json
 import math
+import platform
+import socket
 import time
 from collections.abc import Iterator
 
@@ -128,6 +130,19 @@ def test_the_file_holds_what_was_published_through_a_resume_and_a_rollback(sink,
         ["attempt 2: rolled back from step 2 to step 1: a spike", "attempt 3: resumed after step 2"]
     ]
     assert [each.exit.exit_code for each in [*first, *second] if each.HasField("exit")] == [0, 1]
+
+
+def test_what_is_sent_has_no_secret_of_the_command(sink, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        "sys.argv", ["nanotrain", "run", "r", "--set", "monitor.3.to.webhook=https://h/S3CRET"]
+    )
+    sink().finish(EndReport(1, "done", 8))
+    (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    (begun,) = (each.run for each in complete(file) if each.HasField("run"))
+    assert begun.host == socket.gethostname()
+    assert begun.telemetry.python_version == platform.python_version()
+    written = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert [path.name for path in written if b"S3CRET" in path.read_bytes()] == []
 
 
 def test_bins_beyond_what_is_taken_are_joined_with_their_neighbors():
