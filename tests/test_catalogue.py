@@ -25,6 +25,7 @@ CATALOGUE = {
     "data": "tokens data/effective_tokens data/tokens_per_update data/effective_tokens_per_update data/drift "
     "data/ignored validation/ignored data/mixture/web data/epochs",
     "gradients": "grad_norm gradients/clip_coefficient gradients/clipped gradients/clip_rate "
+    "gradients/clip_mean "
     "gradients/norm/layers.0 gradients/first_last gradients/parameters/norm/head.weight "
     "gradients/parameters/mean/head.weight gradients/parameters/std/head.weight gradients/histogram/layers.0",
     "updates": "updates/proxy updates/proxy_median updates/proxy_p95 updates/proxy_max "

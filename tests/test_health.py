@@ -24,6 +24,7 @@ MONITORS = [
 LATER = {
     "data/drift",
     "data/mixture/{source}",
+    "gradients/clip_mean",
     "gradients/clip_rate",
     "health",
     "loss/spike",

@@ -29,7 +29,8 @@ class Ratios(Watcher):
         """The highest learning rate of the schedule, or of all phases; of a script 0: it is not known."""
         if getattr(recipe, "phase", ()):
             self.full_lr = max(now.optimizer.config.lr for _, now in PhaseTimeline(recipe).corners())
-        self.clipped: deque[float] = deque(maxlen=CLIPS)
+        self.clips: deque[float] = deque(maxlen=CLIPS)
+        """Clip coefficients."""
         self.skipped: deque[float] = deque(maxlen=SKIPS)
 
     def derive(self, report: MetricsReport) -> Mapping[str, float]:
@@ -56,10 +57,11 @@ class Ratios(Watcher):
         return found | self._of_updates(norms, weights, values["lr"])
 
     def _clipping(self, clip: float) -> dict[str, float]:
-        self.clipped.append(float(clip < 1))
-        found = {"gradients/clip_coefficient": clip, "gradients/clipped": self.clipped[-1]}
-        if len(self.clipped) == CLIPS:
-            found["gradients/clip_rate"] = sum(self.clipped) / CLIPS
+        self.clips.append(clip)
+        found = {"gradients/clip_coefficient": clip, "gradients/clipped": float(clip < 1)}
+        if len(self.clips) == CLIPS:
+            found["gradients/clip_rate"] = sum(each < 1 for each in self.clips) / CLIPS
+            found["gradients/clip_mean"] = sum(self.clips) / CLIPS
         return found
 
     def _of_weights(self, weights: Mapping[str, float]) -> dict[str, float]:
@@ -115,11 +117,12 @@ class Ratios(Watcher):
 
     def meta(self) -> dict[str, Any]:
         """Return what rates are over."""
-        return {"clipped": list(self.clipped), "skipped": list(self.skipped)}
+        return {"clips": list(self.clips), "skipped": list(self.skipped)}
 
     def load_meta(self, meta: Mapping[str, Any]) -> None:
         """Go on with it."""
-        for mine, saved in ((self.clipped, meta["clipped"]), (self.skipped, meta["skipped"])):
+        # Checkpoints of earlier versions have no coefficients.
+        for mine, saved in ((self.clips, meta.get("clips", ())), (self.skipped, meta["skipped"])):
             mine.clear()
             mine.extend(saved)
 

@@ -158,6 +158,11 @@ def clip_rate(h, step):
     return sum(norm > CLIP for norm in norms) / len(norms)
 
 
+def clip_mean(h, step):
+    norms = [norm for norm in h.norm[:step] if math.isfinite(norm)][-CLIPS:]
+    return sum(min(1, CLIP / (norm + 1e-6)) for norm in norms) / len(norms)
+
+
 def skip_rate(h, step):
     last = range(max(1, step - SKIPS + 1), step + 1)
     return sum(h.skipped(n) for n in last) / len(last)
@@ -193,6 +198,7 @@ SERIES: Mapping[str, Callable] = {
     "data/mixture/{source}": lambda h, n, source: mixture(n - 1)[source] / sum(mixture(n - 1).values()),
     "skipped": lambda h, n: h.skipped(n),
     "gradients/clip_rate": clip_rate,
+    "gradients/clip_mean": clip_mean,
     "optimizer/skip_rate": skip_rate,
     "expert_load": lambda h, n: max(max(h.shares(router, n)) * 8 for router in h.experts),
     "moe/max_load/{router}": lambda h, n, router: max(h.shares(router, n)) * 8,

@@ -6,6 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from nanotrain_health import HealthConfig
+from nanotrain_health.catalogue.training import GRADIENTS, OPTIMIZER
+from nanotrain_health.diagnosis import Diagnosis
 from nanotrain_health.losses import Losses
 from nanotrain_health.ratios import Ratios
 
@@ -46,6 +48,28 @@ def test_the_loss_over_its_average_before():
             kept = decay**steps
             average = loss if average is None else kept * average + (1 - kept) * loss
         assert found["loss/ema"] == pytest.approx(average)
+
+
+def clipping(ratios, norms):
+    """Return what is warned of in the given order of gradient norms, clipped at 1."""
+    diagnosis, metrics = Diagnosis(patience=5), {each.name: each for each in (*GRADIENTS, *OPTIMIZER)}
+    for number, norm in enumerate(norms, 1):
+        found = ratios.derive(step(number, grad_norm=norm))
+        report = MetricsReport(number, found, metrics={name: metrics[name] for name in found})
+        yield from (each.text for each in diagnosis.judge(report))
+
+
+def test_steps_that_are_clipped_a_little_are_no_trouble_and_those_to_a_third_are():
+    assert [*clipping(Ratios(scene()), [1.1, 1.5, 0.9] * 70)] == []
+    (said,) = clipping(Ratios(scene()), [3.0] * 210)
+    assert said.startswith("step 104: over the last 100 logged steps gradients were clipped to 0.333 of")
+
+
+def test_the_window_of_clipping_survives_a_resume():
+    first, second = Ratios(scene()), Ratios(scene())
+    assert [*clipping(first, [3.0] * 99)] == []
+    second.load_meta(first.meta())
+    assert second.derive(step(100, grad_norm=1.5))["gradients/clip_mean"] == pytest.approx(0.99 / 3 + 1 / 150)
 
 
 def test_percentiles_of_the_layers_proxies():

@@ -14,6 +14,7 @@ FROM = {
     "loss/spike": 2,
     "data/drift": 2,
     "gradients/clip_rate": STEPS - 2,
+    "gradients/clip_mean": STEPS - 2,
     "optimizer/skip_rate": KNOWN,
     "moe/balance/{router}": KNOWN,
     "moe/starved/{router}": KNOWN,

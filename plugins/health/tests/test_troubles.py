@@ -35,6 +35,8 @@ HEALTHY = {
     "cooling down": {"optimizer": {"lr_schedule": {"use": "cosine", "warmup_steps": 2, "final_ratio": 0.0}}},
     "small batches": {"batch": {"sequences": 4, "microbatch": 2}, "run": {"seed": 5}},
 }
+#: Those with more steps: some rules are over 100 logged steps.
+LONGER = ("llama", "gpt of text", "text", "sgd", "small batches", "experts")
 
 
 def assert_named(name):
@@ -53,6 +55,12 @@ def test_a_planted_trouble_is_named(name):
 @pytest.mark.parametrize("name", sorted({*TROUBLES} - {*FIRST}))
 def test_every_planted_trouble_is_named(name):
     assert_named(name)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", LONGER)
+def test_a_healthy_run_hears_nothing_once_windows_of_100_steps_are_full(name):
+    assert run(HEALTHY[name], steps=125).sentences == []
 
 
 @pytest.mark.full

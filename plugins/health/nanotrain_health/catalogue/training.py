@@ -34,10 +34,15 @@ GRADIENTS = (
         name="gradients/clip_rate",
         group="gradients",
         summary="fraction of the last logged steps with a clipped gradient, once 100 of them are known",
+    ),
+    ratio(
+        name="gradients/clip_mean",
+        group="gradients",
+        summary="mean factor of clipping over the last logged steps, once 100 of them are known",
         rule=Rule(
-            warn_above=0.05,
-            high="{percent} of the steps are clipped: a larger clip_norm or a lower lr would let gradients "
-            "have their own size",
+            warn_below=0.5,
+            low="over the last 100 logged steps gradients were clipped to {value} of their size: a larger "
+            "clip_norm or a lower lr would let them have their own size",
         ),
     ),
     over_weights(
