@@ -65,8 +65,8 @@ class DataWatcher(Watcher):
         usual = self.usual.value
         self.usual.add(value, report.step)
         if tokens:
-            found["data/ignored"] = 1 - value / tokens
-        if usual:
+            found[f"data/{self.scene.ignored}"] = 1 - value / tokens
+        if usual and self.scene.ignored != "masked":  # what assistants say differs from batch to batch
             found["data/drift"] = abs(value / usual - 1)
         return found
 

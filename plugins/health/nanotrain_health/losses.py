@@ -74,7 +74,7 @@ class Losses(Watcher):
         if self.tokens.value is not None:
             metrics.scalar("validation/gap", report.loss - self.tokens.value)
         if report.positions:
-            metrics.scalar("validation/ignored", 1 - report.tokens / report.positions)
+            metrics.scalar(f"validation/{self.scene.ignored}", 1 - report.tokens / report.positions)
 
     def meta(self) -> dict[str, Any]:
         """Return both averages."""

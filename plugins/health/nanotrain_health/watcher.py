@@ -8,6 +8,7 @@ from typing import Any
 import attrs
 
 from nanotrain_core.api import Role, main_layers, natural_sort_key, tagged
+from nanotrain_core.api.text import HasConversations
 from nanotrain_core.api.torch import (
     EvaluationReport,
     Metrics,
@@ -53,6 +54,11 @@ class Scene:
     def detailed(self) -> bool:
         """Whether every layer and parameter is read."""
         return self.config.level == "debug"
+
+    @property
+    def ignored(self) -> str:
+        """Last word of metrics on targets that the loss ignores: of conversations by design, without a rule."""
+        return "masked" if isinstance(self.run.data, HasConversations) else "ignored"
 
     def reads_tensors(self) -> bool:
         """Return whether tensors are read in the step under way, if it is logged."""

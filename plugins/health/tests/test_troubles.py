@@ -1,5 +1,8 @@
 """A planted trouble is named within 20 steps, and a healthy run hears nothing."""
 
+from itertools import count
+
+import attrs
 import pytest
 from health_runs import run
 from health_troubles import TROUBLES
@@ -49,6 +52,38 @@ def assert_named(name):
 @pytest.mark.parametrize("name", FIRST)
 def test_a_planted_trouble_is_named(name):
     assert_named(name)
+
+
+def converse(engine):
+    """Have data with conversations, of which the loss takes some of a batch's tokens, by turns more."""
+    data = engine.run.feed.data
+    data.answer_prompt = lambda messages: ([], frozenset())
+    for name in ("train_batch", "validation_batch"):
+        setattr(data, name, partly(getattr(data, name)))
+
+
+def partly(batch_of):
+    """Return the same function with 50% to 90% of the targets ignored."""
+    calls = count()
+
+    def give(*args):
+        batch = batch_of(*args)
+        if batch is None:
+            return None
+        targets = batch.targets.clone()
+        targets[:, 6 * (1 + next(calls) % 5) :] = -100
+        return attrs.evolve(batch, targets=targets)
+
+    return give
+
+
+def test_what_a_conversation_masks_by_design_is_no_trouble():
+    told = run({"evaluation": {"every": 4, "sequences": 8}}, converse, steps=8)
+    assert told.sentences == []
+    values = {name: x for report in told.reports for name, x in report.values.items()}
+    assert 0.5 < values["data/masked"] < 0.95
+    assert 0.5 < values["validation/masked"] < 0.95
+    assert not {"data/ignored", "validation/ignored", "data/drift"} & {*values}
 
 
 @pytest.mark.full

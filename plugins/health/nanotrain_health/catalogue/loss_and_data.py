@@ -127,6 +127,20 @@ DATA = (
             high=IGNORED.replace("{value}", "{percent}").replace("{what}", "validation"),
         ),
     ),
+    ratio(
+        name="data/masked",
+        group="data",
+        reduce="last",
+        cost="device",
+        summary="fraction of the training targets that the loss ignores, of data with conversations: all but "
+        "the assistant's words",
+    ),
+    ratio(
+        name="validation/masked",
+        group="data",
+        reduce="last",
+        summary="fraction of the validation targets that the loss ignores, of data with conversations",
+    ),
     Metric(
         name="data/epochs",
         unit="epochs",
