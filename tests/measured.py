@@ -114,13 +114,16 @@ def exact(each):
     return lambda ranks: each
 
 
+MEDIAN = mean(lambda r: numpy.percentile(r.windows, 50))
+RECENT = mean(lambda r: min(r.windows[-3:]))
 A_STEP = SEQUENCES * LENGTH
 
 MEASURED: Mapping[str, Callable] = {
     "seconds": lambda ranks: ranks[0].step,
-    "time/step/p50": mean(lambda r: numpy.percentile(r.windows, 50)),
+    "time/step/p50": MEDIAN,
     "time/step/p95": mean(lambda r: numpy.percentile(r.windows, 95)),
-    "time/step/over_median": mean(lambda r: min(r.windows[-3:]) / numpy.median(r.windows)),
+    "time/step/recent": RECENT,
+    "time/step/over_median": lambda ranks: RECENT(ranks) / MEDIAN(ranks),
     "time/data": mean(lambda r: r.busy("data")),
     "time/data_fraction": most(lambda r: r.busy("data") / r.step),
     "time/forward_backward": mean(lambda r: r.busy(PASSES, "gradient sync")),

@@ -49,7 +49,7 @@ class Rule:
     warn_above: float | None = None
     bad_above: float | None = None
     warn_times: float | None = None
-    """Warn above this multiple of its usual value, the median of earlier values in the run."""
+    """Warn above this multiple of its usual value, the median of its good values so far in the run."""
     bad_times: float | None = None
     low: str = ""
     """The message for a value that is too low, and what to do about it: one plain sentence. ``{value}``,
@@ -59,7 +59,7 @@ class Rule:
     """The same for a value that is too high, NaN or infinity."""
 
     def judge(self, value: float, usual: float | None = None) -> Verdict:
-        """Return the verdict on ``value``; ``usual``: the median of earlier ones, if enough are known.
+        """Return the verdict on ``value``; ``usual``: the median of earlier good ones, if enough are known.
 
         >>> [Rule(warn_above=3, bad_above=10).judge(x) for x in (2, 4, 11, float("nan"))]
         ['good', 'warn', 'bad', 'bad']

@@ -3,34 +3,46 @@
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Iterable
 from statistics import median
+
+import attrs
 
 from nanotrain_core.metrics.declared import Rule
 
-#: Number of last values whose median is the usual value.
+#: Most values that are kept.
 USUAL = 100
-#: Minimum number of values for a usual value.
-USUAL_KNOWN = 30
+#: Minimum number of values for a usual value: the first ones, while training begins, are not usual.
+USUAL_KNOWN = 60
 
 
+@attrs.define
 class Usual:
-    """The last finite values of one metric.
+    """The median of all values of one metric so far that its rule calls good.
 
-    >>> usual = Usual([1.0, 3.0, 2.0] * 10)
-    >>> usual.before(9.0), Usual().before(9.0)
-    (2.0, None)
+    Values that are not good do not count: a problem that lasts does not become the usual. The others all
+    count, not only the last ones: a value that doubles again and again is seen, however slowly it does.
+
+    >>> rule, usual = Rule(warn_times=2), Usual()
+    >>> [usual.before(value, rule) for value in [1.0] * 60 + [9.0] * 200][-1], Usual().before(9.0, rule)
+    (1.0, None)
     """
 
-    def __init__(self, values: Iterable[float] = ()) -> None:
-        self.values = deque(values, maxlen=USUAL)
+    values: list[float] = attrs.field(factory=list)
+    """Evenly spread over those so far."""
+    count: int = 0
+    """Values so far."""
+    every: int = 1
+    """Of which each of so many is kept."""
 
-    def before(self, value: float) -> float | None:
-        """Return the median of the values before ``value``, None if too few; record ``value`` if finite."""
-        usual = median(self.values) if len(self.values) >= USUAL_KNOWN else None
-        if math.isfinite(value):
-            self.values.append(value)
+    def before(self, value: float, rule: Rule) -> float | None:
+        """Return the median of the values before ``value``, None if too few; record ``value`` if good."""
+        usual = median(self.values) if self.count >= USUAL_KNOWN else None
+        if math.isfinite(value) and rule.judge(value, usual) == "good":
+            if self.count % self.every == 0:
+                self.values.append(value)
+            self.count += 1
+            if len(self.values) > USUAL:
+                self.values, self.every = self.values[::2], 2 * self.every
         return usual
 
 

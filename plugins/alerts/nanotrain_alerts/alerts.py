@@ -66,8 +66,8 @@ class Alerts(Sink):
         for name, value in report.values.items():
             metric, usual = report.metrics.get(name), None
             fitting = self._rules(name, metric)
-            if fitting and metric is not None and is_relative(metric.rule):
-                usual = self.usual.setdefault(name, Usual()).before(value)
+            if fitting and metric is not None and metric.rule is not None and is_relative(metric.rule):
+                usual = self.usual.setdefault(name, Usual()).before(value, metric.rule)
             for number, rule in fitting:
                 state = self.states.setdefault((number, name), State())
                 said = verdict(rule, name, value, metric, usual)

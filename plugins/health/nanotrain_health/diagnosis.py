@@ -58,7 +58,7 @@ class Diagnosis:
         self.patience = patience
         self.troubles: dict[tuple[str, Side], Trouble] = {}
         self.history: dict[str, Usual] = {}
-        """Values of metrics whose rule is relative to the usual."""
+        """What is usual of metrics whose rule is relative to that."""
 
     def judge(self, report: MetricsReport) -> list[Said]:
         """Judge a report; return sentences about the troubles that begin or end with it."""
@@ -72,7 +72,9 @@ class Diagnosis:
         judged.sort(key=itemgetter(0))  # alike on every rank
         wrong: dict[tuple[str, Side], list[Found]] = defaultdict(list)
         for name, metric, rule, value in judged:
-            usual = self._usual(name, value) if is_relative(rule) else None
+            usual = None
+            if is_relative(rule):
+                usual = self.history.setdefault(name, Usual()).before(value, rule)
             verdict = rule.judge(value, usual)
             if verdict != "good":
                 side: Side = "low" if _is_low(rule, value) else "high"
@@ -119,10 +121,6 @@ class Diagnosis:
         what = trouble.what or f"{trouble.metric} is too {trouble.side}"
         return f"step {step}: this is over: {what} (said at step {trouble.since})."
 
-    def _usual(self, name: str, value: float) -> float | None:
-        """Return the median of a metric's values before, and remember this one."""
-        return self.history.setdefault(name, Usual()).before(value)
-
     def log(self, said: Sequence[Said], step: int, *, shown: bool) -> None:
         """Warn of what begins, and note what is over, on one rank."""
         log = structlog.get_logger("nanotrain.health")
@@ -133,14 +131,16 @@ class Diagnosis:
         """Return what lasts, and what is usual."""
         return {
             "troubles": [attrs.asdict(each) for each in self.troubles.values()],
-            "history": {name: list(usual.values) for name, usual in self.history.items()},
+            "history": {name: attrs.asdict(usual) for name, usual in self.history.items()},
         }
 
     def load_meta(self, meta: Mapping[str, Any]) -> None:
         """Go on with it."""
         troubles = [Trouble(**each) for each in meta["troubles"]]
         self.troubles = {(each.metric, each.side): each for each in troubles}
-        self.history = {name: Usual(values) for name, values in meta["history"].items()}
+        # Earlier versions kept the last values, which may have been those of a problem: they count anew.
+        known = ((name, usual) for name, usual in meta["history"].items() if isinstance(usual, dict))
+        self.history = {name: Usual(**usual) for name, usual in known}
 
 
 @attrs.define(frozen=True)

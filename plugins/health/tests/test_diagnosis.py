@@ -1,5 +1,6 @@
 """What is wrong is said once when it begins and once when it ends; what is only noise is not."""
 
+import json
 import math
 
 import pytest
@@ -75,6 +76,34 @@ def test_a_rule_relative_to_the_usual_waits_until_that_is_known():
     assert not judged(Diagnosis(patience=1), SECONDS, [*usual[1:], 5.0])
     said = judged(Diagnosis(patience=1), SECONDS, [*usual, 5.0])
     assert said == {USUAL_KNOWN + 1: [f"step {USUAL_KNOWN + 1}: steps take 5 times as long as usual."]}
+
+
+@pytest.mark.parametrize("resumed_at", [None, 70, 150])
+def test_what_lasts_is_not_over_and_does_not_become_the_usual(resumed_at):
+    """The usual had slid along: 53 steps after it began it was said to be over."""
+    values, diagnosis, said = [*[1.0] * 61, *[3.0] * 300, *[1.0] * 9], Diagnosis(patience=5), {}
+    for number, value in enumerate(values, 1):
+        if number == resumed_at:
+            meta, diagnosis = json.loads(json.dumps(diagnosis.meta())), Diagnosis(patience=5)
+            diagnosis.load_meta(meta)
+        report = MetricsReport(number, {"seconds": value}, metrics={"seconds": SECONDS})
+        said |= {number: each.text for each in diagnosis.judge(report)}
+    what = "steps take 3 times as long as usual"
+    assert said == {
+        66: f"step 66: {what}.",
+        366: f"step 366: this is over: {what} (said at step 66).",
+    }
+
+
+def test_what_doubles_every_100_values_is_said_once():
+    said = judged(Diagnosis(patience=5), SECONDS, [2 ** (number / 100) for number in range(1000)])
+    assert [*said] == [205]
+
+
+def test_what_settles_while_training_begins_is_no_trouble():
+    """As the residual stream of a healthy run, read in 20 steps and then every 20: 100 times in 60 steps."""
+    steps = [*range(1, 21), *range(40, 3000, 20)]
+    assert not judged(Diagnosis(patience=5), SECONDS, [2.5 * (1 - 0.99**step) for step in steps])
 
 
 def without_steps(text):

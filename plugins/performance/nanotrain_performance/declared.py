@@ -8,6 +8,8 @@ from nanotrain_core.api import Metric, Rule, of_ranks
 
 _time = partial(Metric, unit="s", group="time")
 _speed = partial(Metric, group="speed")
+#: Multiple of their usual time from which on steps are slow.
+SLOW = 2.0
 
 THROUGHPUT: tuple[Metric, ...] = (
     _time(
@@ -15,11 +17,16 @@ THROUGHPUT: tuple[Metric, ...] = (
     ),
     _time(name="time/step/p95", summary="time of one step, 95th percentile of the window"),
     _time(
+        name="time/step/recent",
+        summary="time of the fastest of the last three steps, from the tenth step on",
+    ),
+    _time(
         name="time/step/over_median",
         unit="1",
-        summary="the fastest of the last three steps over the median of the window, from the tenth step on",
+        summary="the fastest of the last three steps over the median of the window; while that is above 2, over "
+        "the median from before",
         rule=Rule(
-            warn_above=2.0,
+            warn_above=SLOW,
             high="steps take over twice their usual time: see which of time/data, time/exposed_communication "
             "and time/forward_backward has grown, and whether another program uses the machine",
         ),

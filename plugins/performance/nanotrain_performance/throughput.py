@@ -10,12 +10,23 @@ from __future__ import annotations
 
 import time
 from array import array
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
 from nanotrain_core.api import peak_flops
-from nanotrain_core.api.torch import Monitor, RollbackReport, RunInfo, Spent, StepReport, UpdateReport
+from nanotrain_core.api.torch import (
+    MetricsReport,
+    Monitor,
+    RollbackReport,
+    RunInfo,
+    Spent,
+    StepReport,
+    UpdateReport,
+)
 from nanotrain_performance import ThroughputConfig
+from nanotrain_performance.declared import SLOW
 from nanotrain_performance.windows import in_order
 
 #: Parts of a run that are not training; all others belong to a step.
@@ -34,6 +45,8 @@ class Throughput(Monitor):
         self.config = config
         self.window = array("d")
         """Seconds of the last steps. An array: numbers of their own would lie all over the memory."""
+        self.usual: list[float] = []
+        """While steps are slow, the median from before in seconds, and the ranks and tokens of a step."""
 
     def on_start(self, run: RunInfo) -> None:
         """Begin to measure."""
@@ -43,6 +56,8 @@ class Throughput(Monitor):
         run.progress.time_device(run.device)
         self.before = run.progress.measured()
         self.window = array("d")
+        self.tokens, self.since = 0, 0
+        """Tokens of a step, and the first step that had as many."""
         self.settled = False
         """Whether the first logged step is over: until then data is opened, and layers compile."""
         self.last: tuple[float, float] | None = None
@@ -61,7 +76,10 @@ class Throughput(Monitor):
         """Measure the time since the same point of the last step, without parts that are not training."""
         now, spent = time.perf_counter(), self.run.progress.spent
         beside = sum(spent[part].seconds for part in BESIDE if part in spent)
-        if self.last is not None:
+        if update.tokens != self.tokens:  # in another phase: such steps take another time
+            self.tokens, self.since = update.tokens, update.step
+            del self.window[:]
+        elif self.last is not None:
             self.window.append(now - self.last[0] - (beside - self.last[1]))
             del self.window[: -self.config.window]
         self.last = now, beside
@@ -112,7 +130,29 @@ class Throughput(Monitor):
             put("time/step/p50", median)
             put("time/step/p95", in_order(ascending, 0.95))
             if len(window) >= FEW:
-                put("time/step/over_median", min(window[-3:]) / median)
+                put("time/step/recent", min(window[-3:]))
+
+    def derive(self, report: MetricsReport) -> Mapping[str, float]:
+        """Compare the last steps with the median; while they are slow, with that from before they were.
+
+        The window's own median becomes that of slow steps, if they stay so.
+        """
+        recent, median = (report.values.get(f"time/step/{name}") for name in ("recent", "p50"))
+        if recent is None or not median:
+            return {}
+        of = [self.run.world_size, self.tokens]
+        usual = self.usual[0] if self.usual[1:] == of else median
+        slow = recent > SLOW * usual and report.step >= self.since
+        self.usual = [usual, *of] if slow else []
+        return {"time/step/over_median": recent / usual}
+
+    def meta(self) -> dict[str, Any]:
+        """Return what slow steps are compared with, from reduced numbers: the same on every rank."""
+        return {"usual": self.usual} if self.usual else {}
+
+    def load_meta(self, meta: Mapping[str, Any]) -> None:
+        """Go on with it, if the run has as many ranks and tokens in a step as before."""
+        self.usual = list(meta["usual"])
 
     def _parts(self, steps: int) -> None:
         put, now = self.run.metrics.scalar, self.run.progress.measured()

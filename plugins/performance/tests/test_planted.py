@@ -1,5 +1,6 @@
 """Planted troubles break a declared rule within 20 steps; a run without any breaks none."""
 
+import json
 from types import SimpleNamespace
 
 import numpy
@@ -8,6 +9,7 @@ from machine_troubles import growing_memory, nothing, slow_data, slow_rank
 from nanotrain_performance import ThroughputConfig, declared
 from nanotrain_performance.throughput import Throughput
 
+from nanotrain_core.api.torch import MetricsReport
 from nanotrain_core.contracts import Monitor
 from nanotrain_core.testing import Case, run_ranks
 from nanotrain_core.testing.probe import make_engine
@@ -70,9 +72,72 @@ def test_steps_are_slow_once_three_in_a_row_take_twice_the_median(last, verdict)
     told = {}
     monitor = Throughput(ThroughputConfig())
     monitor.window.extend([1.0] * 20 + last)
-    monitor.run = SimpleNamespace(metrics=SimpleNamespace(scalar=told.__setitem__))
+    monitor.run = SimpleNamespace(metrics=SimpleNamespace(scalar=told.__setitem__), world_size=2)
+    monitor.tokens, monitor.since = 64, 1
     monitor._steps()
+    told |= monitor.derive(MetricsReport(23, told))
     rule = next(each.rule for each in declared.THROUGHPUT if each.name == "time/step/over_median")
     assert rule.judge(told["time/step/over_median"]) == verdict
     assert told["time/step/p50"] == 1.0
     assert told["time/step/p95"] == pytest.approx(numpy.percentile([1.0] * 20 + last, 95))
+
+
+class Clock:
+    """A monitor whose steps take the time that it is told."""
+
+    def __init__(self, monkeypatch, ranks=2):
+        self.now, self.step = 0.0, 0
+        monkeypatch.setattr("time.perf_counter", lambda: self.now)
+        self.begin(ranks)
+
+    def begin(self, ranks):
+        told = self.told = {}
+        self.monitor = Throughput(ThroughputConfig())
+        self.monitor.on_start(
+            SimpleNamespace(
+                metrics=SimpleNamespace(scalar=told.__setitem__),
+                world_size=ranks,
+                device=SimpleNamespace(type="cpu"),
+                progress=SimpleNamespace(time_device=lambda device: None, measured=dict, spent={}),
+            )
+        )
+
+    def resume(self, ranks):
+        meta = json.loads(json.dumps(self.monitor.meta()))
+        self.begin(ranks)
+        if meta:
+            self.monitor.load_meta(meta)
+
+    def steps(self, count, seconds, tokens=64):
+        """Return how many times as long as usual steps take, from the first one that is compared."""
+        found = []
+        for _ in range(count):
+            self.now, self.step = self.now + seconds, self.step + 1
+            self.told.clear()
+            self.monitor.on_before_update(SimpleNamespace(tokens=tokens, counts={}, step=self.step))
+            self.monitor._steps()
+            derived = self.monitor.derive(MetricsReport(self.step, self.told))
+            found += derived.values()
+        return found
+
+
+def test_steps_that_stay_slow_are_slow_until_they_are_not(monkeypatch):
+    """The median had slid along: after some 50 steps they were usual."""
+    clock = Clock(monkeypatch)
+    assert clock.steps(60, 1.0) == [1.0] * 50
+    assert clock.steps(300, 3.0) == [1.0] * 2 + [3.0] * 298
+    clock.resume(ranks=2)
+    assert clock.steps(40, 3.0) == [3.0] * 30
+    assert clock.steps(20, 1.0)[-1] < 1.0
+    assert clock.monitor.meta() == {}
+    assert clock.steps(100, 1.0)[-1] == 1.0
+
+
+def test_slow_steps_of_fewer_ranks_or_another_batch_are_judged_anew(monkeypatch):
+    clock = Clock(monkeypatch)
+    clock.steps(60, 1.0)
+    assert clock.steps(9, 3.0)[-1] == 3.0
+    clock.resume(ranks=1)
+    assert clock.steps(20, 3.0) == [1.0] * 10
+    assert clock.steps(9, 9.0)[-1] == 3.0
+    assert clock.steps(30, 27.0, tokens=256) == [1.0] * 20

@@ -107,10 +107,10 @@ def judge(rule: Rule, values: Values, usual: Values) -> tuple[Marks, Marks]:
     return marks, low
 
 
-def usual_before(values: Values) -> Values:
-    """Return for each value the median of the finite ones before it; NaN where too few are known."""
+def usual_before(rule: Rule, values: Values) -> Values:
+    """Return for each value the median of the good ones before it; NaN where too few are known."""
     usual = Usual()
-    found = (usual.before(value) for value in values.tolist())
+    found = (usual.before(value, rule) for value in values.tolist())
     return np.array([np.nan if each is None else each for each in found], dtype=np.float64)
 
 
@@ -154,7 +154,7 @@ class Marked:
 
 
 def _marked(rule: Rule, line: Line) -> Marked:
-    usual = usual_before(line.values) if is_relative(rule) else np.full(len(line.values), np.nan)
+    usual = usual_before(rule, line.values) if is_relative(rule) else np.full(len(line.values), np.nan)
     return Marked(line, usual, *judge(rule, line.values, usual))
 
 

@@ -135,7 +135,7 @@ def test_values_are_judged_as_their_rule_does():
         Rule(warn_below=0.1, bad_below=0.01, warn_above=10, bad_above=100),
         Rule(warn_times=2, bad_times=20, bad_below=0.002),
     ):
-        usual = usual_before(values)
+        usual = usual_before(rule, values)
         marks, _ = judge(rule, values, usual)
         told = [None if math.isnan(each) else each for each in usual.tolist()]
         expected = [rule.judge(*pair) for pair in zip(values.tolist(), told, strict=True)]
