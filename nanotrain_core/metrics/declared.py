@@ -56,18 +56,20 @@ class Rule:
     ``{percent}`` and ``{times}`` (relative to the first limit, or the usual value) stand for numbers,
     ``{where}`` for the variable part of the metric's name, such as its layer."""
     high: str = ""
-    """The same for a value that is too high, NaN or infinity."""
+    """The same for a value that is too high; of a rule without limits, for NaN and infinity."""
 
     def judge(self, value: float, usual: float | None = None) -> Verdict:
         """Return the verdict on ``value``; ``usual``: the median of earlier good ones, if enough are known.
 
         >>> [Rule(warn_above=3, bad_above=10).judge(x) for x in (2, 4, 11, float("nan"))]
         ['good', 'warn', 'bad', 'bad']
+        >>> Rule().judge(float("inf"))
+        'bad'
         >>> [Rule(warn_times=2).judge(x, usual=10) for x in (19, 21)]
         ['good', 'warn']
         """
         bad = usual is not None and _outside(value, None, self.bad_times, usual)
-        if bad or math.isnan(value) or _outside(value, self.bad_below, self.bad_above):
+        if bad or not math.isfinite(value) or _outside(value, self.bad_below, self.bad_above):
             return "bad"
         warn = usual is not None and _outside(value, None, self.warn_times, usual)
         return "warn" if warn or _outside(value, self.warn_below, self.warn_above) else "good"
@@ -79,7 +81,11 @@ class Rule:
         'the loss is 2 times too large'
         >>> Rule(warn_below=5, low="hurry up").say("speed", 2.5)
         'hurry up (speed is 2.5)'
+        >>> Rule(warn_above=3, high="the loss is {times} times too large").say("loss", float("nan"))
+        'loss is nan, not a finite number'
         """
+        if not math.isfinite(value) and self != Rule(low=self.low, high=self.high):
+            return f"{name} is {value}, not a finite number"  # of which no text about sizes is true
         low = _outside(value, self.warn_below, None) or _outside(value, self.bad_below, None)
         limits = (self.warn_below, self.bad_below) if low else (self.warn_above, self.bad_above)
         limit = next((each for each in limits if each is not None), None)

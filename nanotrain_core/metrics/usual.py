@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from statistics import median
 
 import attrs
@@ -37,7 +36,7 @@ class Usual:
     def before(self, value: float, rule: Rule) -> float | None:
         """Return the median of the values before ``value``, None if too few; record ``value`` if good."""
         usual = median(self.values) if self.count >= USUAL_KNOWN else None
-        if math.isfinite(value) and rule.judge(value, usual) == "good":
+        if rule.judge(value, usual) == "good":
             if self.count % self.every == 0:
                 self.values.append(value)
             self.count += 1

@@ -73,7 +73,8 @@ class AlertsConfig:
     to: Target = attrs.field(factory=Target)
     """Where alerts go whose rule does not say."""
     every_minutes: float = attrs.field(default=10.0, validator=Range(0.0, 1e6))
-    """At most one alert of a rule and a metric in that time; the next one says how many were left out."""
+    """At most one alert of a rule and a metric, of all its layers, in that time; the next one says how many
+    were left out."""
 
 
 def asked_metrics(config: AlertsConfig) -> Iterator[tuple[str, str]]:

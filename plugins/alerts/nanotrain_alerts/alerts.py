@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import defaultdict, deque
 from collections.abc import Callable
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -30,12 +31,25 @@ from nanotrain_core.api.torch import (
 
 @attrs.define
 class State:
-    """The state of one rule for one metric or event that it matches."""
+    """What has been sent of one rule, for one event or declared metric."""
 
-    in_a_row: int = 0
     sent: float = -math.inf
     """Time of the last alert, by the monotonic clock."""
     left_out: int = 0
+    """Steps since then in which the rule held."""
+
+
+@attrs.define(frozen=True)
+class Held:
+    """An event, or a value for which a rule holds."""
+
+    name: str
+    """Of the event or the metric."""
+    group: str
+    """The metric as declared, ``gradients/norm/{block}``: its layers are one trouble."""
+    text: str
+    level: str
+    value: float | None = None
 
 
 class Alerts(Sink):
@@ -46,6 +60,12 @@ class Alerts(Sink):
     def __init__(self, config: AlertsConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self.config, self.clock = config, clock
         self.states: dict[tuple[int, str], State] = {}
+        self.in_a_row: dict[tuple[int, str], int] = {}
+        """By rule and metric: logged steps for which the rule has held."""
+        self.pending: deque[tuple[int, int, list[Held]]] = deque()
+        """Step, rule and what it holds for, not yet told."""
+        self.failed = False
+        """Whether the run has failed, which is not yet told."""
         self.usual: dict[str, Usual] = {}
         """Of metrics whose declared rule is relative to what is usual in this run."""
         self.fitting: dict[str, list[tuple[int, AlertRule]]] = {}
@@ -62,26 +82,40 @@ class Alerts(Sink):
 
     def write(self, report: MetricsReport) -> None:
         """Compare the metrics of a step with all rules."""
-        self.step = report.step
+        self.step, held = report.step, defaultdict[int, list[Held]](list)
+        loss = report.values.get("loss", 0.0)
+        of_loss = [] if math.isfinite(loss) else self._rules("loss", report.metrics.get("loss"))
         for name, value in report.values.items():
             metric, usual = report.metrics.get(name), None
             fitting = self._rules(name, metric)
+            if name != "loss":  # of a loss that is no number, rules for all metrics tell that alone
+                fitting = [each for each in fitting if each not in of_loss]
             if fitting and metric is not None and metric.rule is not None and is_relative(metric.rule):
                 usual = self.usual.setdefault(name, Usual()).before(value, metric.rule)
             for number, rule in fitting:
-                state = self.states.setdefault((number, name), State())
                 said = verdict(rule, name, value, metric, usual)
-                state.in_a_row = state.in_a_row + 1 if said else 0
-                if said and state.in_a_row >= rule.in_a_row:
-                    for_steps = f", {state.in_a_row} in a row" if rule.in_a_row > 1 else ""
-                    text, level = said
-                    self._tell(number, rule, f"{text}{for_steps}", level, name, value)
+                times = self.in_a_row[number, name] = self.in_a_row.get((number, name), 0) + 1 if said else 0
+                if said and times >= rule.in_a_row:
+                    for_steps = f", {times} in a row" if rule.in_a_row > 1 else ""
+                    group = metric.name if metric else name
+                    held[number].append(Held(name, group, f"{said[0]}{for_steps}", said[1], value))
+        self.pending += ((report.step, number, found) for number, found in held.items())
+        self._send()
+
+    def _send(self) -> None:
+        """Tell what is pending. If the run has failed, that is told first: each delivery may take a while."""
+        while self.pending and not self.failed:
+            self._tell(*self.pending.popleft())
+
+    def on_end(self, report: EndReport) -> None:
+        """Let the end of a run that failed be told before the alerts that wait."""
+        self.failed = report.reason == "failed"
+        super().on_end(report)
 
     def rolled_back(self, report: RollbackReport) -> None:
         """Tell that the run went back."""
         self.step = report.step
-        for state in self.states.values():
-            state.in_a_row = 0
+        self.in_a_row.clear()
         went = f"rolled back from step {report.step} to step {report.restored}"
         self._event("rollback", f"{went}: {report.reason}", "warn")
 
@@ -102,11 +136,13 @@ class Alerts(Sink):
             self._event("failed", f"the run failed after step {report.step}", "bad")
         else:
             self._event("end", f"the run ended after step {report.step}: {report.reason}", "good")
+        self.failed = False
+        self._send()
 
     def _event(self, event: str, text: str, level: str) -> None:
         for number, rule in enumerate(self.config.rules):
             if rule.event == event:
-                self._tell(number, rule, text, level, event)
+                self._tell(self.step, number, [Held(event, event, text, level)])
 
     def _rules(self, name: str, metric: Metric | None) -> list[tuple[int, AlertRule]]:
         """Return the rules that fit a metric's name, remembered by name."""
@@ -120,27 +156,33 @@ class Alerts(Sink):
                     self.log.warning(text, metric=name, key=f"rules.{number}")
         return self.fitting[name]
 
-    def _tell(
-        self, number: int, rule: AlertRule, text: str, level: str, what: str, value: float | None = None
-    ) -> None:
-        state, now = self.states.setdefault((number, what), State()), self.clock()
-        if now - state.sent < self.config.every_minutes * 60:
-            state.left_out += 1
+    def _tell(self, step: int, number: int, held: list[Held]) -> None:
+        """Send one alert of a rule in a step: of what has none yet, it names the worst and counts the rest."""
+        rule, now = self.config.rules[number], self.clock()
+        states = {each.group: self.states.setdefault((number, each.group), State()) for each in held}
+        due = {group for group, x in states.items() if now - x.sent >= self.config.every_minutes * 60}
+        for group in states.keys() - due:
+            states[group].left_out += 1
+        if not due:
             return
-        said = f"{rule.text}: {text}" if rule.text else text
+        told = [each for each in held if each.group in due]
+        worst = next((each for each in told if each.level == "bad"), told[0])
+        said = f"{rule.text}: {worst.text}" if rule.text else worst.text
+        more = f"; and {len(told) - 1} more" if len(told) > 1 else ""
         alert = Alert(
             run=self.name,
-            step=self.step,
-            level=level,
-            text=f"{self.name}, step {self.step}: {said}",
+            step=step,
+            level=worst.level,
+            text=f"{self.name}, step {step}: {said}{more}",
             event=rule.event or "",
-            metric="" if rule.event else what,
-            value=value,
-            left_out=state.left_out,
+            metric="" if rule.event else worst.name,
+            value=worst.value,
+            left_out=sum(states[group].left_out for group in due),
             time=time.time(),
         )
-        state.sent, state.left_out = now, 0
-        say = self.log.info if level == "good" else self.log.warning
+        for group in due:
+            states[group].sent, states[group].left_out = now, 0
+        say = self.log.info if worst.level == "good" else self.log.warning
         say(f"alert: {alert.text}")
         for problem in deliver(alert, rule.to or self.config.to, self.folder):
             self.log.warning("an alert could not be delivered", problem=problem)

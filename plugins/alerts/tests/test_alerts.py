@@ -70,7 +70,7 @@ def test_a_rule_relative_to_the_usual_holds_once_that_is_known(told):
 
 
 def test_alerts_of_one_rule_and_metric_come_no_faster_than_asked_for(told):
-    now = iter([0.0, 60.0, 60.0, 119.0, 121.0])
+    now = iter([0.0, 60.0, 119.0, 121.0])
     rule = AlertRule(metric="*", below=0.0)
     reports = [values(1, a=-1.0), values(2, a=-1.0, b=-2.0), values(3, a=-3.0), values(4, a=-4.0)]
     found = told([rule], *reports, minutes=2.0, clock=lambda: next(now))
@@ -79,6 +79,62 @@ def test_alerts_of_one_rule_and_metric_come_no_faster_than_asked_for(told):
         ("b", 2, 0),
         ("a", 4, 2),
     ]
+
+
+NORM = Metric(name="norm/{block}", unit="1", group="test", summary="", rule=Rule(warn_above=2, bad_above=4))
+LOSS = Metric(name="loss", unit="nats", group="loss", summary="", rule=Rule(high="the loss is no number"))
+
+
+def declared(step, **found):
+    """Return a report of ``loss`` and norms of layers."""
+    values = {name if name == "loss" else f"norm/{name}": x for name, x in found.items()}
+    return MetricsReport(step, values, metrics={name: LOSS if name == "loss" else NORM for name in values})
+
+
+def test_a_rule_sends_one_alert_of_a_step_and_of_all_layers_of_a_metric(told):
+    """One for each layer was sent, each after up to 20 seconds if an address did not answer."""
+    rule = AlertRule(metric="*", verdict="warn")
+    reports = [declared(1, a=3.0, b=9.0, c=3.0, d=1.0), declared(2, d=9.0), declared(3, a=5.0)]
+    now = iter([0.0, 60.0, 121.0])
+    found = told([rule], *reports, minutes=2.0, clock=lambda: next(now))
+    assert [(each["metric"], each["step"], each["level"], each["left_out"]) for each in found] == [
+        ("norm/b", 1, "bad", 0),
+        ("norm/a", 3, "bad", 1),
+    ]
+    assert found[0]["text"].startswith("mine, step 1: norm/b is 9: ")
+    assert found[0]["text"].endswith("; and 2 more")
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_of_a_loss_that_is_no_number_rules_for_all_metrics_tell_that_alone(told, loss):
+    layers = {f"l{n}": math.nan for n in range(50)}
+    rules = [AlertRule(metric="*"), AlertRule(metric="norm/l7")]
+    found = told(rules, *(declared(step, loss=loss, **layers) for step in (1, 2)), minutes=9.0)
+    assert [(each["metric"], each["text"]) for each in found] == [
+        ("loss", f"mine, step 1: the loss is no number (loss is {loss})"),
+        ("norm/l7", "mine, step 1: norm/l7 is nan, not a finite number"),
+    ]
+
+
+def test_that_a_run_failed_is_told_before_alerts_that_wait(tmp_path, monkeypatch):
+    sent, free, began = [], threading.Event(), threading.Event()
+
+    def slowly(alert, to, folder):
+        sent.append(alert.event or alert.metric)
+        began.set()
+        free.wait(20)
+        return []
+
+    monkeypatch.setattr("nanotrain_alerts.alerts.deliver", slowly)
+    rules = (AlertRule(event="failed"), AlertRule(metric="a", above=0.0), AlertRule(metric="b", above=0.0))
+    alerts = Alerts(AlertsConfig(rules=rules, every_minutes=0.0))
+    alerts.on_start(Info())
+    alerts.on_metrics(values(1, a=1.0, b=1.0))
+    alerts.on_metrics(values(2, a=1.0, b=1.0))
+    assert began.wait(20)
+    threading.Timer(0.1, free.set).start()
+    alerts.on_end(EndReport(2, "failed", 8))
+    assert sent == ["a", "failed", "b", "a", "b"]
 
 
 def test_a_rule_that_never_holds_is_warned_of_once(told):
@@ -98,7 +154,8 @@ def test_a_rule_that_never_holds_is_warned_of_once(told):
         (20.0, "warn", ("warn", "too slow (x is 20)")),
         (200.0, "bad", ("bad", "too slow (x is 200)")),
         (-1.0, "warn", ("warn", "too fast (x is -1)")),
-        (math.nan, "bad", ("bad", "too slow (x is nan)")),
+        (math.nan, "bad", ("bad", "x is nan, not a finite number")),
+        (math.inf, "bad", ("bad", "x is inf, not a finite number")),
     ],
 )
 def test_a_metrics_own_rule_judges(value, asked, said):

@@ -169,6 +169,8 @@ class Found:
         if others:
             where = f"{where} (and {others} more)"
         said = self.rule.say(self.name, self.value, usual=self.usual, where=where)
+        if others and where not in said:
+            said = f"{said} (and {others} more)"
         return said if self.rank is None else f"{said}; most on rank {self.rank:.0f}"
 
 

@@ -132,6 +132,20 @@ def test_of_a_loss_that_is_no_number_that_alone_is_said():
     assert said.text == "step 1: no number (loss is nan)."
 
 
+def test_a_value_that_is_no_number_is_not_worded_as_a_size():
+    names = [f"speed/{rank}" for rank in range(4)]
+    report = MetricsReport(1, dict.fromkeys(names, math.nan), metrics=dict.fromkeys(names, SPEED))
+    (said,) = Diagnosis(patience=5).judge(report)
+    assert said.text == "step 1: speed/0 is nan, not a finite number (and 3 more)."
+
+
+def test_an_infinite_loss_is_said():
+    loss = Metric(name="loss", unit="nats", group="loss", summary="", rule=Rule(high="no number"))
+    report = MetricsReport(1, {"loss": math.inf, "seconds": 1.0}, metrics={"loss": loss, "seconds": SECONDS})
+    (said,) = Diagnosis(patience=5).judge(report)
+    assert said.text == "step 1: no number (loss is inf)."
+
+
 def test_an_overflow_for_which_a_loss_scale_is_there_is_none_of_the_gradients():
     gradients = Metric(name="g", unit="1", group="gradients", summary="", rule=Rule(high="large"))
     values = {"g": math.inf, "skipped": 1.0, "loss_scale": 1024.0}

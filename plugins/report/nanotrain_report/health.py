@@ -103,7 +103,7 @@ def judge(rule: Rule, values: Values, usual: Values) -> tuple[Marks, Marks]:
                 marks[values > above] = level
             if times is not None:
                 marks[values > times * usual] = level
-    marks[np.isnan(values)] = 2
+    marks[~np.isfinite(values)] = 2
     return marks, low
 
 
