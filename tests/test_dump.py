@@ -75,6 +75,24 @@ def test_more_than_the_recipe_allows_stops_the_run_before_it_is_gathered(tmp_pat
     assert not (tmp_path / "dumps").exists()
 
 
+def test_activations_of_more_than_the_recipe_allows_are_not_kept(tmp_path, monkeypatch):
+    """Every output of every microbatch was copied before their size was compared."""
+    look, seen, kept = dump.Dump.look, [], []
+
+    def looking(self, name, output):
+        look(self, name, output)
+        seen.append(output.nbytes)
+        kept.append(sum(each.nbytes for each in self.returned.values()))
+
+    monkeypatch.setattr(dump.Dump, "look", looking)
+    most = 0.05
+    with pytest.raises(NanotrainError, match="activations of step 1 are") as stopped:
+        fit(tmp_path, Case("parallel", use="ddp"), most_mb=most, what=["activations"], modules=["*"])
+    assert sum(seen) > 2 * most * 1e6 > 2 * max(kept)
+    assert f" {sum(seen) / 1e6:.1f} MB" in str(stopped.value)
+    assert not (tmp_path / "dumps").exists()
+
+
 def test_a_module_that_is_nowhere_is_told_with_the_nearest(tmp_path):
     with pytest.raises(NanotrainError, match=r"in a module 'layer\.1' \(did you mean 'layers\.1"):
         fit(tmp_path, Case("parallel", use="ddp"), modules=["layer.1"])

@@ -43,6 +43,8 @@ class Dump(Monitor):
         self.config, self.steps = config, Steps.parse(config.steps)
         self.what = frozenset(config.what)
         self.returned: dict[str, torch.Tensor] = {}
+        self.returned_bytes = 0
+        """Of all that modules returned in the step: once that is too much, no more of it is kept."""
         self.times: Counter[str] = Counter()
         self.before: list[tuple[torch.Tensor, Placement]] = []
 
@@ -75,12 +77,21 @@ class Dump(Monitor):
         if self.config.form == "statistics":
             self.run.metrics.statistics(f"dump/activations/{{statistic}}/{name}", output, RETURNED)
             return
+        self.returned_bytes += output.nbytes
+        if self.returned_bytes > self.config.most_mb * 1e6:
+            self.returned.clear()
+            return
         self.returned[f"{name}@rank{self.run.rank}.microbatch{self.times[name]}"] = output.clone()
         self.times[name] += 1
 
     def on_before_update(self, update: UpdateReport) -> None:
-        """Dump what the step computed with, and its gradients."""
+        """Dump what the step computed with, and its gradients.
+
+        Raises:
+            TooLarge: one of them is more than ``most_mb``.
+        """
         returned, self.returned = self.returned, {}
+        returned_bytes, self.returned_bytes = self.returned_bytes, 0
         self.times.clear()
         if update.step not in self.steps:
             return
@@ -98,7 +109,7 @@ class Dump(Monitor):
             shapes = {name: tuple(tensor.shape) for name, tensor in returned.items()}
             zeros = {name: (0,) * len(shape) for name, shape in shapes.items()}
             blocks = (Block(n, shapes[n], zeros[n], tensor) for n, tensor in returned.items())
-            self._write(update.step, "activations", blocks)
+            self._write(update.step, "activations", blocks, returned_bytes)
         if "updates" in self.what:
             self.before = [
                 (tensor.clone(), placement) for tensor, placement in self._chosen(self.run.weights())
@@ -132,14 +143,20 @@ class Dump(Monitor):
     def _publish(self, what: str, tensors: Placed) -> None:
         self.run.metrics.placed(f"dump/{what}/{{statistic}}/{{parameter}}", tensors, PLACED)
 
-    def _write(self, step: int, what: str, blocks: Iterable[Block]) -> None:
+    def _write(self, step: int, what: str, blocks: Iterable[Block], size: int | None = None) -> None:
         """Gather the blocks of all ranks on rank 0, and write whole tensors. Collective.
+
+        Args:
+            step: that they are of.
+            what: the file's name.
+            blocks: of this rank.
+            size: their bytes, if it has not kept all.
 
         Raises:
             TooLarge: they are more than ``most_mb``.
         """
         mine = list(blocks)
-        sizes = self.run.mesh.gather(sum(block.tensor.nbytes for block in mine))
+        sizes = self.run.mesh.gather(sum(block.tensor.nbytes for block in mine) if size is None else size)
         megabytes = sum(sizes) / 1e6
         if megabytes > self.config.most_mb:
             raise TooLarge(
