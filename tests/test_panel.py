@@ -20,8 +20,10 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from nanotrain_core.contracts import EvaluationReport, StepReport
+from nanotrain_core.builtin.configs import ConsoleConfig
+from nanotrain_core.contracts import EvaluationReport, MetricsReport, StepReport
 from nanotrain_core.monitors import terminal
+from nanotrain_core.monitors.console import Console as ConsoleMonitor
 from nanotrain_core.monitors.lines import SinceLine, step_fields
 from nanotrain_core.monitors.panel import Panel, bar, clock_time
 from nanotrain_core.monitors.sparkline import MOST, Points, sparkline
@@ -97,6 +99,19 @@ def test_a_panel_says_what_matters_in_lines_of_their_own(panel):
         "saved       step 90   1:05 ago",
         "health      step 100: gradients are very large: lower lr.",
     ]
+
+
+def test_it_shows_what_every_monitor_says_of_health(panel):
+    """A slow rank, said as ``health/stragglers``, was not shown."""
+    console = ConsoleMonitor(ConsoleConfig())
+    console.panel = panel
+    panel.run(1)
+    console.on_metrics(MetricsReport(1, {}, texts={"health/stragglers": "rank 3 is slow.", "x": "other"}))
+    assert shown(panel)[-1] == "health      rank 3 is slow."
+    console.on_metrics(MetricsReport(2, {}, texts={"health": "step 1: bad.", "health/stragglers": "rank 3."}))
+    assert shown(panel)[-1] == "health      step 1: bad. rank 3."
+    console.on_metrics(MetricsReport(3, {}, texts={"healthy": "other"}))
+    assert shown(panel)[-1] == "health      step 1: bad. rank 3."
 
 
 def test_what_is_said_of_health_has_three_lines_at_most(panel):

@@ -26,8 +26,8 @@ from nanotrain_core.monitors.terminal import Screen
 from nanotrain_core.run.progress_bar import is_live
 from nanotrain_core.run.throughput import peak_flops
 
-#: Published texts that the panel shows: the run's health as reported by monitors.
-HEALTH = "health"
+#: Published texts that the panel shows: ``health``, and others below it, such as that of a slow rank.
+HEALTH = "health/"
 
 
 class Console(Monitor):
@@ -102,8 +102,9 @@ class Console(Monitor):
 
     def on_metrics(self, report: MetricsReport) -> None:
         """Show the published metrics that are requested, and on a terminal the monitors' health reports."""
-        if self.panel is not None and HEALTH in report.texts:
-            self.panel.health = report.texts[HEALTH]
+        said = [text for name, text in report.texts.items() if f"{name}/".startswith(HEALTH)]
+        if self.panel is not None and said:
+            self.panel.health = " ".join(said)
         wanted = [name for name in sorted(report.published) if name in report.values and self._asked(name)]
         if wanted and self._due(report.step):
             fields = {name: f"{report.values[name]:.4g}" for name in wanted}

@@ -1,9 +1,11 @@
 """A planted trouble is named within 20 steps, and a healthy run hears nothing."""
 
+import math
 from itertools import count
 
 import attrs
 import pytest
+import torch
 from health_runs import run
 from health_troubles import TROUBLES
 
@@ -75,6 +77,21 @@ def partly(batch_of):
         return attrs.evolve(batch, targets=targets)
 
     return give
+
+
+@pytest.mark.parametrize(("value", "lost"), [(1e25, 0), (math.inf, 1), (math.nan, 1)])
+def test_only_moments_that_are_not_finite_are_lost(value, lost):
+    """Large ones were counted, too: the square of 1e20 is infinite in float32."""
+
+    def plant(engine):
+        second = next(
+            b.tensor for b in engine.run.optimizer.blocks() if b.name == "exp_avg_sq/layers.0.attn.q.weight"
+        )
+        assert second.dtype == torch.float32
+        second[1, 2] = value
+
+    told = run({}, plant, steps=1)
+    assert told.reports[0].values["optimizer/nonfinite"] == lost
 
 
 def test_what_a_conversation_masks_by_design_is_no_trouble():
