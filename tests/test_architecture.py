@@ -24,7 +24,7 @@ LEVELS = (
         "moe moe.grouped_mm models models.cache models.cross_entropy models.feed_forward "
         "models.head models.norms models.ops optim "
         "pipeline pipeline.actions pipeline.passes pipeline.weight_gradients precision precision.dtypes "
-        "recipe.cached_token "
+        "recipe.cached_token recipe.secrets "
         "recipe.divisibility run run.files run.suggest_run run.owner run.log run.plain_json run.random_state "
         "run.stop run.throughput run.upload run.progress_bar",
     ),
@@ -189,12 +189,12 @@ SMALL = {
     "models": 690,
     "moe": 365,
     "metrics": 1272,
-    "monitors": 1055,
+    "monitors": 1056,
     "optim": 685,
     "phases": 365,
     "pipeline": 610,
     "precision": 680,
-    "recipe": 1713,
+    "recipe": 1715,
     "registry": 600,
     "run": 2288,
     "script": 520,

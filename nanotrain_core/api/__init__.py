@@ -96,7 +96,8 @@ from nanotrain_core.recipe.divisibility import (
 from nanotrain_core.recipe.load import Resolution, resolve_recipe
 from nanotrain_core.recipe.phase import CHANGES
 from nanotrain_core.recipe.range_validator import LARGEST_SIZE, MOST_LAYERS, Range
-from nanotrain_core.recipe.settings import flat_settings, is_secret, run_settings, without_secrets
+from nanotrain_core.recipe.secrets import is_secret, without_secrets
+from nanotrain_core.recipe.settings import flat_settings, run_settings
 from nanotrain_core.recipe.source import is_recipe, shipped_recipes
 from nanotrain_core.recipe.tree import TRAINING, OptimizerConfig, Recipe, Selection, path_field
 from nanotrain_core.recipe.validate import check_combination, find_problems, microbatches_of, pipeline_of

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import re
 import tomllib
 from collections.abc import Mapping
 from typing import Any
 
 import attrs
 
+from nanotrain_core.recipe.secrets import HIDDEN, is_secret
 from nanotrain_core.recipe.tree import Recipe
 from nanotrain_core.recipe.write import write_resolved
-
-#: Last words of keys whose values must not be disclosed, and the placeholder that replaces them.
-SECRETS = frozenset({"webhook", "token", "secret", "password", "key"})
-HIDDEN = "(hidden)"
 
 
 def run_settings(recipe: Any) -> dict[str, Any]:
@@ -26,30 +22,6 @@ def run_settings(recipe: Any) -> dict[str, Any]:
         return _shown(tomllib.loads(write_resolved(recipe)))  # type: ignore[no-any-return]
     table = attrs.asdict(recipe) if attrs.has(type(recipe)) else {"config": recipe}
     return _shown(_plain(table))  # type: ignore[no-any-return]
-
-
-def is_secret(key: str) -> bool:
-    """Return whether the value of a key is a secret.
-
-    >>> [is_secret(key) for key in ("webhook", "api_key", "tokenizer", "keep", "access_token")]
-    [True, True, False, False, True]
-    """
-    return key.rpartition("_")[2] in SECRETS or key in SECRETS
-
-
-def without_secrets(text: str) -> str:
-    """Return TOML, or a command with ``--set``, with the values of secret keys hidden.
-
-    >>> print(without_secrets('webhook = "https://hooks.example/T0/S3CRET"  # r.toml:7'))
-    webhook = "(hidden)"  # r.toml:7
-    >>> print(without_secrets("nanotrain run r --set monitor.3.to.webhook=https://hooks.example/S3CRET -q"))
-    nanotrain run r --set monitor.3.to.webhook="(hidden)" -q
-    """
-
-    # In a command a value may lack quotes of its own, and end with a quote that began before its key.
-    bare = r"""[^\s"'[{]\S*?(?=["']?(?:\s|$))"""
-    key = rf"""\b(?:\w*_)?(?:{"|".join(SECRETS)})["']?\s*=\s*"""
-    return re.sub(rf"""(?i)({key})(?:(["'])(?:(?!\2).)+\2|{bare})""", rf'\1"{HIDDEN}"', text)
 
 
 def _shown(value: Any) -> Any:

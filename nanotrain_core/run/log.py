@@ -23,7 +23,7 @@ from typing import Any
 
 import structlog
 
-from nanotrain_core.recipe.settings import without_secrets
+from nanotrain_core.recipe.secrets import without_secrets
 
 FILE = "run.log.jsonl"
 

@@ -157,7 +157,7 @@ class Alerts(Sink):
         return self.fitting[name]
 
     def _tell(self, step: int, number: int, held: list[Held]) -> None:
-        """Send one alert of a rule in a step: of what has none yet, it names the worst and counts the rest."""
+        """Send one alert of a rule in a step, of the worst that is due, with the number of the others."""
         rule, now = self.config.rules[number], self.clock()
         states = {each.group: self.states.setdefault((number, each.group), State()) for each in held}
         due = {group for group, x in states.items() if now - x.sent >= self.config.every_minutes * 60}

@@ -336,7 +336,7 @@ def test_a_rule_that_cannot_work_is_refused_before_the_run(rule, problem):
 
 
 def test_a_refused_address_is_not_printed():
-    with pytest.raises(RecipeError, match="monitor.0.to.webhook: this is no address") as refused:
+    with pytest.raises(RecipeError, match=r"monitor\.0\.to\.webhook: this is no address") as refused:
         Case("monitor", use="alerts", config={"to": {"webhook": "hooks.example/S3CRET"}}).recipe()
     assert "S3CRET" not in str(refused.value)
 

@@ -53,7 +53,7 @@ class Tensors(Watcher):
             scene.metrics.placed("updates/parameters/norm/{parameter}", changes)
         moments = [x for x, p in scene.run.optimizer_state(*SLOTS) if self._measured(p)]
         if moments:
-            # As fast as norms, and finite for values whose squares are not; the largest magnitude takes longer.
+            # As fast as norms, and finite for values whose squares are not; maxima take longer.
             sums = torch.stack([x.sum() for x in moments])
             scene.metrics.scalar("optimizer/nonfinite", sums.isfinite().logical_not_().sum())
 

@@ -57,7 +57,7 @@ class Scene:
 
     @property
     def ignored(self) -> str:
-        """Last word of metrics on targets that the loss ignores: of conversations by design, without a rule."""
+        """Last word of metrics on targets that the loss ignores: by design, without a rule, or not."""
         return "masked" if isinstance(self.run.data, HasConversations) else "ignored"
 
     def reads_tensors(self) -> bool:

@@ -87,7 +87,8 @@ def test_what_lasts_is_not_over_and_does_not_become_the_usual(resumed_at):
             meta, diagnosis = json.loads(json.dumps(diagnosis.meta())), Diagnosis(patience=5)
             diagnosis.load_meta(meta)
         report = MetricsReport(number, {"seconds": value}, metrics={"seconds": SECONDS})
-        said |= {number: each.text for each in diagnosis.judge(report)}
+        for each in diagnosis.judge(report):
+            said[number] = each.text
     what = "steps take 3 times as long as usual"
     assert said == {
         66: f"step 66: {what}.",

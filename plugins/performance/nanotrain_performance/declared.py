@@ -23,8 +23,8 @@ THROUGHPUT: tuple[Metric, ...] = (
     _time(
         name="time/step/over_median",
         unit="1",
-        summary="the fastest of the last three steps over the median of the window; while that is above 2, over "
-        "the median from before",
+        summary="the fastest of the last three steps over the median of the window; while that is above 2, "
+        "over the median from before",
         rule=Rule(
             warn_above=SLOW,
             high="steps take over twice their usual time: see which of time/data, time/exposed_communication "
