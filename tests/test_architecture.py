@@ -176,7 +176,7 @@ ROOMS = {path.parent.name for path in CORE.glob("*/__init__.py")}
 #: What each room of the core may have of code, in lines; "": all that is in none. Not the harness.
 SMALL = {
     "": 985,
-    "api": 630,
+    "api": 631,
     "builtin": 490,
     "checkpoint": 891,
     "cli": 1625,
@@ -188,7 +188,7 @@ SMALL = {
     "layout": 1148,
     "models": 690,
     "moe": 365,
-    "metrics": 1272,
+    "metrics": 1278,
     "monitors": 1056,
     "optim": 685,
     "phases": 365,
@@ -196,7 +196,7 @@ SMALL = {
     "precision": 680,
     "recipe": 1715,
     "registry": 600,
-    "run": 2288,
+    "run": 2290,
     "script": 520,
     "watch": 438,
 }
