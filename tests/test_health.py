@@ -23,6 +23,7 @@ MONITORS = [
 #: What two steps of these data do not have: a test of many steps has it, but for what one process has not.
 LATER = {
     "data/drift",
+    "data/masked",
     "data/mixture/{source}",
     "gradients/clip_mean",
     "gradients/clip_rate",
@@ -33,6 +34,7 @@ LATER = {
     "moe/starved/{router}",
     "optimizer/skip_rate",
     "probes/kl",
+    "validation/masked",
 }
 #: By clocks of ranks, or what a layout has and one process has not.
 OF_LAYOUT = ("tokens_per_second", "seconds", "bubble", "moe/all_to_all_bytes/")
