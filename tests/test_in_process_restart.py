@@ -23,7 +23,7 @@ from nanotrain_core.testing.chaos.bench import Bench, Settings
 from nanotrain_core.testing.chaos.memory import KillInProcess
 
 
-@pytest.mark.full_cases("ddp", "pp", "ep")
+@pytest.mark.full
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_rank_is_replaced_and_the_run_ends_with_the_same_bits(tmp_path, layout):
     (tmp_path / "small.toml").write_text(RECIPE + LAYOUTS[layout])

@@ -125,7 +125,7 @@ def test_a_batch_script_for_cpus_asks_for_no_gpus_and_gres_takes_their_place(lau
     assert options["gres"] == "gpu:h100:2"
 
 
-@pytest.mark.parametrize("grace", [0.5, 30, 119.2, 3600])
+@pytest.mark.parametrize("grace", [1, 30, 119.2, 3600])
 def test_no_cluster_kills_before_run_grace_is_over(launch, grace):
     changed = ["--set", f"run.grace={grace}", "--option"]
     slurm = read_sbatch(launch("slurm", *changed, "time=1-0"))["signal"]

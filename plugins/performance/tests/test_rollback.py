@@ -60,7 +60,7 @@ def test_saves_and_evaluations_are_told_in_seconds_since_the_last_logged_step_an
         for _ in range(4):
             progress.step()
             progress.pass_time("checkpoint", checkpoint / 4)
-            monitor.on_before_update(SimpleNamespace(counts={}))
+            monitor.on_before_update(SimpleNamespace(tokens=16, step=1, counts={}))
         monitor.on_step(report)
         assert told["time/evaluation"] == evaluation
         assert told["time/checkpoint"] == checkpoint
@@ -75,7 +75,8 @@ def test_seconds_of_a_step_are_those_of_steps_since_the_last_logged_or_the_rollb
     def take(steps):
         for step in steps:
             progress.step()
-            monitor.on_before_update(SimpleNamespace(counts={"lm": torch.tensor(6.0)}))
+            counts = {"lm": torch.tensor(6.0)}
+            monitor.on_before_update(SimpleNamespace(tokens=16, step=step, counts=counts))
             if step % 10 == 0:
                 monitor.on_step(SimpleNamespace(**{**REPORT, "step": step}))
                 found.append({name: float(told[name]) for name in names})
