@@ -184,7 +184,7 @@ SMALL = {
     "contracts": 655,
     "data": 795,
     "hf": 860,
-    "launch": 1971,
+    "launch": 1986,
     "layout": 1148,
     "models": 690,
     "moe": 365,

@@ -15,14 +15,16 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
 from nanotrain_core.launch.cause import Cause
-from nanotrain_core.launch.cause_of_all_hosts import first_of_all
-from nanotrain_core.launch.rank_processes import RankProcesses
+from nanotrain_core.launch.cause_of_all_hosts import another_has_failed, first_of_all
+from nanotrain_core.launch.rank_processes import GRACE, RankProcesses
 from nanotrain_core.run import log
 
 #: What NCCL does to a process when a collective fails; torch's own agent sets 1, to end it.
 ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 #: Variables whose values ranks get as they are now: the forkserver may have been started with others.
 INHERITED = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
+#: Seconds for ranks to end after those of another host have failed.
+HOPELESS = 3.0
 #: Rank -> exit status of its process: negative for a signal.
 ExitCodes = Mapping[int, int]
 
@@ -90,6 +92,12 @@ class Agent(SimpleElasticAgent):
         assert group.group_world_size is not None
         return first_of_all(mine, self._store, group.group_rank, group.group_world_size)
 
+    def _another_has_failed(self) -> bool:
+        group = self._worker_group
+        if self._store is None or group.group_rank is None:
+            return False
+        return another_has_failed(self._store, group.group_rank, group.group_world_size or 1)
+
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         """Run the rendezvous with the other hosts until a signal is received: no rank exists to be signalled.
 
@@ -144,9 +152,13 @@ class Agent(SimpleElasticAgent):
         return {name: str(value) for name, value in values.items()}
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
-        """Stop the ranks for another host. After a failure those that are left are to be used again."""
+        """Stop the ranks for another host. After a failure those that are left are to be used again.
+
+        If another host's ranks have failed, these cannot take another step: they may wait for a rank that is
+        gone, which gloo does not always notice.
+        """
         if not self._failed:
-            self.processes.stop()
+            self.processes.stop(seconds=HOPELESS if self._another_has_failed() else GRACE)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         """Stop the ranks that are left."""
@@ -155,7 +167,12 @@ class Agent(SimpleElasticAgent):
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         """Restart the ranks: one failed, which was reported, or another host waits to join."""
         if not self._failed:
-            log.say("another host has joined: all ranks are restarted")
+            why = (
+                "ranks of another host have failed"
+                if self._another_has_failed()
+                else "another host has joined"
+            )
+            log.say(f"{why}: all ranks are restarted")
         super()._restart_workers(worker_group)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:

@@ -19,6 +19,13 @@ if TYPE_CHECKING:
 PATIENCE = 5.0
 
 
+def another_has_failed(store: Store, host: int, hosts: int) -> bool:
+    """Return whether a launcher of another host has reported a cause in this attempt."""
+    with contextlib.suppress(RuntimeError):  # the host that serves the store is gone
+        return any(store.check([f"cause/{other}"]) for other in range(hosts) if other != host)
+    return True
+
+
 def first_of_all(mine: Cause, store: Store, host: int, hosts: int) -> Cause:
     """Return the first cause among those of all launchers; ``mine`` if none is better within seconds.
 
