@@ -2,16 +2,12 @@
 
 import math
 
-import numpy as np
 import pytest
 from made_up import MadeUp
-from nanotrain_report.families import families
 from nanotrain_report.findings import findings, open_findings
 from nanotrain_report.folder import open_run
-from nanotrain_report.health import Judging, stretches
 
-from nanotrain_core.api import Curve, Metric, Rule
-from nanotrain_core.api.torch import MetricsReport
+from nanotrain_core.api import Metric, Rule
 
 CLIP = Metric(
     name="gradients/clip_coefficient",
@@ -76,18 +72,3 @@ def test_beside_a_loss_that_is_no_number_nothing_else_is_judged(tmp_path):
     (only,), _ = found(tmp_path, values, change=lambda step: {"loss": math.nan} if step == 3 else {})
     assert "loss" in only.lower()
     assert "no number" not in only.lower()
-
-
-def test_stretches_are_those_that_the_monitor_reports():
-    health = pytest.importorskip("nanotrain_health.diagnosis")
-    for seed in range(60):
-        random = np.random.default_rng(seed)
-        levels = random.choice([0.9, 0.05, 0.001, math.nan], p=[0.5, 0.44, 0.05, 0.01], size=12)
-        values = np.repeat(levels, random.integers(1, 6, size=12)).tolist()
-        diagnosis, curve, said = health.Diagnosis(patience=3), Curve(), False
-        for step, value in enumerate(values, start=1):
-            report = MetricsReport(step, {CLIP.name: value}, metrics={CLIP.name: CLIP})
-            said |= any(not each.over for each in diagnosis.judge(report))
-            curve.add(step, value)
-        (family,) = families({CLIP.name: curve}, [CLIP])
-        assert bool(stretches(family, Judging(patience=3))) == said, values
