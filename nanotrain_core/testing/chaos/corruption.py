@@ -54,7 +54,7 @@ class FlipWeight(Corruption):
     least_ranks = 2
 
     def says(self, rank: int, ranks: int) -> str:
-        return rf"has other bits on rank {rank if ranks > 2 else '[01]'} than on"
+        return f"has other bits on rank {rank} than on" if ranks > 2 else "has other bits on ranks 0, 1 each"
 
 
 class FlipState(Corruption):
