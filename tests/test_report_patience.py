@@ -3,20 +3,13 @@
 import math
 
 import numpy as np
+from made_up import CLIP
 from nanotrain_health.diagnosis import Diagnosis
 from nanotrain_report.families import families
 from nanotrain_report.health import Judging, stretches
 
-from nanotrain_core.api import Curve, Metric, Rule
+from nanotrain_core.api import Curve
 from nanotrain_core.api.torch import MetricsReport
-
-CLIP = Metric(
-    name="gradients/clip_coefficient",
-    unit="1",
-    group="gradients",
-    summary="",
-    rule=Rule(warn_below=0.1, bad_below=0.01, low="gradients are clipped to {value}", high="no number"),
-)
 
 
 def test_stretches_are_those_that_the_monitor_reports():

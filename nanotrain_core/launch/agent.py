@@ -157,23 +157,16 @@ class Agent(SimpleElasticAgent):
         If another host's ranks have failed, these cannot take another step: they may wait for a rank that is
         gone, which gloo does not always notice.
         """
-        if not self._failed:
-            self.processes.stop(seconds=HOPELESS if self._another_has_failed() else GRACE)
+        if self._failed:  # which was reported
+            return
+        hopeless = self._another_has_failed()
+        why = "ranks of another host have failed" if hopeless else "another host has joined"
+        log.say(f"{why}: all ranks are restarted")
+        self.processes.stop(seconds=HOPELESS if hopeless else GRACE)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         """Stop the ranks that are left."""
         self.processes.stop(death_sig, timeout)
-
-    def _restart_workers(self, worker_group: WorkerGroup) -> None:
-        """Restart the ranks: one failed, which was reported, or another host waits to join."""
-        if not self._failed:
-            why = (
-                "ranks of another host have failed"
-                if self._another_has_failed()
-                else "another host has joined"
-            )
-            log.say(f"{why}: all ranks are restarted")
-        super()._restart_workers(worker_group)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Return the state of the ranks; use up all restarts if another one would not help."""

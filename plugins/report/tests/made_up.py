@@ -81,6 +81,15 @@ DECLARED = (
     ),
 )
 
+#: A metric with limits below which it is wrong.
+CLIP = Metric(
+    name="gradients/clip_coefficient",
+    unit="1",
+    group="gradients",
+    summary="",
+    rule=Rule(warn_below=0.1, bad_below=0.01, low="gradients are clipped to {value}", high="no number"),
+)
+
 
 class MadeUp:
     """Writes ``metrics.jsonl`` row by row, as a run would have."""

@@ -3,19 +3,9 @@
 import math
 
 import pytest
-from made_up import MadeUp
+from made_up import CLIP, MadeUp
 from nanotrain_report.findings import findings, open_findings
 from nanotrain_report.folder import open_run
-
-from nanotrain_core.api import Metric, Rule
-
-CLIP = Metric(
-    name="gradients/clip_coefficient",
-    unit="1",
-    group="gradients",
-    summary="",
-    rule=Rule(warn_below=0.1, bad_below=0.01, low="gradients are clipped to {value}", high="no number"),
-)
 
 
 def found(folder, values, recipe="", change=lambda step: {}):
