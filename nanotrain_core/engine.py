@@ -132,7 +132,7 @@ class RuntimeEngine:
         self.events = Events(
             run.monitors, self.stop, strict=run.strict_monitors, weights_ready=self.weights_ready
         )
-        self.throughput, self.progress = Throughput(), Progress(run.mesh.waits)
+        self.throughput, self.progress, self.skipped = Throughput(), Progress(run.mesh.waits), SkippedSteps()
 
     # --- training -----------------------------------------------------------------------------
 
@@ -179,7 +179,6 @@ class RuntimeEngine:
         checkpoint = self.run.checkpoint if self.folder else None
         tell = self.events.checkpoint, self.events.save_failed
         self.saves = CheckpointSaver(checkpoint, *tell, self.progress)
-        self.skipped = SkippedSteps(self.saves)
         self.monitoring = MonitorContext(self.run, self.events)
         self._restore()
         self._first, self.run = self.step, begin_step(self.run, again=self.evaluation_pending)
@@ -310,7 +309,7 @@ class RuntimeEngine:
         if flags is None:
             return
         self.stop.agree(flags.requests)
-        self.skipped.record(flags)
+        self.skipped.record(flags, self.saves)
 
     def _global_counts(self, microbatches: Sequence[Any]) -> tuple[Losses, torch.Tensor]:
         """Sum the counts that each loss term is averaged over, over all microbatches of all data ranks.

@@ -96,6 +96,8 @@ def _step(meta: Mapping[str, Any], step: int | None) -> Iterator[str]:
         yield f"step of its state is {_short(found)}, expected a number of 0 or more"
     elif step is not None and found != step:
         yield f"its state is that of step {found}, not {step}"
+    elif not _is_count(meta.get("skipped_in_a_row", 0)):
+        yield f"skipped_in_a_row of its state is {_short(meta['skipped_in_a_row'])}, expected 0 or more"
     elif evaluated is not None and (not _is_count(evaluated) or evaluated > (found or 0)):
         yield f"evaluated of its state is {_short(evaluated)}, expected a step up to {found}"
 

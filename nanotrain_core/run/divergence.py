@@ -18,25 +18,23 @@ from nanotrain_core.run.step_readback import StepFlags
 #: Consecutive steps with a non-finite gradient after which a run is stopped. A dynamic loss scale
 #: needs up to 24 to reach its floor.
 MOST_SKIPPED = 30
-#: More skipped steps at the end of a run are an error: a dynamic loss scale skips only one or two.
-MOST_AT_THE_END = 2
 
 
 class SkippedSteps:
-    """Counts skipped steps in a row."""
+    """Counts skipped steps in a row; checkpoints contain the count."""
 
-    def __init__(self, saves: CheckpointSaver) -> None:
-        self.in_a_row, self.saves = 0, saves
+    def __init__(self) -> None:
+        self.in_a_row = 0
 
-    def record(self, flags: StepFlags) -> None:
+    def record(self, flags: StepFlags, saves: CheckpointSaver) -> None:
         """Count a step.
 
         Raises:
-            Diverged: the limit is reached.
+            Diverged: the limit is reached, and the save that ``saves`` had begun is complete.
         """
         self.in_a_row = self.in_a_row + 1 if flags.skipped else 0
         if self.in_a_row == MOST_SKIPPED:
-            self.saves.advance(wait=True)  # on all ranks alike: an intact save may be in progress
+            saves.advance(wait=True)  # on all ranks alike: an intact save may be in progress
             raise Diverged(
                 f"step {flags.step}: the gradient norm was {flags.grad_norm} for {MOST_SKIPPED} "
                 "steps in a row, which were skipped: the weights are those of the last step not skipped"
@@ -50,11 +48,15 @@ class SkippedSteps:
         Raises:
             Diverged: its last steps were skipped.
         """
-        if self.in_a_row > MOST_AT_THE_END and not stopped and loss_scale <= 1:
-            raise Diverged(
-                f"the last {self.in_a_row} of {steps} steps were skipped, since their gradient norm was not "
-                "finite: the run has not trained for all of its steps"
-            )
+        if not self.in_a_row or stopped or loss_scale > 1:
+            return
+        last = (
+            f"last {self.in_a_row} of {steps} steps were" if self.in_a_row > 1 else f"last step, {steps}, was"
+        )
+        raise Diverged(
+            f"the {last} skipped, since the gradient norm was not finite: the run has not trained for all of "
+            "its steps, and the weights are those of the last step not skipped"
+        )
 
 
 def first_not_finite(blocks: Sequence[Block]) -> str:
