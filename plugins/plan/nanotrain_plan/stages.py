@@ -39,6 +39,12 @@ class Stages:
     """Whether the run compiles its layers, which a dry run of them does not."""
     captured: bool
     """Whether the run replays its forward and backward passes as a CUDA graph."""
+    _stages: Sequence[list[int]] = attrs.field(init=False)
+    """Of every pipeline rank, asked for once for each of its actions."""
+
+    @_stages.default
+    def _find_stages(self) -> Sequence[list[int]]:
+        return [[s for s, part in enumerate(self.parts) if part.rank == own] for own in range(self.pp)]
 
     @property
     def pp(self) -> int:
@@ -51,7 +57,7 @@ class Stages:
 
     def stages_of(self, pp_rank: int) -> list[int]:
         """Return the stages that a pipeline rank holds, in the order of the model."""
-        return [stage for stage, part in enumerate(self.parts) if part.rank == pp_rank]
+        return self._stages[pp_rank]
 
     def kinds(self) -> dict[int, list[int]]:
         """Return the pipeline ranks of each kind, by the one in :attr:`steps`; the kind of rank 0 first."""

@@ -8,7 +8,6 @@ recipe as it is. The fastest are then planned in full.
 
 from __future__ import annotations
 
-import gc
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ import attrs
 from nanotrain_core.api import Recipe, Registry
 from nanotrain_plan.blocks.schedules import RememberedSchedules
 from nanotrain_plan.compare import BOUNDS, Candidate, as_planned, describe
+from nanotrain_plan.garbage import seldom_collected
 from nanotrain_plan.grid import families, of_family
 from nanotrain_plan.plan import Plan
 from nanotrain_plan.workers import Job, Workers
@@ -47,6 +47,7 @@ class Swept:
     """Numbers of layouts by reason."""
 
 
+@seldom_collected()
 def sweep(
     plan: Plan,
     registry: Registry,
@@ -75,7 +76,6 @@ def sweep(
     found: list[tuple[Recipe, Candidate]] = []
     examined = 0
     job = Job(plan, RememberedSchedules(registry), WHOLE)
-    gc.freeze()  # what is there stays: to look for garbage in it took a seventh of the time
     with Workers(job, processes or _processors()) as workers:
         for each in workers.compare(chosen):
             found += each.layouts
@@ -84,7 +84,6 @@ def sweep(
             tell(examined)
         found.sort(key=lambda pair: (not pair[1].fits, -pair[1].tokens_per_second, pair[1].layout))
         best = workers.plan_whole([recipe for recipe, _ in found[:WHOLE]])
-    gc.unfreeze()
     own = as_planned(plan, own=True)
     as_it_is = describe(plan.recipe, plan.layout)
     others = [each for each in best if each is not None and each.layout != as_it_is]

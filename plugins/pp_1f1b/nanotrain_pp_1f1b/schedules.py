@@ -6,8 +6,10 @@ deadlock stays so if one of its microbatches is removed: :func:`dualpipe_v` uses
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import chain, count, pairwise
+from typing import Literal
 
 from nanotrain_core.api import Action
 
@@ -116,16 +118,21 @@ def number(steps: Iterator[str], stages: dict[str, int]) -> Iterator[Action]:
     ``b`` is a backward that defers its weight gradients; a ``W`` computes the oldest deferred ones.
     """
     counters = {(kind, way): count() for kind in "FB" for way in stages}
-    put_off: list[tuple[int, int]] = []
+    own: dict[str, tuple[Literal["F", "B"], int, Iterator[int]]] = {
+        f"{kind} {way}": ("F" if kind == "F" else "B", stage, counters[kind.upper(), way])
+        for kind in "FBb"
+        for way, stage in stages.items()
+    }
+    put_off: deque[tuple[int, int]] = deque()
     for step in steps:
         if step == "W":
-            yield Action("W", *put_off.pop(0))
+            yield Action("W", *put_off.popleft())
             continue
-        kind, way = step.split()
-        m = next(counters[kind.upper(), way])
-        if kind == "b":
-            put_off.append((stages[way], m))
-        yield Action("F" if kind == "F" else "B", stages[way], m)
+        kind, stage, microbatches = own[step]
+        m = next(microbatches)
+        if step[0] == "b":
+            put_off.append((stage, m))
+        yield Action(kind, stage, m)
 
 
 def passes(kind: str, stage: int, microbatches: int) -> list[Action]:
