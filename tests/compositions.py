@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from functools import cache
-from itertools import combinations, product
+from itertools import product
 from math import lcm
 from pathlib import Path
 from typing import Any
 
 import attrs
+import torch
+from covering import cover, in_pairs, numbered
 
 from nanotrain_core.testing.case import Case
 from nanotrain_core.testing.probe import Trace, train
@@ -218,24 +220,17 @@ def splits_backward(composition: Composition) -> bool:
 def pairwise() -> list[Composition]:
     """Return few compositions in which every two values of two axes meet that meet in any.
 
-    Greedy: the next one has the most pairs that none before it has. Takes seconds: no module with functions
-    that ranks run may call it when it is imported, since every rank imports that module.
+    Takes a second: no module with functions that ranks run may call it when it is imported, since every rank
+    imports that module.
     """
-    numbers: dict[Any, int] = {}
-    bits: dict[tuple[int, int], int] = {}
+    found = everything()
+    return [found[row] for row in cover(in_pairs(choices()))]
 
-    def pairs_of(found: Composition) -> int:
-        """Return its pairs as bits, of which sets of thousands of compositions are told apart fastest."""
-        choices = [numbers.setdefault((axis, getattr(found, axis)), len(numbers)) for axis in AXES]
-        return sum(bits.setdefault(pair, 1 << len(bits)) for pair in combinations(choices, 2))
 
-    pairs = {found: pairs_of(found) for found in everything()}
-    missing, chosen = (1 << len(bits)) - 1, []
-    while missing:
-        best = max(pairs, key=lambda found: (pairs[found] & missing).bit_count())
-        chosen.append(best)
-        missing &= ~pairs.pop(best)
-    return chosen
+@cache
+def choices() -> torch.Tensor:
+    """Return, for every composition there is, the number of its value on each of :data:`AXES`."""
+    return numbered([[getattr(found, axis) for axis in AXES] for found in everything()])
 
 
 @cache

@@ -6,14 +6,14 @@ little, or too much, would be off by. Those that hold in float64 to 1e-9 stand i
 ``test_precision_composition.py``.
 """
 
-from functools import cache, reduce
-from operator import or_
+from functools import cache
 from random import Random
-from typing import Any
 
 import attrs
 import pytest
-from compositions import Composition, everything
+import torch
+from compositions import Composition, choices, everything
+from covering import cover
 
 from nanotrain_core.testing.case import Case
 from nanotrain_core.testing.compare import whole
@@ -90,25 +90,11 @@ def covering(precision: str, most: int) -> list[Composition]:
 
     Others for each precision.
     """
-    order = [found for found in everything() if found.ranks <= most]
+    found = everything()
+    order = [row for row, each in enumerate(found) if each.ranks <= most]
     Random(precision).shuffle(order)
-    choices = choices_as_bits()
-    missing, chosen = reduce(or_, (choices[found] for found in order)), []
-    while missing:
-        best = max(order, key=lambda found: (choices[found] & missing).bit_count())
-        chosen.append(best)
-        missing &= ~choices[best]
-    return chosen
-
-
-@cache
-def choices_as_bits() -> dict[Composition, int]:
-    """Return the choices of every composition, a bit for each, of which sets are compared fastest."""
-    numbers: dict[Any, int] = {}
-    return {
-        found: sum(1 << numbers.setdefault(choice, len(numbers)) for choice in attrs.asdict(found).items())
-        for found in everything()
-    }
+    own = choices()[order]
+    return [found[order[row]] for row in cover(own + torch.arange(own.shape[1]) * (own.max() + 1))]
 
 
 @cache
