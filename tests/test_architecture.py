@@ -178,7 +178,7 @@ SMALL = {
     "": 985,
     "api": 631,
     "builtin": 490,
-    "checkpoint": 891,
+    "checkpoint": 893,
     "cli": 1625,
     "compile": 680,
     "contracts": 655,
@@ -196,7 +196,7 @@ SMALL = {
     "precision": 680,
     "recipe": 1715,
     "registry": 600,
-    "run": 2290,
+    "run": 2299,
     "script": 520,
     "watch": 438,
 }

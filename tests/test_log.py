@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import structlog
+import structlog.testing
 
 from nanotrain_core.contracts import Monitor
 from nanotrain_core.run import log
@@ -141,3 +142,25 @@ def test_a_large_file_is_put_aside_when_a_run_goes_on(tmp_path, monkeypatch):
         log.record("info", "now")
     assert [entry["event"] for entry in lines(tmp_path)] == ["now"]
     assert [entry["event"] for entry in lines(tmp_path, "run.log.1.jsonl")] == ["of long ago"]
+
+
+def test_a_run_configures_structlog_after_a_test_has_captured_its_logs(capsys):
+    structlog.reset_defaults()
+    with structlog.testing.capture_logs() as logs:
+        log.ensure(0)
+        structlog.get_logger().info("captured")
+    assert [entry["event"] for entry in logs] == ["captured"]
+    log.ensure(0)
+    structlog.get_logger().info("printed")
+    told = capsys.readouterr()
+    assert "event=printed" in told.err
+    assert not told.out
+
+
+def test_a_configuration_of_the_users_own_is_left_alone(capsys):
+    structlog.reset_defaults()
+    structlog.configure(processors=[structlog.processors.JSONRenderer()])
+    log.ensure(0)
+    structlog.get_logger().info("printed")
+    assert capsys.readouterr().out == '{"event": "printed"}\n'
+    structlog.reset_defaults()

@@ -135,9 +135,20 @@ def say(text: str, *, level: str = "error") -> None:
     record(level, text)
 
 
+def _settings() -> dict[str, Any]:
+    found = structlog.get_config()
+    return {**found, "processors": [*found["processors"]]}
+
+
+_DEFAULTS = None if structlog.is_configured() else _settings()
+
+
 def ensure(rank: int) -> None:
-    """Configure logging unless it is: structlog's default prints all local variables of a failure."""
-    if not structlog.is_configured():
+    """Configure logging unless it is: structlog's default prints all local variables of a failure.
+
+    Left alone by its user, structlog may count as configured: its ``capture_logs`` has that side effect.
+    """
+    if not structlog.is_configured() or _settings() == _DEFAULTS:
         configure(rank)
 
 
