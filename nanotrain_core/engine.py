@@ -118,6 +118,8 @@ class RuntimeEngine:
         """Optimizer steps done, those before a resume included."""
         self.evaluation_pending = False
         """Whether a stop request interrupted this step's evaluation: a resumed run repeats it."""
+        self.save_pending = False
+        """Whether a save was due at an earlier step and could not be made then; checkpoints contain it."""
         self.evaluated: int | None = None
         """The last step whose validation loss was finite."""
         log.ensure(run.mesh.rank)
@@ -171,9 +173,8 @@ class RuntimeEngine:
         self.executor.check_model()
         for router in counting_routers(self.run.stages.values()).values():
             router.take_load()  # of an interrupted step: the next one would count it too
-        self.saved_step, self.save_pending = -1, False
-        """The step last saved or loaded, -1 before that; and whether a save was due at an earlier step and
-        could not be made then."""
+        self.saved_step = -1
+        """The step last saved or loaded, -1 before that."""
         self.readback = StepReadback(late=self.run.mesh.device_is_async)
         self._trained: list[str] = []
         checkpoint = self.run.checkpoint if self.folder else None

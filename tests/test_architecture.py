@@ -178,7 +178,7 @@ SMALL = {
     "": 985,
     "api": 631,
     "builtin": 490,
-    "checkpoint": 893,
+    "checkpoint": 895,
     "cli": 1625,
     "compile": 680,
     "contracts": 655,

@@ -148,6 +148,23 @@ def test_a_position_that_the_data_would_refuse_or_misread_is_told_by_verify(
     change_state(path, case.use, change)
     (listed,) = LISTS[case.use](tmp_path / "run")
     assert said in "; ".join(listed.verify())
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("skipped_in_a_row", 2, "skipped_in_a_row of its state is 2, expected a number up to its step, 1"),
+        ("skipped_in_a_row", True, "skipped_in_a_row of its state is True, expected a number"),
+        ("save_pending", 1, "save_pending of its state is 1, expected true or false"),
+    ],
+)
+def test_progress_that_the_step_contradicts_is_told_by_verify(saved, tmp_path, key, value, said):
+    case, source = saved
+    shutil.copytree(source, tmp_path / "run")
+    path = tmp_path / "run/checkpoints" / NAMES[case.use]
+    change_state(path, case.use, lambda meta: meta.update({key: value}))
+    (listed,) = LISTS[case.use](tmp_path / "run")
+    assert said in "; ".join(listed.verify())
     engine = make_engine(case, {"run": {"steps": 2}}, folder=tmp_path / "run", resume="latest")
     with pytest.raises(NanotrainError, match=re.escape(said)):
         engine.fit()

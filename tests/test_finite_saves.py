@@ -68,9 +68,10 @@ def test_a_weight_that_is_not_finite_ends_the_run_and_older_checkpoints_stay(tmp
     assert [saved.step for saved in list_of(tmp_path / "checkpoints")] == [2, 4]
 
 
-def skipping(folder, skipped, steps=6):
-    """Train with these steps skipped; return the steps that were saved, those that retention deleted too."""
-    made, saved = engine(folder, keep=9), []
+def skipping(folder, skipped, steps=6, callbacks=(), resume=None, **checkpoint):
+    """Train with these steps skipped; return the steps that are saved."""
+    made, saved = engine(folder, callbacks=callbacks, **{"keep": 9, **checkpoint}), []
+    made.resume = resume
     real = made.run.optimizer.step
 
     def step(**options):
@@ -185,6 +186,28 @@ def test_the_newest_checkpoint_that_was_evaluated_stays(tmp_path, monkeypatch, u
     made.fit(steps=10)
     list_of = list_checkpoints if use == "simple" else listing.list_checkpoints
     assert [saved.step for saved in list_of(tmp_path / "checkpoints")] == kept
+
+
+@pytest.mark.parametrize(("use", "kept"), [("simple", [4, 6]), ("sharded_v2", [2, 4, 6])])
+def test_a_save_after_skipped_steps_deletes_nothing(tmp_path, use, kept):
+    """A run that ends, or is stopped there, saves all the same, and the guard may go back once it resumes."""
+    with pytest.raises(Diverged, match="the last 2 of 6 steps were skipped"):
+        skipping(tmp_path, (5, 6), use=use, keep=1)
+    list_of = list_checkpoints if use == "simple" else listing.list_checkpoints
+    assert [saved.step for saved in list_of(tmp_path / "checkpoints")] == kept
+
+
+class Stops(Monitor):
+    """Asks for the end of the run in step 4."""
+
+    def on_step(self, report):
+        return "stop" if report.step == 4 else None
+
+
+def test_a_save_that_was_put_off_is_made_after_a_resume(tmp_path):
+    """When ranks agree on a rollback depends on it: a run that was stopped ends as if it had not been."""
+    assert skipping(tmp_path, (4,), callbacks=[Stops()]) == [2, 4]
+    assert skipping(tmp_path, (4,), resume="latest") == [2, 4, 5, 6]
 
 
 ODD = {

@@ -96,8 +96,8 @@ def _step(meta: Mapping[str, Any], step: int | None) -> Iterator[str]:
         yield f"step of its state is {_short(found)}, expected a number of 0 or more"
     elif step is not None and found != step:
         yield f"its state is that of step {found}, not {step}"
-    elif not _is_count(meta.get("skipped_in_a_row", 0)):
-        yield f"skipped_in_a_row of its state is {_short(meta['skipped_in_a_row'])}, expected 0 or more"
+    elif not _is_count(skipped := meta.get("skipped_in_a_row", 0)) or skipped > (found or 0):
+        yield f"skipped_in_a_row of its state is {_short(skipped)}, expected a number up to its step, {found}"
     elif evaluated is not None and (not _is_count(evaluated) or evaluated > (found or 0)):
         yield f"evaluated of its state is {_short(evaluated)}, expected a step up to {found}"
 
@@ -125,7 +125,8 @@ def _is_view(view: Any) -> bool:
 
 
 def _kinds(meta: Mapping[str, Any]) -> Iterator[str]:
-    kinds = {"owes_evaluation": bool, "recipe": str}  # the first: ``RuntimeEngine.evaluation_pending``
+    # The first: ``RuntimeEngine.evaluation_pending``.
+    kinds = {"owes_evaluation": bool, "save_pending": bool, "recipe": str}
     kinds |= dict.fromkeys(("model", "optimizer", "loss_scale", "data", "monitors"), Mapping)
     for key, kind in kinds.items():
         if key in meta and not isinstance(meta[key], kind):

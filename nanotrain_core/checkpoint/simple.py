@@ -106,6 +106,8 @@ class SimpleCheckpoint:
         metadata = {"nanotrain": json.dumps(header)}  # one key: safetensors writes several in random order
         self.folder.mkdir(parents=True, exist_ok=True)
         write_atomically(self.path(step), lambda path: save_file(tensors, path, metadata))
+        if meta.get("skipped_in_a_row"):
+            return  # the run may have to go back to an older checkpoint
         there = [saved for saved in self.steps() if saved <= step]
         evaluated = newest_evaluated(there, meta)
         for old in there[: -self.config.keep]:

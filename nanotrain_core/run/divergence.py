@@ -33,7 +33,7 @@ class SkippedSteps:
             Diverged: the limit is reached, and the save that ``saves`` had begun is complete.
         """
         self.in_a_row = self.in_a_row + 1 if flags.skipped else 0
-        if self.in_a_row == MOST_SKIPPED:
+        if self.in_a_row >= MOST_SKIPPED:
             saves.advance(wait=True)  # on all ranks alike: an intact save may be in progress
             raise Diverged(
                 f"step {flags.step}: the gradient norm was {flags.grad_norm} for {MOST_SKIPPED} "

@@ -61,5 +61,5 @@ def recover(engine: RuntimeEngine, restore: Restore) -> bool:
     if engine.step in steps:
         engine.saved_step = engine.step
     else:
-        engine.save_pending = engine.saves.due(engine.step)
+        engine.save_pending |= engine.saves.due(engine.step)
     return True

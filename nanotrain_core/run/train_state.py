@@ -30,6 +30,7 @@ def capture_state(engine: RuntimeEngine) -> TrainState:
         "step": engine.step,
         # The key has an older name than the attribute: saved checkpoints have it.
         "owes_evaluation": engine.evaluation_pending,
+        "save_pending": engine.save_pending,
         "evaluated": engine.evaluated,
         "skipped_in_a_row": engine.skipped.in_a_row,
         "recipe": write_resolved(run.recipe) if isinstance(run.recipe, Recipe) else repr(run.recipe),
@@ -59,7 +60,9 @@ def restore_meta(engine: RuntimeEngine, meta: Mapping[str, Any]) -> None:
         engine.events.load_meta(meta.get("monitors", {}))
         engine.step, engine.evaluation_pending = int(meta["step"]), bool(meta.get("owes_evaluation"))
         engine.evaluated = meta.get("evaluated")
-        engine.skipped.in_a_row = int(meta.get("skipped_in_a_row", 0))  # older checkpoints lack it
+        # Older checkpoints lack these.
+        engine.skipped.in_a_row = int(meta.get("skipped_in_a_row", 0))
+        engine.save_pending = bool(meta.get("save_pending"))
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as problem:
         raise CheckpointError(f"{NO_RUN_STATE}: {problem!r}") from None
 

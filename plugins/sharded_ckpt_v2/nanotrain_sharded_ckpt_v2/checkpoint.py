@@ -229,9 +229,12 @@ class ShardedCheckpoint:
         )
 
     def _retire_old(self, meta: Mapping[str, Any]) -> list[Path]:
-        """On rank 0, rename what retention does not keep, for the thread to delete. It may fail."""
+        """On rank 0, rename what retention does not keep, for the thread to delete. It may fail.
+
+        After skipped steps it keeps everything: the run may have to go back to an older checkpoint.
+        """
         gone: list[Path] = []
-        if self.mesh.rank:
+        if self.mesh.rank or meta.get("skipped_in_a_row"):
             return gone
         try:
             stay = {*self._restored, *newest_evaluated(self.steps(), meta)}
