@@ -196,7 +196,7 @@ SMALL = {
     "precision": 680,
     "recipe": 1715,
     "registry": 600,
-    "run": 2299,
+    "run": 2301,
     "script": 520,
     "watch": 438,
 }
