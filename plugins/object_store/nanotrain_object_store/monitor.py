@@ -155,8 +155,8 @@ class ObjectStore(Monitor):
             self._saved = report.restored
 
     def meta(self) -> dict[str, Any]:
-        """Remember the last evaluation."""
-        return {} if self.evaluated is None else {"evaluated": self.evaluated}
+        """Remember the last evaluation, or that there was none: a rollback returns to that, too."""
+        return {"evaluated": self.evaluated}
 
     def load_meta(self, meta: Mapping[str, Any]) -> None:
         """Go on from there."""

@@ -5,8 +5,10 @@ import shutil
 from hashlib import sha256
 
 import pytest
+from nanotrain_object_store import ObjectStoreConfig
 from nanotrain_object_store.catalogue import Listing, expendable, look, read_markers
 from nanotrain_object_store.fetch import fetch, put_in_place, share_of
+from nanotrain_object_store.monitor import ObjectStore
 from nanotrain_object_store.owner import OWNER, OthersPrefix, Owner, Taken, read_owner, take
 from nanotrain_object_store.prefix import Prefix
 from nanotrain_object_store.staged import stage
@@ -14,6 +16,9 @@ from nanotrain_object_store.store import Store
 from nanotrain_object_store.stored import LEFT, MARKER, Sent, Stored, find_local, hashed, is_plain, parse
 
 from nanotrain_core.api import CheckpointError
+from nanotrain_core.api.torch import EvaluationReport
+from nanotrain_core.run.events import Events
+from nanotrain_core.run.stop import StopRequest
 
 ENTRY = "step-00000004-0123abcd"
 FILES = {"a": Sent(3, sha256(b"abc").hexdigest())}
@@ -237,3 +242,16 @@ def test_what_is_staged_can_be_read_when_retention_has_deleted_it(tmp_path):
     assert staged.files["a"].read_bytes() == b"abc"
     staged.remove()
     assert [*tmp_path.iterdir()] == []
+
+
+def test_after_a_rollback_to_before_the_first_evaluation_none_counts():
+    """Retention would keep the new branch's checkpoint of that step, and delete the older, good one."""
+    monitor = ObjectStore(ObjectStoreConfig(url="memory://runs/mine"))
+    events = Events([monitor], StopRequest())
+    early = events.meta()
+    events.evaluation(EvaluationReport(8, 3.5, None, 1))
+    later = events.meta()
+    events.load_meta(early)
+    assert monitor.evaluated is None
+    events.load_meta(later)
+    assert monitor.evaluated == 8
