@@ -1,7 +1,8 @@
 """The ``alerts`` monitor: compares metrics and events with rules, and delivers alerts.
 
-Everything happens in the thread of its sink, on rank 0: a webhook that does not answer delays the next alert,
-but no step. A killed process sends no alert: only the scheduler can report that.
+Every rank compares, since a checkpoint has what is usual and for how long each rule has held. Alerts are sent
+by the thread of the sink, on rank 0: a webhook that does not answer delays the next alert, but no step. A
+killed process sends no alert: only the scheduler can report that.
 """
 
 from __future__ import annotations
@@ -9,9 +10,10 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 import attrs
 import structlog
@@ -80,15 +82,23 @@ class Alerts(Sink):
             "start", f"the run {went_on}, on {run.world_size} rank{'s' * (run.world_size > 1)}", "good"
         )
 
-    def write(self, report: MetricsReport) -> None:
-        """Compare the metrics of a step with all rules."""
-        self.step, held = report.step, defaultdict[int, list[Held]](list)
+    def on_metrics(self, report: MetricsReport) -> None:
+        """Compare the metrics of a step with all rules; queue the alerts."""
+        held = self.judge(report)
+        if held:
+            self.later(self.hold, (report.step, held))
+
+    def judge(self, report: MetricsReport) -> dict[int, list[Held]]:
+        """Return for each rule what it holds for in a step, and record what is usual."""
+        held = defaultdict[int, list[Held]](list)
         loss = report.values.get("loss", 0.0)
         of_loss = [] if math.isfinite(loss) else self._rules("loss", report.metrics.get("loss"))
         for name, value in report.values.items():
             metric, usual = report.metrics.get(name), None
             fitting = self._rules(name, metric)
-            if name != "loss":  # of a loss that is no number, rules for all metrics tell that alone
+            if (
+                of_loss and name != "loss"
+            ):  # of a loss that is no number, rules for all metrics tell that alone
                 fitting = [each for each in fitting if each not in of_loss]
             if fitting and metric is not None and metric.rule is not None and is_relative(metric.rule):
                 usual = self.usual.setdefault(name, Usual()).before(value, metric.rule)
@@ -99,7 +109,12 @@ class Alerts(Sink):
                     for_steps = f", {times} in a row" if rule.in_a_row > 1 else ""
                     group = metric.name if metric else name
                     held[number].append(Held(name, group, f"{said[0]}{for_steps}", said[1], value))
-        self.pending += ((report.step, number, found) for number, found in held.items())
+        return held
+
+    def hold(self, found: tuple[int, dict[int, list[Held]]]) -> None:
+        """Tell what rules hold for in a step."""
+        self.step, held = found
+        self.pending += ((self.step, number, each) for number, each in held.items())
         self._send()
 
     def _send(self) -> None:
@@ -115,9 +130,26 @@ class Alerts(Sink):
     def rolled_back(self, report: RollbackReport) -> None:
         """Tell that the run went back."""
         self.step = report.step
-        self.in_a_row.clear()
         went = f"rolled back from step {report.step} to step {report.restored}"
         self._event("rollback", f"{went}: {report.reason}", "warn")
+
+    def meta(self) -> dict[str, Any]:
+        """Return what is usual, and for how many logged steps each rule has held for each metric."""
+        rules = self.config.rules
+        rows = [
+            [*watched(rules[number]), name, times] for (number, name), times in self.in_a_row.items() if times
+        ]
+        return {"usual": {name: attrs.asdict(each) for name, each in self.usual.items()}, "in_a_row": rows}
+
+    def load_meta(self, meta: Mapping[str, Any]) -> None:
+        """Go on with it, after a rollback too; a rule that the recipe no longer has is forgotten."""
+        self.usual = {name: Usual(**each) for name, each in meta["usual"].items()}
+        self.in_a_row = {
+            (number, name): times
+            for number, rule in enumerate(self.config.rules)
+            for *what, name, times in meta["in_a_row"]
+            if what == watched(rule)
+        }
 
     def on_save_failed(self, report: FailedSaveReport) -> None:
         """Queue a failed save."""
@@ -151,7 +183,7 @@ class Alerts(Sink):
             self.fitting[name] = [each for each in rules if fnmatchcase(name, each[1].metric)]
             for number, rule in self.fitting[name]:
                 judged = rule.above is not None or rule.below is not None or (metric and metric.rule)
-                if rule.metric == name and not judged:
+                if rule.metric == name and not judged and self.queue is not None:  # one rank says so
                     text = "a rule never holds: the metric declares none, so give it `above` or `below`"
                     self.log.warning(text, metric=name, key=f"rules.{number}")
         return self.fitting[name]
@@ -188,12 +220,15 @@ class Alerts(Sink):
             self.log.warning("an alert could not be delivered", problem=problem)
 
 
+def watched(rule: AlertRule) -> list[Any]:
+    """Return for which values a rule holds, as JSON: neither whom it tells, a secret, nor its place."""
+    return [rule.metric, rule.above, rule.below, rule.verdict]
+
+
 def verdict(
     rule: AlertRule, name: str, value: float, metric: Metric | None, usual: float | None = None
 ) -> tuple[str, str] | None:
     """Return (sentence, level) if the rule holds for a value, otherwise None."""
-    unit = f" {metric.unit}" if metric and metric.unit != "1" else ""
-    said = f"{name} is {value:.4g}{unit}"
     if rule.above is None and rule.below is None:
         declared = metric.rule if metric else None
         found = declared.judge(value, usual) if declared else "good"
@@ -201,6 +236,8 @@ def verdict(
             return None
         where = "" if metric is None else metric.varying(name)
         return declared.say(name, value, usual=usual, where=where), found
+    unit = f" {metric.unit}" if metric and metric.unit != "1" else ""
+    said = f"{name} is {value:.4g}{unit}"
     if rule.above is not None and not value <= rule.above:
         return f"{said}, above {rule.above:g}", "bad"
     if rule.below is not None and not value >= rule.below:
