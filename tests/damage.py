@@ -74,6 +74,17 @@ def hurt(table: Any, random: Random) -> str:
     return f"{act} {'.'.join(map(str, way))}: {str(holder[last] if act != 'remove' else '')[:60]}"
 
 
+def writable(value: Any, depth: int = 0) -> Any:
+    """Return what can be written as TOML: it has no null, and its writer calls itself for each level."""
+    if depth > 40:
+        return []
+    if isinstance(value, dict):
+        return {key: writable(each, depth + 1) for key, each in value.items() if each is not None}
+    if isinstance(value, list):
+        return [writable(each, depth + 1) for each in value if each is not None]
+    return value
+
+
 def twice(text: str, random: Random) -> str:
     """Return JSON in which one key of the outermost table is there twice."""
     table = json.loads(text)

@@ -21,6 +21,7 @@ LEVELS = (
         "checkpoint.info checkpoint.run_state checkpoint.tensor_boxes data data.codec data.survey "
         "hf hf.mapping hf.rope layout layout.layout "
         "layout.ranges layout.roles metrics metrics.core metrics.declared metrics.history metrics.report "
+        "metrics.rows "
         "moe moe.grouped_mm models models.cache models.cross_entropy models.feed_forward "
         "models.head models.norms models.ops optim "
         "pipeline pipeline.actions pipeline.passes pipeline.weight_gradients precision precision.dtypes "
@@ -188,7 +189,7 @@ SMALL = {
     "layout": 1148,
     "models": 690,
     "moe": 365,
-    "metrics": 1278,
+    "metrics": 1321,
     "monitors": 1056,
     "optim": 685,
     "phases": 365,

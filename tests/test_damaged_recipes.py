@@ -8,7 +8,7 @@ from random import Random
 import pytest
 import tomli
 import tomli_w
-from damage import hurt, hurt_bytes
+from damage import hurt, hurt_bytes, writable
 
 from nanotrain_core.errors import NanotrainError
 from nanotrain_core.recipe.load import resolve_recipe
@@ -23,17 +23,6 @@ def source(path):
 
 
 SOURCES = [source(path) for path in sorted(RECIPES.glob("*.toml"))]
-
-
-def writable(value, depth=0):
-    """Return what can be written: TOML has no null, and its writer calls itself for each level."""
-    if depth > 40:
-        return []
-    if isinstance(value, dict):
-        return {key: writable(each, depth + 1) for key, each in value.items() if each is not None}
-    if isinstance(value, list):
-        return [writable(each, depth + 1) for each in value if each is not None]
-    return value
 
 
 @pytest.mark.parametrize("seeds", [range(30), pytest.param(range(30, 2030), marks=pytest.mark.full)], ids=len)

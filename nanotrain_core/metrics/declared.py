@@ -36,6 +36,8 @@ COSTS: Mapping[Cost, str] = {
 #: Reported for a per-rank value: the largest, the mean, the lower median, and the rank with the largest.
 OVER = ("max", "mean", "median", "rank")
 
+#: A number, or none.
+_LIMIT = optional(instance_of((int, float)))
 _NAME = re.compile(r"[\w.\-]+(/[\w.\-]+)*")
 _PATTERN = re.compile(r"(?:[\w.\-]|\{\w+\})+(?:/(?:[\w.\-]|\{\w+\})+)*")
 
@@ -44,18 +46,18 @@ _PATTERN = re.compile(r"(?:[\w.\-]|\{\w+\})+(?:/(?:[\w.\-]|\{\w+\})+)*")
 class Rule:
     """Thresholds of a metric. NaN and infinity are always bad."""
 
-    warn_below: float | None = None
-    bad_below: float | None = None
-    warn_above: float | None = None
-    bad_above: float | None = None
-    warn_times: float | None = None
+    warn_below: float | None = attrs.field(default=None, validator=_LIMIT)
+    bad_below: float | None = attrs.field(default=None, validator=_LIMIT)
+    warn_above: float | None = attrs.field(default=None, validator=_LIMIT)
+    bad_above: float | None = attrs.field(default=None, validator=_LIMIT)
+    warn_times: float | None = attrs.field(default=None, validator=_LIMIT)
     """Warn above this multiple of its usual value, the median of its good values so far in the run."""
-    bad_times: float | None = None
-    low: str = ""
+    bad_times: float | None = attrs.field(default=None, validator=_LIMIT)
+    low: str = attrs.field(default="", validator=instance_of(str))
     """The message for a value that is too low, and what to do about it: one plain sentence. ``{value}``,
     ``{percent}`` and ``{times}`` (relative to the first limit, or the usual value) stand for numbers,
     ``{where}`` for the variable part of the metric's name, such as its layer."""
-    high: str = ""
+    high: str = attrs.field(default="", validator=instance_of(str))
     """The same for a value that is too high; of a rule without limits, for NaN and infinity."""
 
     def judge(self, value: float, usual: float | None = None) -> Verdict:
@@ -125,9 +127,9 @@ def _outside(value: float, below: float | None, above: float | None, unit: float
 class Bins:
     """The edges of a histogram, the same on every rank, so that counts can be summed."""
 
-    low: float
-    high: float
-    count: int = 64
+    low: float = attrs.field(validator=instance_of((int, float)))
+    high: float = attrs.field(validator=instance_of((int, float)))
+    count: int = attrs.field(default=64, validator=instance_of(int))
     """Number of bins between them; values outside, and non-finite ones, are counted too."""
     log: bool = False
     """Equal width in the logarithm of the magnitude: signs are dropped, and ``low`` is above 0."""

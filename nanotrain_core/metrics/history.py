@@ -7,7 +7,6 @@ after the step from which the next one began is not in the curves but in ``Histo
 
 from __future__ import annotations
 
-import json
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,18 +19,12 @@ import attrs
 from nanotrain_core.errors import PluginError
 from nanotrain_core.metrics.declared import Metric, described
 from nanotrain_core.metrics.report import Histogram
+from nanotrain_core.metrics.rows import check_row, histogram_of, metrics_of, row_of
 
 FILE = "metrics.jsonl"
 
-#: Fields of a ``step`` row that are metrics, except ``losses``.
-_STEP = (
-    *("loss", "grad_norm", "lr", "loss_scale", "skipped", "tokens", "tokens_per_second", "seconds"),
-    *("expert_load", "bubble"),
-)
 #: Events whose rows are in :attr:`History.events`.
 _EVENTS = ("start", "checkpoint", "save_failed", "rollback", "end")
-#: The last step that a curve can have.
-_LAST_STEP = 2**63 - 1
 #: Bytes read at once from the end of a file, to find its last row.
 _TAIL = 2**20
 
@@ -187,7 +180,7 @@ def last_attempt(path: Path) -> int:
             file.seek(size - length)
             lines = file.read(length).splitlines()
             for line in reversed(lines[1:] if length < size else lines):
-                row = _row_of(line)
+                row = row_of(line)
                 if row is not None:
                     said = row.get("attempt")
                     return said if isinstance(said, int) else read_metrics(path.parent, ()).attempt
@@ -206,15 +199,6 @@ def _wanted(names: Iterable[str]) -> Callable[[str], bool]:
     return wanted
 
 
-def _row_of(line: bytes) -> dict[str, Any] | None:
-    """Return the row of a line, None if it is invalid."""
-    try:
-        row = json.loads(line)
-    except ValueError:  # incomplete, or not UTF-8
-        return None
-    return row if isinstance(row, dict) and "event" in row else None
-
-
 def _cut(rows: dict[str, Any], step: int) -> None:
     """Remove the pairs of a step and its value that are after ``step``, and lists of which none is left."""
     for name, pairs in [*rows.items()]:
@@ -230,43 +214,56 @@ class _Reader:
         self.history = History()
         self.wanted, self.histograms, self.abandoned = wanted, histograms, abandoned
         self.edges: dict[tuple[float, ...], tuple[float, ...]] = {}
-        """The same edges are in every row: they are stored once."""
 
     def line(self, line: bytes) -> None:
         if not line.strip():
             return
-        row = _row_of(line)
+        row = row_of(line)
         try:
             if row is None:
                 self.history.torn += 1
             else:
                 self.row(row)
-        except (
-            AttributeError,
-            LookupError,
-            TypeError,
-            ValueError,
-            PluginError,
-        ):  # a row with other content
-            self.history.torn += 1
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, PluginError):
+            self.history.torn += 1  # a row with other content
 
     def row(self, row: dict[str, Any]) -> None:
-        event, history, step = row["event"], self.history, int(row.get("step", 0))
-        if abs(step) > _LAST_STEP:
-            raise ValueError(f"step {step} does not fit a curve")
+        """Add a row.
+
+        Raises:
+            Exception: it has other content. Nothing of it is in the history then.
+        """
+        check_row(row)
+        event, history, step = row["event"], self.history, row.get("step") or 0
+        declared = [*map(described, row["metrics"])] if event == "declared" else []
+        values = {name: float(value) for name, value in metrics_of(row) if self.wanted(name)}
+        texts, histograms = self.texts(row), self.histograms_of(row)
+        last = [history.curves[name].steps[-1] for name in values if name in history.curves]
+        last += [
+            rows[name][-1][0]
+            for rows, new in ((history.texts, texts), (history.histograms, histograms))
+            for name in new
+            if name in rows
+        ]
+        if step < max(last, default=0):
+            raise ValueError(f"step {step} comes after {max(last)}")
         if event == "start":
-            self.begin(row, "resume", int(row["first_step"]), self.ended())
+            self.begin(row, "resume", row["first_step"], self.ended())
         elif event == "rollback":
-            self.begin(row, "rollback", int(row["restored"]), str(row["reason"]))
-        elif event == "declared":
-            history.declared |= {metric.name: metric for metric in map(described, row["metrics"])}
+            self.begin(row, "rollback", row["restored"], row["reason"])
         elif "step" in row:
             history.step = max(history.step, step)
+        history.declared |= {metric.name: metric for metric in declared}
         if event in _EVENTS:
             history.events.append(row)
         if event == "step":
-            history.times.add(int(row["step"]), float(row["time"]))
-        self.values(step, row)
+            history.times.add(step, float(row["time"]))
+        for name, value in values.items():
+            history.curves.setdefault(name, Curve()).add(step, value)
+        for name, text in texts.items():
+            history.texts.setdefault(name, []).append((step, text))
+        for name, histogram in histograms.items():
+            history.histograms.setdefault(name, []).append((step, histogram))
 
     def begin(
         self, row: Mapping[str, Any], kind: Literal["resume", "rollback"], step: int, reason: str
@@ -274,7 +271,7 @@ class _Reader:
         """Continue from ``step`` with the next attempt."""
         history, before = self.history, self.history.attempt
         history.attempt = int(row.get("attempt", before + 1))
-        if before:
+        if before or history.step:  # the row that began the first attempt may be unreadable
             came_to = max(history.step, int(row.get("step", 0)))
             history.seams.append(Seam(history.attempt, kind, step, came_to, float(row["time"]), reason))
             self.cut(step, before)
@@ -295,40 +292,18 @@ class _Reader:
         end = self.history.end
         return str(end["reason"]) if end else "killed"
 
-    def values(self, step: int, row: Mapping[str, Any]) -> None:
-        """Add the metrics of a row to their curves."""
-        for name, value in metrics_of(row):
-            if self.wanted(name):
-                self.history.curves.setdefault(name, Curve()).add(step, float(value))
-        if row["event"] != "metrics":
-            return
-        for name, text in row.get("texts", {}).items():
-            if self.wanted(name):
-                self.history.texts.setdefault(name, []).append((step, text))
-        for name, said in row.get("histograms", {}).items() if self.histograms else ():
-            if self.wanted(name):
-                self.history.histograms.setdefault(name, []).append((step, self.histogram(said)))
+    def texts(self, row: Mapping[str, Any]) -> dict[str, str]:
+        """Return the texts of a row that are wanted."""
+        found = row.get("texts", {}) if row["event"] == "metrics" else {}
+        if not all(isinstance(text, str) for text in found.values()):
+            raise ValueError("one of its texts is none")
+        return {name: text for name, text in found.items() if self.wanted(name)}
 
-    def histogram(self, said: Mapping[str, Any]) -> Histogram:
-        edges = tuple(map(float, said["edges"]))
-        return Histogram(
-            self.edges.setdefault(edges, edges),
-            tuple(map(float, said["counts"])),
-            *(float(said[name]) for name in ("below", "above", "nan")),
-        )
-
-
-def metrics_of(row: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the numbers of a row of ``metrics.jsonl`` under their metric names."""
-    if row["event"] == "step":
-        yield from ((name, row[name]) for name in _STEP if row.get(name) is not None)
-        yield from ((f"losses/{term}", value) for term, value in row["losses"].items())
-    elif row["event"] == "metrics":
-        yield from row.get("values", {}).items()
-    elif row["event"] == "evaluation":
-        yield "validation/loss", row["loss"]
-        if row["bits_per_byte"] is not None:
-            yield "validation/bits_per_byte", row["bits_per_byte"]
-    elif row["event"] == "checkpoint":
-        yield "checkpoint/seconds", row["seconds"]
-        yield "checkpoint/blocked", row["blocked"]
+    def histograms_of(self, row: Mapping[str, Any]) -> dict[str, Histogram]:
+        """Return the histograms of a row that are wanted; edges, the same in every row, are stored once."""
+        found = row.get("histograms", {}) if self.histograms and row["event"] == "metrics" else {}
+        told = {name: histogram_of(said) for name, said in found.items() if self.wanted(name)}
+        return {
+            name: attrs.evolve(each, edges=self.edges.setdefault(each.edges, each.edges))
+            for name, each in told.items()
+        }

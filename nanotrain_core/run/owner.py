@@ -19,7 +19,7 @@ def running(path: Path) -> bool:
     try:
         owner = json.loads((path / LOCK).read_text(encoding="utf-8"))
         return owner["host"] == socket.gethostname() and is_alive(int(owner["pid"]))
-    except (OSError, ValueError, KeyError, TypeError):
+    except (ArithmeticError, OSError, ValueError, LookupError, TypeError, RecursionError):
         return False
 
 

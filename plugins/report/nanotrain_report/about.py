@@ -70,6 +70,8 @@ def facts_of(run: RunFolder) -> Iterator[tuple[str, str]]:
     tokens = run.line("tokens")
     if tokens is not None:
         yield "Tokens seen", f"{tokens.last:,.0f}"
+    if run.unread:
+        yield "Left out", f"{plural(run.unread, 'line')} of metrics.jsonl that cannot be read"
 
 
 def _joined(entry: dict[str, Any], *plain: str, **forms: str) -> str:
@@ -285,6 +287,10 @@ def recipe(shown: Sequence[Shown]) -> Section:
         explained = path.with_suffix(".explained")
         source = explained if explained.exists() else path
         where = "each value with the file and line that it comes from" if source is explained else "resolved"
-        text = without_secrets(source.read_text(encoding="utf-8", errors="replace"))
+        try:
+            text = without_secrets(source.read_text(encoding="utf-8", errors="replace"))
+        except OSError as problem:  # with a secret it is its owner's alone
+            blocks.append(Missing(f"{source} cannot be read: {problem.strerror}."))
+            continue
         blocks.append(Pre(text, summary=f"{each.label}: {where}" if len(shown) > 1 else where.capitalize()))
     return Section("recipe", "Recipe", blocks)

@@ -30,6 +30,11 @@ from nanotrain_report.health import Judging
 
 #: Sections of a recipe that are lists of tables.
 LISTS = ("parallel", "monitor", "phase")
+#: What is read of a recipe's tables and of the log's entries, where only values of this kind are.
+KINDS: Mapping[str, type] = {
+    **{"use": str, "steps": int, "ranks": int, "patience": int},
+    **{"event": str, "level": str, "rank": int, "step": int, "cpus": int, "local_ranks": int},
+}
 
 
 @attrs.define(eq=False, slots=False)
@@ -70,7 +75,7 @@ class RunFolder:
     @cached_property
     def recipe_file(self) -> Path | None:
         """The newest resolved recipe: a resumed run that changed it has left several."""
-        found = [path for path in self.path.glob("recipe*.toml") if "explained" not in path.name]
+        found = [path for path in self.path.glob("recipe*.toml") if path.is_file()]
         return max(found, key=lambda path: (len(path.name), path.name)) if found else None
 
     @cached_property
@@ -78,12 +83,12 @@ class RunFolder:
         """The sections of the newest resolved recipe that are tables; empty if there is none to be read."""
         try:
             read = tomllib.loads(self.recipe_file.read_text(encoding="utf-8")) if self.recipe_file else {}
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return {}
         lists = {name: read[name] for name in LISTS if isinstance(read.get(name), list)}
-        tables = {name: each for name, each in read.items() if isinstance(each, dict)}
+        tables = {name: of_kind(each) for name, each in read.items() if isinstance(each, dict)}
         return tables | {
-            name: [each for each in found if isinstance(each, dict)] for name, found in lists.items()
+            name: [of_kind(each) for each in found if isinstance(each, dict)] for name, found in lists.items()
         }
 
     @cached_property
@@ -130,6 +135,11 @@ class RunFolder:
             return self.history.step
         logged = [entry["step"] for entry in self.log if isinstance(entry.get("step"), int)]
         return max([*logged, *(each.step for each in self.saved)], default=0)
+
+    @property
+    def unread(self) -> int:
+        """How many lines of its metrics cannot be read. While it runs, the last one may be incomplete."""
+        return max(0, self.history.torn - self.live)
 
     @property
     def logged_end(self) -> str:
@@ -189,7 +199,13 @@ def open_run(path: Path) -> RunFolder:
         ]
         hint = f"; it holds runs: {', '.join(dict.fromkeys(inside))}" if inside else ""
         raise NanotrainError(f"{path} is no run folder: it has none of {', '.join(RUN_FILES)}{hint}")
-    return RunFolder(path, read_metrics(path), rows(path / "run.log.jsonl"), running(path))
+    log = [of_kind(entry) for entry in rows(path / "run.log.jsonl") if isinstance(entry.get("event"), str)]
+    return RunFolder(path, read_metrics(path), log, running(path))
+
+
+def of_kind(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a table without values of another kind than :data:`KINDS` has: somebody may have edited it."""
+    return {name: value for name, value in table.items() if isinstance(value, KINDS.get(name, object))}
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
@@ -199,7 +215,7 @@ def rows(path: Path) -> list[dict[str, Any]]:
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
                 row = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
             if isinstance(row, dict):
                 found.append(row)

@@ -145,13 +145,12 @@ def of_every_rank(run: RunFolder) -> dict[str, Any]:
 
 def rank_histograms(run: RunFolder) -> list[str]:
     """Return the histograms of the group ``memory`` whose bins are ranks: their edges count."""
-    declared, world = MetricNames(run.declared), int(run.history.start.get("world_size", 0))
-    edges = tuple(float(rank) for rank in range(world + 1))
+    declared, world = MetricNames(run.declared), run.history.start.get("world_size") or 0
     return [
         name
         for name, rows in run.history.histograms.items()
         if (metric := declared.find(name)) is not None and metric.group == "memory"
-        if rows[-1][1].edges == edges
+        if len(rows[-1][1].counts) == world and rows[-1][1].edges == tuple(map(float, range(world + 1)))
     ]
 
 

@@ -17,7 +17,7 @@ from nanotrain_report.about import lead, said_in, stamp
 from nanotrain_report.families import Line
 from nanotrain_report.findings import open_findings
 from nanotrain_report.folder import RunFolder, Shown
-from nanotrain_report.number_format import duration, number, quantity, share
+from nanotrain_report.number_format import duration, number, plural, quantity, share
 from nanotrain_report.parts import memory_of_ranks
 from nanotrain_report.verdict import answers
 
@@ -144,7 +144,7 @@ def ranks(run: RunFolder, width: int) -> Iterator[RenderableType]:
         for entry in run.log
         if isinstance(entry.get("rank"), int) and entry.get("level") in ("warning", "error")
     }
-    count = int(run.history.start.get("world_size", 0))
+    count = run.history.start.get("world_size") or 0
     if memory is None and not said:
         return
     table = Table.grid(padding=(0, 2))
@@ -155,7 +155,8 @@ def ranks(run: RunFolder, width: int) -> Iterator[RenderableType]:
     held = {} if memory is None else {int(rank): most for rank, _, most in memory.ranks if rank.isdecimal()}
     if memory is not None and not held and memory.fullest.isdecimal():
         held = {int(memory.fullest): memory.peak}
-    worth = sorted(range(count), key=lambda rank: (rank not in said, -held.get(rank, 0.0)))
+    known = [rank for rank in {*said, *held} if 0 <= rank < count]
+    worth = sorted(known, key=lambda rank: (rank not in said, -held.get(rank, 0.0)))
     for rank in sorted(worth[:MOST_RANKS]):
         peak, line = "", Text()
         if memory is not None and rank in held:
@@ -172,7 +173,8 @@ def ranks(run: RunFolder, width: int) -> Iterator[RenderableType]:
 
 
 def latest(run: RunFolder) -> Iterator[RenderableType]:
-    """Yield what is wrong now or else health's newest text, the newest checkpoint, and the newest error."""
+    """Yield what is wrong now or else health's newest text, the newest checkpoint, the newest error, and how
+    many lines cannot be read."""
     wrong_now = open_findings(run)
     for place, found in enumerate(wrong_now[:MOST_OPEN]):
         head = "health" if place == 0 else ""
@@ -204,3 +206,5 @@ def latest(run: RunFolder) -> Iterator[RenderableType]:
     if wrong:
         ago = duration(time.time() - stamp(wrong[-1]))
         yield Text.assemble(("last error  ", "dim"), (said_in(wrong[-1]), "red"), (f", {ago} ago", "dim"))
+    if run.unread:
+        yield Text(f"{'left out':12}{plural(run.unread, 'line')} of metrics.jsonl that cannot be read")
