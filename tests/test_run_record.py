@@ -13,11 +13,14 @@ from structlog.testing import capture_logs
 
 from nanotrain_core.builtin.configs import JsonlConfig, SampleConfig
 from nanotrain_core.errors import DataError
+from nanotrain_core.launch.worker import keep_recipe
 from nanotrain_core.metrics.core import CORE
 from nanotrain_core.metrics.declared import Bins, Metric, Rule, describe, described
 from nanotrain_core.metrics.history import read_metrics
 from nanotrain_core.monitors.jsonl import Jsonl
 from nanotrain_core.monitors.sample import Sample
+from nanotrain_core.recipe import resolve_recipe, write_resolved
+from nanotrain_core.recipe.write import explain
 from nanotrain_core.run.owner import running
 
 OWN = (
@@ -43,6 +46,24 @@ def test_the_file_has_the_declarations_of_the_newest_attempt(tmp_path):
     found = read_metrics(tmp_path)
     assert found.declared["wind/{place}"] == changed
     assert found.torn == 1
+
+
+@pytest.mark.parametrize(("webhook", "mode"), [("https://hooks.example/S3CRET", 0o600), ("", 0o644)])
+def test_a_recipe_with_a_secret_is_its_owners_alone(tmp_path, webhook, mode):
+    """It is kept whole, for who repeats the run: all who could read the folder had its secrets."""
+    rules = f"monitor.3.to={{webhook='{webhook}'}}"
+    found = resolve_recipe("laptop", overrides=["monitor.3.use='alerts'", rules])
+    texts = write_resolved(found.recipe), explain(found.recipe, found.merged)
+    before = os.umask(0o022)
+    try:
+        keep_recipe(tmp_path, *texts)
+    finally:
+        os.umask(before)
+    kept = [tmp_path / "recipe.toml", tmp_path / "recipe.explained"]
+    assert [path.stat().st_mode & 0o777 for path in kept] == [mode, mode]
+    assert kept[0].read_text() == texts[0]
+    keep_recipe(tmp_path, *texts)  # as a resumed run does
+    assert sorted(tmp_path.iterdir()) == sorted(kept)
 
 
 def test_samples_are_kept_in_the_folder(tmp_path, monkeypatch, capsys):

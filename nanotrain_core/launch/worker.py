@@ -27,6 +27,7 @@ from nanotrain_core.launch.process_groups import ending_process_groups
 from nanotrain_core.launch.recovery import FAILED_AT, restart_of
 from nanotrain_core.launch.rendezvous import meet_ranks
 from nanotrain_core.recipe import Recipe, recipe_hash, resolve_recipe, write_resolved
+from nanotrain_core.recipe.secrets import without_secrets
 from nanotrain_core.recipe.write import explain
 from nanotrain_core.registry.discovery import PluginArguments
 from nanotrain_core.registry.registry import Registry, load_plugins
@@ -255,7 +256,8 @@ def start_from(
 def keep_recipe(folder: Path, text: str, explained: str) -> None:
     """Write the resolved recipe as ``recipe.toml``, or ``recipe-2.toml`` if a resumed run changed it.
 
-    The origin of each of its values is in ``recipe.explained`` next to it.
+    The origin of each of its values is in ``recipe.explained`` next to it. Who repeats the run needs all
+    values: with a secret among them, only the owner may read the files.
 
     Raises:
         FolderError: it cannot be written.
@@ -264,8 +266,9 @@ def keep_recipe(folder: Path, text: str, explained: str) -> None:
         path = folder / ("recipe.toml" if number == 1 else f"recipe-{number}.toml")
         if not path.exists():
             try:
-                write_text_atomically(path.with_suffix(".explained"), explained)
-                write_text_atomically(path, text)
+                secret = without_secrets(text) != text
+                write_text_atomically(path.with_suffix(".explained"), explained, private=secret)
+                write_text_atomically(path, text, private=secret)
             except OSError as problem:
                 raise FolderError(f"{path} cannot be written: {problem.strerror}") from problem
         if path.read_text(encoding="utf-8") == text:

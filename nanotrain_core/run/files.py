@@ -8,14 +8,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 
-def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
+def write_atomically(path: Path, write: Callable[[Path], None], *, private: bool = False) -> None:
     """Let ``write`` fill a temporary file next to ``path``, flush it to disk and move it into place.
 
-    The file's mode is that of any new file, even if ``write`` replaces it by a private one.
+    The file's mode is that of any new file, even if ``write`` replaces it by a private one; with ``private``
+    only its owner may read it.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        temporary.touch()
+        temporary.touch(0o600 if private else 0o666)
         mode = temporary.stat().st_mode
         write(temporary)
         temporary.chmod(mode)
@@ -33,9 +34,15 @@ def remove_leftovers(folder: Path) -> None:
             leftover.unlink()
 
 
-def write_text_atomically(path: Path, text: str) -> None:
-    """Write UTF-8 text atomically: a reader sees either the old file or the new one."""
-    write_atomically(path, lambda temporary: _write_text(temporary, text))
+def write_text_atomically(path: Path, text: str, *, private: bool = False) -> None:
+    """Write UTF-8 text atomically: a reader sees either the old file or the new one.
+
+    Args:
+        path: of the file.
+        text: its content.
+        private: whether only its owner may read it.
+    """
+    write_atomically(path, lambda temporary: _write_text(temporary, text), private=private)
 
 
 def read_each(folder: Path, pattern: str) -> Iterator[tuple[Path, str]]:
