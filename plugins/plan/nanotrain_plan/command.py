@@ -17,6 +17,7 @@ from nanotrain_core.api import (
     plugin_arguments,
     resolve_recipe,
 )
+from nanotrain_plan.garbage import seldom_collected
 from nanotrain_plan.hardware import find_hardware, shipped
 
 if TYPE_CHECKING:
@@ -110,6 +111,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+@seldom_collected()  # imports make more objects than anything else here
 def run(args: argparse.Namespace) -> int:
     """Print the plan; the exit code says whether it fits.
 
