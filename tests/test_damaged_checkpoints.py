@@ -100,7 +100,7 @@ def damage_simple(path, random):
 
 
 #: Whole, and not of this run: its model, data or optimizer are others, or it is none of a run at all.
-OTHERS = ("another model", "other data", "does not fit this run", "the state of a run: KeyError('model')")
+OTHERS = ("another model", "other data", "does not fit this run", "a valid run state: KeyError('model')")
 DAMAGE = {"simple": damage_simple, "sharded_v2": damage_sharded}
 
 
