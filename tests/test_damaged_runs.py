@@ -141,8 +141,8 @@ def test_a_damaged_run_folder_is_shown_or_refused(tmp_path, quick):
 
 
 @pytest.mark.full
-def test_hundreds_of_damaged_run_folders_are_shown_or_refused(tmp_path):
-    read_all_damaged(tmp_path, range(40, 340), reports=1)
+def test_a_hundred_damaged_run_folders_are_shown_or_refused(tmp_path):
+    read_all_damaged(tmp_path, range(40, 140), reports=1)
 
 
 def changed(folder, file, number, way, value):
