@@ -17,10 +17,9 @@ def in_pairs(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def numbered(rows: Sequence[Sequence[Any]]) -> torch.Tensor:
-    """Return the number of each value of its column, rows as given: values that are equal have the same."""
-    numbers: list[dict[Any, int]] = [{} for _ in rows[0]]
-    each = (zip(numbers, row, strict=True) for row in rows)
-    return torch.tensor([[known.setdefault(value, len(known)) for known, value in row] for row in each])
+    """Return a number for each value of each column: equal values of a column have the same, no others."""
+    known: dict[tuple[int, Any], int] = {}
+    return torch.tensor([[known.setdefault(choice, len(known)) for choice in enumerate(row)] for row in rows])
 
 
 def cover(choices: torch.Tensor) -> list[int]:

@@ -136,10 +136,12 @@ def say(text: str, *, level: str = "error") -> None:
 
 
 def _settings() -> dict[str, Any]:
+    """Return structlog's settings. Its list of processors is copied: ``capture_logs`` changes it in place."""
     found = structlog.get_config()
     return {**found, "processors": [*found["processors"]]}
 
 
+#: Those of structlog itself; None if another module configured it before this one was imported.
 _DEFAULTS = None if structlog.is_configured() else _settings()
 
 

@@ -96,9 +96,8 @@ class Alerts(Sink):
         for name, value in report.values.items():
             metric, usual = report.metrics.get(name), None
             fitting = self._rules(name, metric)
-            if (
-                of_loss and name != "loss"
-            ):  # of a loss that is no number, rules for all metrics tell that alone
+            # Of a loss that is no number, rules for all metrics tell that alone.
+            if of_loss and name != "loss":
                 fitting = [each for each in fitting if each not in of_loss]
             if fitting and metric is not None and metric.rule is not None and is_relative(metric.rule):
                 usual = self.usual.setdefault(name, Usual()).before(value, metric.rule)

@@ -12,7 +12,6 @@ from nanotrain_core.api import Layout, NanotrainError, PhaseTimeline, Recipe, Re
 from nanotrain_plan.budget import Checkpoints, HostMemory, checkpoints, host_memory, offloads_state
 from nanotrain_plan.comms import AxisTraffic, Links, phases_of, traffic
 from nanotrain_plan.data_use import DataUse, data_use
-from nanotrain_plan.garbage import seldom_collected
 from nanotrain_plan.hardware import Hardware
 from nanotrain_plan.memory import (
     Activation,
@@ -126,7 +125,6 @@ class Plan:
         return self.time.seconds * self.recipe.run.steps
 
 
-@seldom_collected()
 def make_plan(recipe: Recipe, registry: Registry, layout: Layout, hardware: Hardware) -> Plan:
     """Take a dry step of a checked recipe, of its phase that needs most memory, and add everything up.
 

@@ -17,7 +17,6 @@ import attrs
 from nanotrain_core.api import Recipe, Registry
 from nanotrain_plan.blocks.schedules import RememberedSchedules
 from nanotrain_plan.compare import BOUNDS, Candidate, as_planned, describe
-from nanotrain_plan.garbage import seldom_collected
 from nanotrain_plan.grid import families, of_family
 from nanotrain_plan.plan import Plan
 from nanotrain_plan.workers import Job, Workers
@@ -47,7 +46,6 @@ class Swept:
     """Numbers of layouts by reason."""
 
 
-@seldom_collected()
 def sweep(
     plan: Plan,
     registry: Registry,
