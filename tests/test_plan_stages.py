@@ -5,7 +5,7 @@ import re
 
 import pytest
 from nanotrain_plan.hardware import find_hardware
-from nanotrain_plan.plan import make_plan
+from nanotrain_plan.plan import make_plan, to_json
 from nanotrain_plan.stages import pipeline_of_most_tokens
 
 from nanotrain_core.api import Layout, View, resolve_recipe
@@ -88,6 +88,18 @@ def test_a_stage_waits_for_a_message_on_its_way(tmp_path):
 
 
 FOUR_RANKS = ("--set", "topology.pp=4", "--set", "schedule.layers=[2, 1, 1, 2]", "--ranks", "4")
+
+
+def test_a_plan_is_the_same_whether_its_dry_steps_are_taken_in_forks_or_one_after_another(tmp_path):
+    path = tmp_path / "four.toml"
+    path.write_text(RECIPE.replace("{layers}", ""))
+    found = resolve_recipe(str(path), overrides=FOUR_RANKS[1::2][:2], ranks=4)
+    one, forked = (
+        make_plan(found.recipe, found.registry, found.layout, find_hardware("h100"), processes=processes)
+        for processes in (1, 2)
+    )
+    assert sorted(one.stages.steps) == [0, 1, 3]  # the first, one in the middle, and the last
+    assert to_json(one) == to_json(forked)
 
 
 def test_every_pipeline_rank_has_its_collectives(tmp_path, capsys):

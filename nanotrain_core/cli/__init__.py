@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import errno
+import gc
 import os
 import re
 import sys
@@ -28,6 +30,7 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; user errors are printed without a traceback."""
     words = sys.argv[1:] if argv is None else list(argv)
+    atexit.register(gc.freeze)  # or the interpreter searches all of torch for cycles before it ends: a second
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):  # a damaged file may have names that no terminal can show
             stream.reconfigure(errors="backslashreplace")

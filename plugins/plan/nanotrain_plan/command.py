@@ -129,9 +129,10 @@ def run(args: argparse.Namespace) -> int:
     for note in found.notes:
         print(f"nanotrain: note: {note}", file=sys.stderr)
     from nanotrain_plan.advice import advise
+    from nanotrain_plan.forks import processors
     from nanotrain_plan.plan import make_plan, to_json
 
-    plan = make_plan(found.recipe, found.registry, found.layout, hardware)
+    plan = make_plan(found.recipe, found.registry, found.layout, hardware, processes=processors())
     swept = _sweep(args.sweep, plan, found.registry)
     simulated = _simulate(args, plan)
     skip = plan.fits or args.no_advice or swept

@@ -125,15 +125,24 @@ class Plan:
         return self.time.seconds * self.recipe.run.steps
 
 
-def make_plan(recipe: Recipe, registry: Registry, layout: Layout, hardware: Hardware) -> Plan:
+def make_plan(
+    recipe: Recipe, registry: Registry, layout: Layout, hardware: Hardware, *, processes: int = 1
+) -> Plan:
     """Take a dry step of a checked recipe, of its phase that needs most memory, and add everything up.
+
+    Args:
+        recipe: checked, of the world size to plan.
+        registry: the plugins.
+        layout: of that many ranks.
+        hardware: what the ranks run on.
+        processes: that take dry steps at the same time, at most.
 
     Raises:
         NanotrainError: a component does something that cannot be followed without numbers.
     """
     try:
         now = PhaseTimeline(recipe).largest()
-        stages = dry_stages(now, registry, layout, host=hardware.gloo)
+        stages = dry_stages(now, registry, layout, host=hardware.gloo, processes=processes)
     except (NotImplementedError, RuntimeError) as problem:
         text = str(problem).splitlines()[0] if str(problem) else type(problem).__name__
         raise NanotrainError(f"this recipe cannot be planned: {text}") from problem

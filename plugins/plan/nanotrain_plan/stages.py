@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import attrs
@@ -12,6 +13,7 @@ from nanotrain_core.api.torch import Model, Run, Schedule, share_of
 from nanotrain_plan.dry.rank import RankStep, Sort, dry_rank, dry_recipe, sorts_of, survey
 from nanotrain_plan.dry.recorder import Phase
 from nanotrain_plan.dry.values import Values
+from nanotrain_plan.forks import call_in_forks
 
 #: What tells pipeline ranks apart: of each of their parts, what its layers cost, which ends it has, and
 #: which of the first, the last and the other microbatches have W passes.
@@ -97,6 +99,7 @@ def dry_stages(
     every_rank: bool = False,
     look: Callable[[Run], Any] | None = None,
     parts: tuple[Part, ...] | None = None,
+    processes: int = 1,
 ) -> Stages:
     """Take a step of one rank of each kind: where parts of sequences differ, of those with the largest.
 
@@ -108,6 +111,7 @@ def dry_stages(
         every_rank: do not take pipeline ranks of a kind for one another.
         look: of :func:`~nanotrain_plan.dry.rank.dry_rank`, for each rank whose step is taken.
         parts: the model's pipeline stages, if the schedule is not to cut them for this recipe.
+        processes: that take steps at the same time, at most. More than one goes with no ``look``.
     """
     if parts is not None:
         registry = ReplacedSchedule(registry, CutAlready(registry.build(recipe.schedule), parts))
@@ -120,19 +124,23 @@ def dry_stages(
     microbatches = recipe.batch.microbatches(layout.size("dp"))
     ranks = pipeline_of_most_tokens(layout, pp, recipe.batch.length)
     told = survey(recipe, registry, ranks, host=host) if pp > 1 else []
-    kinds: dict[Kind, int] = {}
+    kinds: dict[Kind | int, int] = {}
     like = []
     actions = tuple(map(tuple, schedule.actions(pp, microbatches)))
     sorts = [sorts_of(own, microbatches) for own in actions]
-    steps: dict[int, RankStep] = {}
-    values = Values()
-    for number, rank in enumerate(ranks):
+    for number in range(len(ranks)):
         own = {stage: part for stage, part in enumerate(parts) if part.rank == number}
-        kind = kind_of(own, sorts[number], costs)
-        if every_rank or kind not in kinds:
-            kinds[kind] = number
-            steps[number] = dry_rank(recipe, registry, layout, rank, told, values, host=host, look=look)
-        like.append(kinds[kind])
+        kind = number if every_rank else kind_of(own, sorts[number], costs)
+        like.append(kinds.setdefault(kind, number))
+    values = Values()
+
+    def take_step(number: int) -> RankStep:
+        return dry_rank(recipe, registry, layout, ranks[number], told, values, host=host, look=look)
+
+    first, *others = kinds.values()
+    steps = {first: take_step(first)}  # before the others: it notes what stages send, and what operators make
+    calls = [partial(take_step, number) for number in others]
+    steps |= zip(others, call_in_forks(calls, processes), strict=True)
     return Stages(
         recipe=recipe,
         layout=layout,

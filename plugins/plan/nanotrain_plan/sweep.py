@@ -8,7 +8,6 @@ recipe as it is. The fastest are then planned in full.
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 
@@ -17,6 +16,7 @@ import attrs
 from nanotrain_core.api import Recipe, Registry
 from nanotrain_plan.blocks.schedules import RememberedSchedules
 from nanotrain_plan.compare import BOUNDS, Candidate, as_planned, describe
+from nanotrain_plan.forks import processors
 from nanotrain_plan.grid import families, of_family
 from nanotrain_plan.plan import Plan
 from nanotrain_plan.workers import Job, Workers
@@ -74,7 +74,7 @@ def sweep(
     found: list[tuple[Recipe, Candidate]] = []
     examined = 0
     job = Job(plan, RememberedSchedules(registry), WHOLE)
-    with Workers(job, processes or _processors()) as workers:
+    with Workers(job, processes or processors()) as workers:
         for each in workers.compare(chosen):
             found += each.layouts
             left_out += each.left_out
@@ -98,7 +98,3 @@ def sweep(
         refused=examined - len(found) - bounded,
         left_out=dict(sorted(left_out.items())),
     )
-
-
-def _processors() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

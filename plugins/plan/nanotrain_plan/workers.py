@@ -6,16 +6,15 @@ the same results on every machine.
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
 import attrs
-import torch
 
 from nanotrain_core.api import Recipe
 from nanotrain_plan.compare import Candidate, Comparison, Found, Known, plan_whole
+from nanotrain_plan.forks import pool_of_forks
 from nanotrain_plan.grid import Family
 from nanotrain_plan.plan import Plan
 
@@ -59,15 +58,9 @@ class Workers:
     """Processes that are forked from this one, or this one alone. Use it in ``with``."""
 
     def __init__(self, job: Job, processes: int) -> None:
-        self._job, self._pool = job, None
-        if processes > 1 and "fork" in multiprocessing.get_all_start_methods():
-            global _job  # noqa: PLW0603 what is forked takes it over
-            _job = job
-            context = multiprocessing.get_context("fork")
-            # One thread each: a fork has none of OpenMP's threads and would wait for them.
-            self._pool = ProcessPoolExecutor(
-                min(processes, AT_ONCE), context, initializer=torch.set_num_threads, initargs=(1,)
-            )
+        global _job  # noqa: PLW0603 what is forked takes it over
+        self._job = _job = job
+        self._pool = pool_of_forks(min(processes, AT_ONCE))
 
     def __enter__(self) -> Workers:
         return self
