@@ -34,6 +34,8 @@ class Block:
             PluginError: naming the block.
         """
         shape, offset, whole = self.tensor.shape, self.offset, self.global_shape
+        if shape == whole and len(offset) == len(whole) and not any(offset):  # as most are
+            return
         fits = len(shape) == len(offset) == len(whole)
         for begin, size, end in zip(offset, shape, whole, strict=False):
             fits = fits and 0 <= begin <= begin + size <= end

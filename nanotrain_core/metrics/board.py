@@ -96,6 +96,7 @@ class Board:
         self._metrics_by_names: dict[tuple[tuple[str, ...], frozenset[str]], Mapping[str, Metric]] = {}
         """What :meth:`_metrics_of` has returned."""
         self.gathered: dict[str, Gathered] = {}
+        """Values published since the last logged step that are not in the table's sums."""
         self._any_new = False
         """Whether a name has been published since the last logged step that had no position then."""
         self.texts: dict[str, tuple[str, Metric]] = {}
@@ -103,6 +104,16 @@ class Board:
         self.late = mesh.device_is_async
 
     # --- what monitors publish ---------------------------------------------------------------
+
+    def add(self, spec: Spec, place: int, value: float, weight: float = 1.0) -> None:
+        """Add ``value * weight`` to the sum number ``place`` of a mean or a per-rank value, and the weight to
+        the sum that counts it."""
+        at = self.table.places.get(spec.name)
+        known = at is not None and at[2] is spec
+        sums = self.table.sums if known else self.take(spec).sums
+        place += at[1] if at is not None and known else 0
+        sums[place] += value * weight if weight else 0.0
+        sums[place + (spec.ranks or 1)] += weight
 
     def take(self, spec: Spec) -> Gathered:
         """Return where to accumulate values of a name.
@@ -173,6 +184,7 @@ class Board:
     def forget(self) -> None:
         """Discard values in flight and later ones: the run rolls back to before them."""
         self._waiting = None
+        self.table.take()
         self.gathered, self.texts = {}, {}
 
     def _send(self, step: int, values: Mapping[str, float]) -> Sent:
@@ -254,7 +266,8 @@ class Board:
         new = [added[name] for name in sorted(added)]
         for spec in new:
             self._check_values(spec)
-        self.table = Table([*(spec for _, _, spec in self.table.places.values()), *new])
+        known = (spec for _, _, spec in self.table.places.values())  # which keep their positions
+        self.table = Table([*known, *new], self.table.sums[: self.table.width])
         self._metrics |= {name: spec.metric_of(name, self.names) for spec in new for name in spec.names}
         return Table(new), texts
 

@@ -145,11 +145,6 @@ class Gathered:
 
     def scalar(self, value: Number, weight: Number) -> None:
         """Add a number, or the current value of a tensor; ``weight`` is its weight in a mean."""
-        if self.spec.is_mean and type(value) is float and type(weight) is float:  # as most are
-            if weight:
-                self.sums[0] += value * weight
-                self.sums[1] += weight
-            return
         reduce = self.spec.metric.reduce
         if type(value) is not float:
             value = self._copy(value)
@@ -196,14 +191,14 @@ class Gathered:
             self.add(SQUARES, torch.stack([each.double() for each in waiting]).square().sum())
             waiting.clear()
 
-    def ends(self, least: torch.Tensor, largest: torch.Tensor) -> None:
-        """Add the minimum and the maximum element of a tensor, scalars that are not modified later."""
-        if least.is_cpu:
-            self.top(abs(read(least)))
-            self.top(abs(read(largest)))
+    def ends(self, x: torch.Tensor) -> None:
+        """Add the elements of a tensor. A norm of infinity takes 15 times as long on a CPU."""
+        if x.is_cpu:  # there aminmax is slower than both
+            self.top(abs(read(x.amin())))
+            self.top(abs(read(x.amax())))
             return
         waiting = self._unread().ends
-        waiting += [each.to(self.device, non_blocking=True) for each in (least, largest)]
+        waiting += [each.to(self.device, non_blocking=True) for each in torch.aminmax(x)]
         if len(waiting) > MOST_WAITING:
             self.top(torch.stack([each.double() for each in waiting]).abs().amax())
             waiting.clear()

@@ -26,11 +26,11 @@ def pack(
     """Return ``header``, the sums and the maxima of all names of ``table``, and ``ranks``: float64, one
     buffer.
 
-    A name that this rank did not publish adds nothing.
+    A name that this rank did not publish adds nothing. Sums of the table are taken.
     """
     # An array: with a list, torch would check each number's type.
     numbers = array("d", [*header])
-    numbers.extend(table.empty)
+    numbers.extend(table.take())
     numbers.extend(array("d", ranks))
     before = len(header)
     after = before + table.width  # where maxima begin
@@ -41,8 +41,9 @@ def pack(
     for name, mine in gathered.items():
         number, first, spec = table.places[name]
         first += before
-        if spec.is_number:
-            numbers[first], numbers[first + 1] = mine.sums
+        if spec.is_number or spec.ranks:
+            for position, each in enumerate(mine.sums, first):
+                numbers[position] += each
         else:
             numbers[first : first + len(mine.sums)] = array("d", mine.sums)
         numbers[after + number] = mine.most

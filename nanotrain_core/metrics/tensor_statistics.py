@@ -26,13 +26,13 @@ COUNTED = 2**24
 SUM, SQUARES, NONFINITE, COUNT, BROKEN = range(5)
 
 
-@torch.no_grad()
 def norms_of(
     tensors: Sequence[torch.Tensor], least: torch.dtype = torch.float32
 ) -> list[list[float]] | list[list[torch.Tensor]]:
     """Return the 2-norms of each tensor's chunks, in ``least`` or wider: their squares are summed.
 
-    All tensors are on one device. Norms are numbers if that is the host, otherwise scalars on the device.
+    All tensors are on one device, and none needs a gradient. Norms are numbers if that is the host, otherwise
+    scalars on the device.
     """
     found: list[list[Any]] = [[] for _ in tensors]
     for dtype in {each.dtype for each in tensors}:  # one kernel per dtype

@@ -282,10 +282,11 @@ class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         def watched(report: Any) -> Any:
             self._now = []
-            before = set(self.engine.monitoring.board.gathered)
+            board = self.engine.monitoring.board
+            before = {*board.gathered}, bytes(board.table.sums)
             with self:
                 answer = event(report)
-            if set(self.engine.monitoring.board.gathered) - before:
+            if ({*board.gathered}, bytes(board.table.sums)) != before:
                 self.found += self._now
             return answer
 

@@ -86,10 +86,11 @@ class Tensors(Watcher):
 
     def _publish(self, what: str, tensors: Placed) -> None:
         scene = self.scene
+        if not scene.detailed:
+            scene.metrics.placed(f"{what}/norm/{{parameter}}", tensors, group=scene.block)
+            return
         found = [(x, p) for x, p in tensors if scene.metrics.measures(p)]
         scene.metrics.placed(f"{what}/norm/{{parameter}}", found, group=scene.block)
-        if not scene.detailed:
-            return
         name = f"{what}/parameters/{{statistic}}/{{parameter}}"
         scene.metrics.placed(name, found, ("norm", "mean", "std"))
         for x, placement in found:

@@ -42,8 +42,14 @@ class Scene:
     """Whether tensors are read in the step under way, if it is logged."""
     looked: int = 0
     """The last step in which tensors were read."""
+    ignored: str = attrs.field(init=False)
+    """Last word of metrics on targets that the loss ignores: by design, without a rule, or not."""
     _blocks: dict[str, str] = attrs.field(factory=dict)
     """What :meth:`block` has returned."""
+
+    @ignored.default
+    def _ignored(self) -> str:
+        return "masked" if isinstance(self.run.data, HasConversations) else "ignored"
 
     @property
     def metrics(self) -> Metrics:
@@ -54,11 +60,6 @@ class Scene:
     def detailed(self) -> bool:
         """Whether every layer and parameter is read."""
         return self.config.level == "debug"
-
-    @property
-    def ignored(self) -> str:
-        """Last word of metrics on targets that the loss ignores: by design, without a rule, or not."""
-        return "masked" if isinstance(self.run.data, HasConversations) else "ignored"
 
     def reads_tensors(self) -> bool:
         """Return whether tensors are read in the step under way, if it is logged."""

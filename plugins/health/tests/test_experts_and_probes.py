@@ -7,7 +7,7 @@ import pytest
 import torch
 from health_runs import Told
 from nanotrain_health import MoEConfig, probes
-from nanotrain_health.activations import outliers
+from nanotrain_health.activations import outliers, sizes
 from nanotrain_health.moe import MoE
 from structlog.testing import capture_logs
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -120,10 +120,24 @@ def test_the_norm_of_the_balancing_bias_leaves_out_a_frozen_weight():
 
 def test_an_outlier_is_an_element_beyond_ten_times_its_token_s_size():
     x = torch.randn(4, 400, generator=torch.Generator().manual_seed(0))
-    assert outliers(x) == 0
+    assert outliers(x, *sizes(x)) == 0
     x[1, 7] = 1e3
-    assert outliers(x).item() == pytest.approx(1 / x.numel())
-    assert outliers(torch.ones(4, 100) * 1e9) == 0
+    assert outliers(x, *sizes(x)) == pytest.approx(1 / x.numel())
+    x[2, 9] = -1e3
+    assert outliers(x, *sizes(x)) == pytest.approx(2 / x.numel())
+    narrow = torch.ones(4, 100) * 1e9
+    assert outliers(narrow, *sizes(narrow)) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_sizes_of_rows_are_those_of_the_definition(dtype):
+    x = torch.randn(3, 5, 64, generator=torch.Generator().manual_seed(1)).to(dtype)
+    rms, most = sizes(x)
+    assert rms.dtype == most.dtype == torch.promote_types(dtype, torch.float32)
+    torch.testing.assert_close(rms.double(), x.double().square().mean(-1).sqrt())
+    assert torch.equal(most.double(), x.double().abs().amax(-1))
+    x[1, 2, 3] = torch.nan
+    assert [found.isnan().nonzero().tolist() for found in sizes(x)] == [[[1, 2]]] * 2
 
 
 def test_tensors_are_looked_at_in_the_first_steps_and_then_now_and_then():

@@ -50,6 +50,7 @@ RESIDUAL = (
         name="residual/max_abs/{block}",
         group="residual stream",
         summary="largest magnitude of a layer's output",
+        reduce="max",
     ),
     at_layers(
         name="residual/outliers/{block}",
