@@ -53,6 +53,8 @@ def check(cell):
 
 @pytest.mark.full_cases(
     "deepseek-sp-bf16",
+    "llama-sp-bf16",
+    "deepseek-bf16",
     "llama-sp-fp64",
     "deepseek-around-fp64",
     "gpt-sp-fp64",

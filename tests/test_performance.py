@@ -101,18 +101,21 @@ def test_every_rank_is_told_the_memory_of_each(ranks):
         assert statistics.fmean(held) == pytest.approx(values["memory/allocated_peak/mean"])
 
 
+@pytest.mark.full
 def test_stages_hold_other_sizes(ranks):
     """The definitions of memory would not notice ranks that are mixed up otherwise."""
     for what in ("weights", "gradients", "optimizer"):
         assert len({rank.bytes[what] for rank in ranks}) > 1
 
 
+@pytest.mark.full
 def test_a_token_has_the_flops_and_a_step_the_tokens_that_they_have_in_one_process(ranks, alone):
     for rank in ranks:
         assert rank.flops_per_token == alone[0].flops_per_token > 0
         assert rank.reports[0].tokens == alone[0].reports[0].tokens == SEQUENCES * LENGTH
 
 
+@pytest.mark.full
 def test_the_parts_of_a_step_add_up_to_its_time(ranks):
     values = ranks[0].values
     parts = ("forward_backward", "optimizer", "exposed_communication", "pipeline_wait", "monitors")
@@ -121,23 +124,24 @@ def test_the_parts_of_a_step_add_up_to_its_time(ranks):
     assert values["time/exposed_communication"] > 0
 
 
+@pytest.mark.full
 def test_the_measured_bubble_is_a_share_and_near_the_executors(ranks):
     measured = [ranks[0].values[f"pipeline/bubble/measured/rank-{stage}"] for stage in range(2)]
     assert all(0 < share < 1 for share in measured)
     assert statistics.fmean(measured) == pytest.approx(ranks[0].values["bubble"], rel=0.3)
 
 
-def test_shares_of_the_hours_add_up_to_all_of_them(ranks):
+def test_shares_of_the_hours_add_up_to_all_of_them(alone):
     """Of an attempt that was lost, of a gap and of this attempt."""
-    values = ranks[0].values
+    values = alone[0].values
     assert values["goodput"] + sum(
         values[name] for name in values if name.startswith("lost/")
     ) == pytest.approx(1)
 
 
-def test_an_evaluation_and_a_save_are_told_in_the_step_after_them(ranks):
+def test_an_evaluation_and_a_save_are_told_in_the_step_after_them(alone):
     """There is an evaluation at the start, too; the save is that of step 7."""
-    evaluated = {n for n, values in enumerate(ranks[0].told, start=1) if values["time/evaluation"]}
-    saving = {n: values["time/checkpoint"] for n, values in enumerate(ranks[0].told, start=1)}
+    evaluated = {n for n, values in enumerate(alone[0].told, start=1) if values["time/evaluation"]}
+    saving = {n: values["time/checkpoint"] for n, values in enumerate(alone[0].told, start=1)}
     assert evaluated == set(range(1, STEPS + 1, EVALUATE_EVERY))
     assert max(saving, key=saving.get) == SAVE_EVERY + 1
