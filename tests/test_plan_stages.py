@@ -99,7 +99,10 @@ def test_a_plan_is_the_same_whether_its_dry_steps_are_taken_in_forks_or_one_afte
         for processes in (1, 2)
     )
     assert sorted(one.stages.steps) == [0, 1, 3]  # the first, one in the middle, and the last
-    assert to_json(one) == to_json(forked)
+    tables = [to_json(plan) for plan in (one, forked)]
+    for table in tables:
+        del table["checkpoints"]["free"]  # other programs write meanwhile
+    assert tables[0] == tables[1]
 
 
 def test_every_pipeline_rank_has_its_collectives(tmp_path, capsys):
