@@ -105,6 +105,35 @@ def test_a_plan_is_the_same_whether_its_dry_steps_are_taken_in_forks_or_one_afte
     assert tables[0] == tables[1]
 
 
+MORE_IN_FLIGHT = """
+[[phase]]
+name = "few"
+until_tokens = 640
+[[phase]]
+name = "many"
+batch.sequences = 16
+batch.microbatch = 1
+"""
+
+
+def test_memory_is_that_of_the_phase_with_the_highest_peak(tmp_path):
+    """Microbatches of the second phase are half as large, and four times as many are in flight."""
+    path, alone = tmp_path / "phases.toml", tmp_path / "many.toml"
+    recipe = RECIPE.replace("{layers}", "").replace("length = 16", "length = 512")
+    few = recipe.replace("sequences = 4", "sequences = 2").replace("microbatch = 1", "microbatch = 2")
+    path.write_text(few + MORE_IN_FLIGHT.replace("640", "6400"))
+    alone.write_text(recipe.replace("sequences = 4", "sequences = 16"))
+    plans = []
+    for each in (path, alone):
+        found = resolve_recipe(str(each), overrides=FOUR_RANKS[1:2], ranks=4)
+        plans.append(make_plan(found.recipe, found.registry, found.layout, find_hardware("h100")))
+    assert [plan.memory_phase for plan in plans] == ["many", ""]
+    peaks = [[(rank.peak, rank.in_flight) for rank in plan.memory] for plan in plans]
+    assert peaks[0] == peaks[1]
+    assert plans[0].worst.in_flight == 4
+    assert to_json(plans[0])["memory"]["phase"] == "many"
+
+
 def test_every_pipeline_rank_has_its_collectives(tmp_path, capsys):
     """Each of 4 microbatches goes to the next stage and its gradient to the one before, 16 x 64 float32."""
     path, page = tmp_path / "four.toml", tmp_path / "plan.html"

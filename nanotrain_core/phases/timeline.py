@@ -140,9 +140,10 @@ class PhaseTimeline:
         return self.recipe_with({**values, "batch.sequences": sequences})
 
     def largest(self) -> Recipe:
-        """Return the recipe of the phase that needs the most memory, among those that the run's steps reach.
+        """Return the recipe of the phase with the largest microbatches, among those that the steps reach.
 
-        It is the one with the most tokens in a microbatch and, among these, the most in a step.
+        It is the one with the most tokens in a microbatch and, among these, the most in a step. In a pipeline
+        another phase may need more memory, with more microbatches in flight.
         """
         reached = self.reached(self.recipe.run.steps) if self.spans else 0
         found = [recipe for number, recipe in self.corners() if number < reached] or [self.recipe]

@@ -126,6 +126,8 @@ def run(args: argparse.Namespace) -> int:
     hardware = find_hardware(args.hardware) if args.hardware else None
     found = resolve_recipe(args.recipe, overrides=args.set, plugins=plugin_arguments(args), ranks=ranks)
     hardware = hardware or find_hardware("cpu" if found.recipe.run.device == "cpu" else "h100")
+    if args.nproc is not None and args.nproc < hardware.devices_per_node:
+        hardware = attrs.evolve(hardware, devices_per_node=args.nproc)
     for note in found.notes:
         print(f"nanotrain: note: {note}", file=sys.stderr)
     from nanotrain_plan.advice import advise

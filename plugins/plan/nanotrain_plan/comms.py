@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
 import attrs
@@ -95,6 +95,7 @@ class Links:
         self.hardware, self.layout = hardware, layout
         self._axes: dict[tuple[tuple[int, ...], bool], str] = {}
         self._seconds: dict[Collective, float] = {}
+        self._locals: dict[tuple[tuple[int, ...], bool], int] = {}
 
     def axis(self, found: Collective) -> str:
         """Return :func:`axis_of`, remembered.
@@ -128,9 +129,7 @@ class Links:
         H100 with 8 x 50 GB/s). gloo runs one. Of an all-to-all, what leaves the node takes the network and
         the rest NVLink, at once. Latency grows with the logarithm of the ranks.
         """
-        links, n = self.hardware.links, len(found.ranks)
-        node = self.hardware.devices_per_node
-        local = sum(rank // node == found.ranks[0] // node for rank in found.ranks)
+        links, n, local = self.hardware.links, len(found.ranks), self._local(found)
         latency = links.latency_us * 1e-6 * (1 + 0.25 * math.log2(n))
         intra, inter = (1e9 * links.achieved * gb_s for gb_s in (links.intra_gb_s, links.inter_gb_s))
         if found.op == "all_to_all":
@@ -140,6 +139,38 @@ class Links:
         rings = local if found.op in RINGS and not self.hardware.gloo else 1
         rate = intra if local == n else min(intra, rings * inter)
         return latency + found.bytes * factor.get(found.op, 1.0) / rate
+
+    def _local(self, found: Collective) -> int:
+        """Return how many ranks of a group share a node: fewest on any node, of any group like this one.
+
+        Groups that are moved along the other dimensions may lie otherwise on nodes, and all ranks wait for
+        the slowest: with tp 6 on nodes of 8 the ranks 0 to 5 share a node, and 6 to 11 do not.
+        """
+        key = found.ranks, found.op in ("send", "recv")
+        if key not in self._locals:
+            node = self.hardware.devices_per_node
+            places = (Counter((rank + by) // node for rank in found.ranks) for by in self._moves(found))
+            self._locals[key] = min(min(place.values()) for place in places)
+        return self._locals[key]
+
+    def _moves(self, found: Collective) -> set[int]:
+        """Return by how much a group is moved to become any other along its axis, modulo a node's ranks."""
+        axis, node = self.axis(found), self.hardware.devices_per_node
+        dims = axis.split("+")
+        try:
+            view = self.layout.view(dims)
+        except KeyError:  # no dimensions, or those of two views: world, cp+ep
+            return {0}
+        moves = {0}
+        for dim in view.dims:
+            places = range(view.size(dim))
+            if dim in dims and not (dim == "pp" and found.op in ("send", "recv")):
+                continue
+            if dim in dims:  # a message from any stage to the next
+                places = places[:-1]
+            first = view.coordinate(found.ranks[0], dim)
+            moves = {(by + (place - first) * view.stride(dim)) % node for by in moves for place in places}
+        return moves
 
     def exposed(self, found: Collective) -> float:
         """Return the seconds of :meth:`seconds` that are not hidden where there is enough to compute."""

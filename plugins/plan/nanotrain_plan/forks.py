@@ -6,6 +6,7 @@ import multiprocessing
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
 import torch
@@ -43,6 +44,8 @@ def call_in_forks(calls: Sequence[Callable[[], Any]], processes: int) -> list[An
     try:
         with pool:
             return list(pool.map(_call, range(len(calls))))
+    except BrokenProcessPool:  # as by a system that is short of memory, or an error that cannot be pickled
+        return [call() for call in calls]
     finally:
         _calls = ()
 

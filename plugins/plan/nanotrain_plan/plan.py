@@ -18,17 +18,17 @@ from nanotrain_plan.memory import (
     RankMemory,
     activations,
     activations_by_stage,
-    all_ranks,
     most_on_host,
 )
 from nanotrain_plan.model import Parameters, TokenFLOPs, count_flops, count_parameters
 from nanotrain_plan.number_format import size
+from nanotrain_plan.phase_stages import PhaseStages, highest_memory
 from nanotrain_plan.run_phases import RunPhase, run_phases
 from nanotrain_plan.stages import Stages, dry_stages
 from nanotrain_plan.timing import StepTime, step_time, uses_float8
 
 #: Of what ``--json`` prints: grows by a minor number with a key, by a major one when a key changes meaning.
-VERSION = "3.0"
+VERSION = "3.1"
 
 
 @attrs.define(frozen=True, kw_only=True, eq=False)
@@ -42,9 +42,11 @@ class Plan:
     parameters: Parameters
     flops: TokenFLOPs
     memory: Sequence[RankMemory]
-    """Of every pipeline rank."""
+    """Of every pipeline rank, in the phase with the highest peak."""
+    memory_phase: str
+    """That phase's name if it is not the one that the values of a step are of, else empty."""
     time: StepTime
-    """Of a step of the phase that needs most memory."""
+    """Of a step of the phase with most tokens in a microbatch, as all values of a step."""
     phases: Sequence[RunPhase]
     """Empty of a recipe without."""
     traffic: Mapping[int, Sequence[AxisTraffic]]
@@ -128,7 +130,7 @@ class Plan:
 def make_plan(
     recipe: Recipe, registry: Registry, layout: Layout, hardware: Hardware, *, processes: int = 1
 ) -> Plan:
-    """Take a dry step of a checked recipe, of its phase that needs most memory, and add everything up.
+    """Take a dry step of a checked recipe, of its phase with the largest microbatches, and add everything up.
 
     Args:
         recipe: checked, of the world size to plan.
@@ -146,7 +148,8 @@ def make_plan(
     except (NotImplementedError, RuntimeError) as problem:
         text = str(problem).splitlines()[0] if str(problem) else type(problem).__name__
         raise NanotrainError(f"this recipe cannot be planned: {text}") from problem
-    memory = list(all_ranks(stages, recipe))
+    phases = PhaseStages(stages, registry, hardware)
+    memory, memory_phase = highest_memory(recipe, phases)
     links = Links(hardware, layout)
     parameters = count_parameters(recipe, registry)
     return Plan(
@@ -157,8 +160,9 @@ def make_plan(
         parameters=parameters,
         flops=count_flops(now, registry),
         memory=memory,
+        memory_phase=memory_phase,
         time=step_time(stages, hardware),
-        phases=run_phases(recipe, registry, stages, hardware),
+        phases=run_phases(recipe, registry, phases),
         traffic={pp_rank: traffic(stages, pp_rank, links) for pp_rank in sorted(stages.steps)},
         checkpoints=checkpoints(recipe, registry, stages, hardware),
         data=data_use(recipe, registry),
@@ -247,6 +251,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
             "peak": worst.peak,
             "pp_rank": worst.pp_rank,
             "where": worst.where,
+            "phase": plan.memory_phase,
             "ranks": [
                 {
                     "pp_rank": rank.pp_rank,

@@ -7,11 +7,8 @@ from collections.abc import Callable, Sequence
 import attrs
 
 from nanotrain_core.api import PhaseStretch, PhaseTimeline, Recipe, Registry
-from nanotrain_core.api.torch import Schedule
-from nanotrain_plan.dry.rank import sorts_of
-from nanotrain_plan.hardware import Hardware
 from nanotrain_plan.model import count_flops
-from nanotrain_plan.stages import Stages, dry_stages
+from nanotrain_plan.phase_stages import PhaseStages
 from nanotrain_plan.timing import step_time
 
 
@@ -34,46 +31,30 @@ class RunPhase:
     """Of all its steps."""
 
 
-def run_phases(
-    recipe: Recipe, registry: Registry, stages: Stages, hardware: Hardware
-) -> tuple[RunPhase, ...]:
+def run_phases(recipe: Recipe, registry: Registry, phases: PhaseStages) -> tuple[RunPhase, ...]:
     """Return what the phases of a run take, those that it does not reach left out.
 
     A step is simulated at the first and the last batch size of a phase; between them its time grows by as
-    much for each sequence, since every microbatch takes as long as another. Microbatches of another shape
-    than those of ``stages`` are measured by a dry step of their own, on the same pipeline stages: a run cuts
-    them once.
+    much for each sequence, since every microbatch takes as long as another.
 
     Args:
         recipe: with its phases.
         registry: the plugins.
-        stages: of the recipe's largest batch.
-        hardware: to run on.
+        phases: the stages of each phase.
     """
-    schedule: Schedule = registry.build(recipe.schedule)
     timeline = PhaseTimeline(recipe)
-    measured = {_microbatch(stages.recipe): stages}
-    known: dict[tuple[tuple[int, int], int], float] = {}
+    known: dict[int, float] = {}
 
     def seconds(now: Recipe) -> float:
-        shape, count = _microbatch(now), now.batch.microbatches(stages.layout.size("dp"))
-        if shape not in measured:
-            measured[shape] = dry_stages(now, registry, stages.layout, host=hardware.gloo, parts=stages.parts)
-        if (shape, count) not in known:
-            actions = tuple(map(tuple, schedule.actions(stages.pp, count)))
-            sorts = [sorts_of(own, count) for own in actions]
-            shorter = attrs.evolve(measured[shape], actions=actions, sorts=sorts, microbatches=count)
-            known[shape, count] = step_time(shorter, hardware).seconds
-        return known[shape, count]
+        stages = phases.of(now)
+        if id(stages) not in known:
+            known[id(stages)] = step_time(stages, phases.hardware).seconds
+        return known[id(stages)]
 
     found: dict[int, list[PhaseStretch]] = {}
     for stretch in timeline.stretches(recipe.run.steps) if recipe.phase else ():
         found.setdefault(stretch.phase, []).append(stretch)
     return tuple(_phase(timeline, own, registry, seconds) for own in found.values())
-
-
-def _microbatch(recipe: Recipe) -> tuple[int, int]:
-    return recipe.batch.microbatch, recipe.batch.length
 
 
 def _phase(

@@ -92,7 +92,8 @@ def _title(plan: Plan) -> Text:
 
 def _sections(plan: Plan, advice: Sequence[Advice] | None) -> Iterator[tuple[str, RenderableType]]:
     yield "Model", _model(plan)
-    yield f"Memory of a rank, of {size(plan.hardware.usable)} usable", _memory(plan)
+    phase = f", in phase '{plan.memory_phase}'" if plan.memory_phase else ""
+    yield f"Memory of a rank{phase}, of {size(plan.hardware.usable)} usable", _memory(plan)
     yield from _activations(plan)
     if any(plan.traffic.values()):
         where = f" of pipeline rank {plan.loudest}" if plan.stages.pp > 1 else ""
@@ -102,7 +103,9 @@ def _sections(plan: Plan, advice: Sequence[Advice] | None) -> Iterator[tuple[str
         yield "Phases", _phases(plan)
     yield "Beside the devices", _beside(plan)
     if advice is not None and not plan.fits:
-        yield "What would make it fit", _advice(plan, advice)
+        enough = not advice or any(each.peak <= plan.hardware.usable for each in advice)
+        heading = "What would make it fit" if enough else "What lowers the peak, but not enough: add ranks"
+        yield heading, _advice(plan, advice)
     yield "Assumptions", Group(*(Text(f"- {each}", style="dim") for each in plan.assumptions))
 
 
@@ -118,7 +121,8 @@ def _grid(rows: Iterable[tuple[str, str]]) -> Table:
 def _table(*columns: str, left: int = 1) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, header_style="dim")
     for number, column in enumerate(columns):
-        table.add_column(column, justify="left" if number < left else "right", no_wrap=True)
+        name = number < left  # names are wrapped where a line is too long, numbers never
+        table.add_column(column, justify="left" if name else "right", no_wrap=not name, overflow="fold")
     return table
 
 

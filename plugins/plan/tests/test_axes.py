@@ -50,3 +50,25 @@ def test_gradient_sync_along_several_axes_is_hidden_as_that_of_dp(degrees, op, r
     links = Links(find_hardware("h100"), layout(**degrees))
     found = Collective(op, ranks, 10**9)
     assert links.exposed(found) == pytest.approx((1 - overlap) * links.seconds(found))
+
+
+def test_the_slowest_group_along_an_axis_counts_and_not_that_of_rank_0():
+    """Of 24 ranks with tp 6 on nodes of 8, ranks 6 to 11 are two on one node and four on the next."""
+    h100, size = find_hardware("h100"), 10**9
+    layout = Layout({"dense": View(("dp", "tp"), (4, 6))}, data_dims=("dp",), sequence_dims=())
+    found = Links(h100, layout).seconds(Collective("all_reduce", (0, 1, 2, 3, 4, 5), size))
+    two_nics = 1e9 * h100.links.achieved * 2 * h100.links.inter_gb_s
+    assert found == pytest.approx(2 * 5 / 6 * size / two_nics, rel=1e-2)  # without latency
+
+
+def test_a_message_between_nodes_counts_where_some_stages_share_a_node():
+    """Of 8 stages with tp 2 on nodes of 8, the stages 3 and 4 are on different nodes."""
+    h100, size = find_hardware("h100"), 10**9
+    layout = Layout({"dense": View(("pp", "tp"), (8, 2))}, data_dims=(), sequence_dims=())
+    one_nic = 1e9 * h100.links.achieved * h100.links.inter_gb_s
+    for ranks in ((0, 2), (6, 8), (13, 15)):
+        found = Links(h100, layout).seconds(Collective("send", ranks, size))
+        assert found == pytest.approx(size / one_nic, rel=1e-2)
+    within = Layout({"dense": View(("pp", "tp"), (2, 4))}, data_dims=(), sequence_dims=())
+    found = Links(h100, within).seconds(Collective("send", (0, 4), size))
+    assert found == pytest.approx(size / (1e9 * h100.links.achieved * h100.links.intra_gb_s), rel=1e-2)

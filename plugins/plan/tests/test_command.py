@@ -201,6 +201,35 @@ def test_what_does_not_fit_is_told_what_would(recipe, tmp_path, capsys):
     assert smaller["memory"]["peak"] == advice["batch.microbatch = 1"]  # computed, not guessed
 
 
+def test_a_node_has_as_many_ranks_as_nproc_says(recipe, capsys):
+    """Two ranks on each of four nodes sum gradients through two NICs of a node, and share its memory."""
+    both = ("--set", 'parallel=[{use="ddp"}]', "--hardware", "h100")
+    seconds, ranks = [], []
+    for words in (("--nproc", "8", "--nnodes", "1"), ("--nproc", "2", "--nnodes", "4")):
+        _, plan = planned(capsys, recipe, *both, *words)
+        synced = [each for each in plan["collectives"]["of_a_step"] if each["axis"] == "dp"]
+        seconds.append(sum(each["seconds"] for each in synced))
+        ranks.append(plan["host_memory"]["ranks"])
+    assert ranks == [8, 2]
+    assert seconds[1] > seconds[0]
+
+
+def test_advice_that_is_not_enough_says_so_and_cuts_no_number(recipe, tmp_path, capsys):
+    small = tmp_path / "small.toml"
+    small.write_text(
+        shipped()["h100"]
+        .read_text()
+        .replace("reserved_gb = 3", "reserved_gb = 0")
+        .replace("memory_gb = 84.9", "memory_gb = 0.002")
+    )
+    assert main(["plan", recipe, "--hardware", str(small)]) == 2
+    told = capsys.readouterr().out
+    assert "What lowers the peak, but not enough: add ranks" in told
+    advice = told.partition("add ranks")[2].partition("Assumptions")[0]
+    assert "…" not in advice
+    assert " and " in advice  # several changes together, wrapped
+
+
 def test_a_sweep_ranks_layouts_by_tokens_per_second(recipe, capsys):
     _, plan = planned(capsys, recipe, "--hardware", "cpu", "--set", "model.layers=1", "--sweep", "3")
     found = plan["sweep"]["candidates"]

@@ -1,6 +1,7 @@
 """Processes that are forked for a plan or a sweep, from one that has used OpenMP's threads."""
 
 import os
+import signal
 import subprocess
 import sys
 from functools import partial
@@ -44,3 +45,14 @@ def test_an_error_of_a_forked_call_is_raised_here():
 
     with pytest.raises(NotImplementedError, match=r"a step reads float32 \[4\] on the host"):
         call_in_forks([os.getpid, fails], 2)
+
+
+def test_calls_of_a_fork_that_is_killed_are_made_here():
+    here = os.getpid()
+
+    def dies_elsewhere() -> int:
+        if os.getpid() != here:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return 7
+
+    assert call_in_forks([os.getpid, dies_elsewhere], 2) == [here, 7]
