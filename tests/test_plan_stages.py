@@ -108,7 +108,7 @@ def test_a_plan_is_the_same_whether_its_dry_steps_are_taken_in_forks_or_one_afte
 MORE_IN_FLIGHT = """
 [[phase]]
 name = "few"
-until_tokens = 640
+until_tokens = 6400
 [[phase]]
 name = "many"
 batch.sequences = 16
@@ -121,7 +121,7 @@ def test_memory_is_that_of_the_phase_with_the_highest_peak(tmp_path):
     path, alone = tmp_path / "phases.toml", tmp_path / "many.toml"
     recipe = RECIPE.replace("{layers}", "").replace("length = 16", "length = 512")
     few = recipe.replace("sequences = 4", "sequences = 2").replace("microbatch = 1", "microbatch = 2")
-    path.write_text(few + MORE_IN_FLIGHT.replace("640", "6400"))
+    path.write_text(few + MORE_IN_FLIGHT)
     alone.write_text(recipe.replace("sequences = 4", "sequences = 16"))
     plans = []
     for each in (path, alone):

@@ -109,11 +109,10 @@ class Board:
         """Add ``value * weight`` to the sum number ``place`` of a mean or a per-rank value, and the weight to
         the sum that counts it."""
         at = self.table.places.get(spec.name)
-        known = at is not None and at[2] is spec
-        sums = self.table.sums if known else self.take(spec).sums
-        place += at[1] if at is not None and known else 0
-        sums[place] += value * weight if weight else 0.0
-        sums[place + (spec.ranks or 1)] += weight
+        known = at if at and at[2] is spec else None
+        sums, first = (self.table.sums, known[1]) if known else (self.take(spec).sums, 0)
+        sums[first + place] += value * weight if weight else 0.0
+        sums[first + place + (spec.ranks or 1)] += weight
 
     def take(self, spec: Spec) -> Gathered:
         """Return where to accumulate values of a name.

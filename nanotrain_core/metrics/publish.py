@@ -55,8 +55,8 @@ class Metrics:
             PluginError: the name is not this monitor's to publish, or is declared differently.
         """
         spec = self._specs.get(name)
-        plain = spec is not None and spec.is_mean and unit is None and reduce is None
-        if spec is not None and plain and type(value) is float and type(weight) is float:  # as most are
+        plain = unit is None and reduce is None  # as most are
+        if spec and spec.is_mean and plain and type(value) is float and type(weight) is float:
             return self._board.add(spec, 0, value, weight)
         if isinstance(value, torch.Tensor) and value.numel() != 1:
             raise PluginError(f"the metric '{name}' has {value.numel()} values; expected one number")

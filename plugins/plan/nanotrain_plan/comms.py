@@ -95,7 +95,7 @@ class Links:
         self.hardware, self.layout = hardware, layout
         self._axes: dict[tuple[tuple[int, ...], bool], str] = {}
         self._seconds: dict[Collective, float] = {}
-        self._locals: dict[tuple[tuple[int, ...], bool], int] = {}
+        self._locals: dict[tuple[tuple[int, ...], str, bool], int] = {}
 
     def axis(self, found: Collective) -> str:
         """Return :func:`axis_of`, remembered.
@@ -146,29 +146,29 @@ class Links:
         Groups that are moved along the other dimensions may lie otherwise on nodes, and all ranks wait for
         the slowest: with tp 6 on nodes of 8 the ranks 0 to 5 share a node, and 6 to 11 do not.
         """
-        key = found.ranks, found.op in ("send", "recv")
+        key = found.ranks, self.axis(found), found.op in ("send", "recv")
         if key not in self._locals:
             node = self.hardware.devices_per_node
-            places = (Counter((rank + by) // node for rank in found.ranks) for by in self._moves(found))
+            places = (Counter((rank + by) // node for rank in found.ranks) for by in self._moves(*key))
             self._locals[key] = min(min(place.values()) for place in places)
         return self._locals[key]
 
-    def _moves(self, found: Collective) -> set[int]:
-        """Return by how much a group is moved to become any other along its axis, modulo a node's ranks."""
-        axis, node = self.axis(found), self.hardware.devices_per_node
-        dims = axis.split("+")
+    def _moves(self, ranks: Sequence[int], axis: str, message: bool) -> set[int]:
+        """Return by how much a group is moved to become any other along its axis, modulo a node's ranks.
+
+        A ``message`` goes from any pipeline stage to the next; a sum along ``pp`` is over the same stages.
+        """
+        dims, node = axis.split("+"), self.hardware.devices_per_node
         try:
             view = self.layout.view(dims)
         except KeyError:  # no dimensions, or those of two views: world, cp+ep
             return {0}
         moves = {0}
         for dim in view.dims:
-            places = range(view.size(dim))
-            if dim in dims and not (dim == "pp" and found.op in ("send", "recv")):
+            along = dim in dims
+            if along and not (dim == "pp" and message):
                 continue
-            if dim in dims:  # a message from any stage to the next
-                places = places[:-1]
-            first = view.coordinate(found.ranks[0], dim)
+            first, places = view.coordinate(ranks[0], dim), range(view.size(dim) - along)
             moves = {(by + (place - first) * view.stride(dim)) % node for by in moves for place in places}
         return moves
 

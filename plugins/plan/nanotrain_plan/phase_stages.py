@@ -26,7 +26,7 @@ class PhaseStages:
         self.stages, self.registry, self.hardware = stages, registry, hardware
         self.schedule: Schedule = registry.build(stages.recipe.schedule)
         self._measured = {_microbatch(stages.recipe): stages}
-        self._known: dict[tuple[tuple[int, int], int], Stages] = {}
+        self._known = {(_microbatch(stages.recipe), stages.microbatches): stages}
 
     def of(self, now: Recipe) -> Stages:
         """Return the stages of a phase's recipe, the same object for microbatches alike."""

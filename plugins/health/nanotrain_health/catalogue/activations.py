@@ -81,6 +81,7 @@ RESIDUAL = (
         name="norms/max_abs/{norm}",
         group="residual stream",
         summary="largest magnitude of a norm's output",
+        reduce="max",
         rule=Rule(
             warn_above=20,
             bad_above=50,
