@@ -4,6 +4,7 @@ import json
 import re
 
 import pytest
+from nanotrain_plan.blocks.composer import Composer
 from nanotrain_plan.hardware import find_hardware
 from nanotrain_plan.plan import make_plan, to_json
 from nanotrain_plan.stages import pipeline_of_most_tokens
@@ -123,15 +124,32 @@ def test_memory_is_that_of_the_phase_with_the_highest_peak(tmp_path):
     few = recipe.replace("sequences = 4", "sequences = 2").replace("microbatch = 1", "microbatch = 2")
     path.write_text(few + MORE_IN_FLIGHT)
     alone.write_text(recipe.replace("sequences = 4", "sequences = 16"))
-    plans = []
+    h100, plans, estimates = find_hardware("h100"), [], []
     for each in (path, alone):
         found = resolve_recipe(str(each), overrides=FOUR_RANKS[1:2], ranks=4)
-        plans.append(make_plan(found.recipe, found.registry, found.layout, find_hardware("h100")))
+        plans.append(make_plan(found.recipe, found.registry, found.layout, h100))
+        estimates.append(Composer(found.registry, h100).estimate(found.recipe, found.layout))
     assert [plan.memory_phase for plan in plans] == ["many", ""]
     peaks = [[(rank.peak, rank.in_flight) for rank in plan.memory] for plan in plans]
     assert peaks[0] == peaks[1]
     assert plans[0].worst.in_flight == 4
     assert to_json(plans[0])["memory"]["phase"] == "many"
+    assert estimates[0].peak == estimates[1].peak == pytest.approx(plans[0].worst.peak, rel=0.05)
+    assert max(rank.peak for rank in estimates[0].memory) < estimates[0].peak
+
+
+def test_offloaded_activations_are_those_of_the_phase_that_has_most_of_them(tmp_path):
+    path, alone = tmp_path / "phases.toml", tmp_path / "many.toml"
+    recipe = RECIPE.replace("{layers}", "").replace("length = 16", "length = 512")
+    recipe += '[[parallel]]\nuse = "activation_offload"\nmin_mb = 0.0\nkeep = 0\n'
+    few = recipe.replace("sequences = 4", "sequences = 2").replace("microbatch = 1", "microbatch = 2")
+    path.write_text(few + MORE_IN_FLIGHT)
+    alone.write_text(recipe.replace("sequences = 4", "sequences = 16"))
+    hosts = []
+    for each in (path, alone):
+        found = resolve_recipe(str(each), overrides=FOUR_RANKS[1:2], ranks=4)
+        hosts.append(make_plan(found.recipe, found.registry, found.layout, find_hardware("h100")).host)
+    assert hosts[0].activations == hosts[1].activations > 0
 
 
 def test_every_pipeline_rank_has_its_collectives(tmp_path, capsys):

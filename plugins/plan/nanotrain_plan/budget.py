@@ -61,9 +61,9 @@ class HostMemory:
 def checkpoints(recipe: Recipe, registry: Registry, stages: Stages, hardware: Hardware) -> Checkpoints:
     """Return what the run's checkpoints take."""
     size = checkpoint_bytes(stages)
-    nodes = max(1, stages.layout.world_size // hardware.devices_per_node)
+    nodes = max(1.0, stages.layout.world_size / hardware.devices_per_node)  # of which one may be partly used
     if _gathers(recipe, registry):
-        nodes = 1
+        nodes = 1.0
     keep = getattr(recipe.checkpoint.config, "keep", 1)
     folder = Path(recipe.run.folder or "runs").absolute()
     while not folder.exists():

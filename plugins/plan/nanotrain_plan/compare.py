@@ -240,7 +240,7 @@ class Comparison:
             if whole is None:
                 left_out["cannot be planned"] += 1
                 return None
-            estimate = Estimate(list(whole.memory), whole.time)
+            estimate = Estimate(list(whole.memory), whole.time, whole.worst.peak)
         except (NanotrainError, NotImplementedError, RuntimeError):
             left_out["cannot be planned"] += 1
             return None

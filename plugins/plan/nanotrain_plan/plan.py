@@ -18,7 +18,6 @@ from nanotrain_plan.memory import (
     RankMemory,
     activations,
     activations_by_stage,
-    most_on_host,
 )
 from nanotrain_plan.model import Parameters, TokenFLOPs, count_flops, count_parameters
 from nanotrain_plan.number_format import size
@@ -149,7 +148,7 @@ def make_plan(
         text = str(problem).splitlines()[0] if str(problem) else type(problem).__name__
         raise NanotrainError(f"this recipe cannot be planned: {text}") from problem
     phases = PhaseStages(stages, registry, hardware)
-    memory, memory_phase = highest_memory(recipe, phases)
+    highest = highest_memory(recipe, stages, phases.of)
     links = Links(hardware, layout)
     parameters = count_parameters(recipe, registry)
     return Plan(
@@ -159,14 +158,14 @@ def make_plan(
         stages=stages,
         parameters=parameters,
         flops=count_flops(now, registry),
-        memory=memory,
-        memory_phase=memory_phase,
+        memory=highest.ranks,
+        memory_phase=highest.phase,
         time=step_time(stages, hardware),
         phases=run_phases(recipe, registry, phases),
         traffic={pp_rank: traffic(stages, pp_rank, links) for pp_rank in sorted(stages.steps)},
         checkpoints=checkpoints(recipe, registry, stages, hardware),
         data=data_use(recipe, registry),
-        host=host_memory(recipe, registry, stages, hardware, most_on_host(stages)),
+        host=host_memory(recipe, registry, stages, hardware, highest.on_host),
         assumptions=assumptions(recipe, registry, stages, hardware, parameters),
     )
 

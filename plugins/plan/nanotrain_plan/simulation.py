@@ -94,13 +94,17 @@ def simulate_plan(plan: Plan, wanted: Wanted) -> Simulated:
 
 
 def _interval(plan: Plan, wanted: Wanted, step: float) -> float | None:
-    """Return the seconds of work between checkpoints that are asked for, or those of the recipe."""
+    """Return the seconds of work between checkpoints that are asked for, or the mean of the recipe's.
+
+    ``step``: seconds of a step of the planned phase.
+    """
     if wanted.checkpoint_minutes:
         return wanted.checkpoint_minutes * 60
     config = plan.recipe.checkpoint.config
     minutes, every = getattr(config, "every_minutes", None), getattr(config, "every", None)
     found = [minutes * 60] if minutes else []
-    found += [every * step] if every else []
+    if every:  # steps of other phases take as much longer or shorter as they are planned to
+        found.append(every * step * plan.seconds / (plan.recipe.run.steps * plan.time.seconds))
     return min(found) if found else None
 
 

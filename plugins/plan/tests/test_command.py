@@ -336,8 +336,10 @@ batch.sequences = 12
 
 def test_a_phase_takes_as_long_as_a_recipe_with_its_batch(tmp_path, capsys):
     path = tmp_path / "phases.toml"
-    path.write_text(TINY.replace("steps = 10\n", "") + PHASES)
-    code, plan = planned(capsys, str(path), "--hardware", "cpu")
+    saves = '[checkpoint]\nuse = "simple"\nevery = 4\n'
+    path.write_text(TINY.replace("steps = 10\n", "") + saves + PHASES)
+    simulated = ["--simulate", "--slow-ranks", "0", "--draws", "1"]
+    code, plan = planned(capsys, str(path), "--hardware", "cpu", *simulated)
     step = {}
     for sequences in (6, 8, 12):
         path.write_text(TINY.replace("sequences = 8", f"sequences = {sequences}"))
@@ -352,6 +354,17 @@ def test_a_phase_takes_as_long_as_a_recipe_with_its_batch(tmp_path, capsys):
     by_hand = 5 * step[6] + 3 * step[8] + 6 * step[12]
     assert plan["time"]["run"] == grow["seconds"] + rest["seconds"] == pytest.approx(by_hand, rel=1e-9)
     assert plan["data"]["tokens"] == 4032
+    between = plan["simulation"]["goodput"]["own"]["interval"]
+    assert between == pytest.approx(4 * by_hand / 14, rel=1e-9)  # 4 steps of the run's mean
+
+
+@pytest.mark.parametrize(("ranks", "nodes"), [(4, 1.0), (12, 1.5)])
+def test_the_fullest_node_writes_longest(recipe, capsys, ranks, nodes):
+    pytest.importorskip("nanotrain_sharded_ckpt_v2")
+    sharded = ["--set", 'checkpoint={use="sharded_v2",every=5}', "--set", "batch.sequences=96"]
+    _, plan = planned(capsys, recipe, "--hardware", "h100", "--ranks", str(ranks), *sharded)
+    disk = plan["hardware"]["disk_gb_s"] * 1e9
+    assert plan["checkpoints"]["seconds"] == pytest.approx(plan["checkpoints"]["bytes"] / disk / nodes)
 
 
 def test_eager_layers_move_more_and_graphs_wait_for_no_host(recipe, tmp_path, capsys):

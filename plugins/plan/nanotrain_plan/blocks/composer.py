@@ -28,6 +28,7 @@ from nanotrain_plan.dry.rank import RankStep, Share, dry_recipe
 from nanotrain_plan.dry.recorder import Phase
 from nanotrain_plan.hardware import Hardware
 from nanotrain_plan.memory import RankMemory, all_ranks
+from nanotrain_plan.phase_stages import highest_memory
 from nanotrain_plan.stages import Kind, Stages, compiles_layers, kind_of
 from nanotrain_plan.timing import StepTime, least_time, step_time
 
@@ -40,12 +41,10 @@ class Estimate:
     """What a layout takes, put together from blocks."""
 
     memory: list[RankMemory]
+    """In the phase with the most tokens in a microbatch, as :attr:`time`."""
     time: StepTime
-
-    @property
-    def peak(self) -> int:
-        """Bytes of the rank with the highest peak."""
-        return max(rank.peak for rank in self.memory)
+    peak: int
+    """Bytes of the rank with the highest peak, in any phase."""
 
 
 @attrs.define(frozen=True)
@@ -75,8 +74,11 @@ class Composer:
         Raises:
             NotComposable: it must be planned in full.
         """
-        stages = self.stages(recipe, layout)
-        return Estimate(list(all_ranks(stages, recipe)), step_time(stages, self.hardware, collective_time))
+        planned = self.stages(recipe, layout)
+        highest = highest_memory(recipe, planned, lambda now: self.stages(now, layout, parts=planned.parts))
+        memory = list(all_ranks(planned, recipe)) if highest.phase else highest.ranks
+        peak = max(rank.peak for rank in highest.ranks)
+        return Estimate(memory, step_time(planned, self.hardware, collective_time), peak)
 
     def bound(self, recipe: Recipe, layout: Layout) -> Bound:
         """Return what a layout takes at least, without measuring W passes apart.
@@ -90,10 +92,16 @@ class Composer:
         peaks = tuple(rank.peak for rank in all_ranks(stages, recipe))
         return Bound(peaks, least_time(stages, self.hardware, collective_time))
 
-    def stages(self, recipe: Recipe, layout: Layout, *, apart: bool = True) -> Stages:
-        """Return what ranks do in a step of the largest batch: see :func:`dry_stages`.
+    def stages(
+        self, recipe: Recipe, layout: Layout, *, apart: bool = True, parts: tuple[Part, ...] = ()
+    ) -> Stages:
+        """Return what ranks do in a step of the phase with the largest microbatches: see :func:`dry_stages`.
 
-        ``apart``: whether weight gradients that have a pass of their own are computed there.
+        Args:
+            recipe: checked.
+            layout: of the run.
+            apart: whether weight gradients that have a pass of their own are computed there.
+            parts: stages that another phase of the run has; by default the schedule cuts them.
         """
         _expect_independent_layers(recipe)
         recipe = PhaseTimeline(recipe).largest()
@@ -102,9 +110,9 @@ class Composer:
         schedule: Schedule = self.registry.build(recipe.schedule)
         costs = model.flops(recipe.batch.length)
         cut = f"{recipe.schedule} {pp} {costs}"
-        if cut not in self._parts:
+        if not parts and cut not in self._parts:
             self._parts[cut] = tuple(schedule.parts(costs, pp))
-        parts = self._parts[cut]
+        parts = parts or self._parts[cut]
         microbatches = recipe.batch.microbatches(layout.size("dp"))
         asked = str(recipe.schedule), pp, microbatches, apart
         if asked not in self._lists:
