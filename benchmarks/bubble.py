@@ -8,7 +8,6 @@ which equal actions take equal times. Embedding and head have few tokens, so tha
 
 from __future__ import annotations
 
-import os
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -24,6 +23,7 @@ from nanotrain_core.pipeline.simulator import Durations, simulate
 from nanotrain_core.recipe import load_recipe
 from nanotrain_core.recipe.tree import Recipe
 from nanotrain_core.registry.registry import load_plugins
+from nanotrain_core.run.host_processors import usable_processors
 from nanotrain_core.testing import run_ranks
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "dualpipe_v")
@@ -151,11 +151,10 @@ def measure(schedule: str, pp: int, *, steps: int) -> Bubble:
     ranks = run_ranks(time_rank, pp, schedule, pp, steps, timeout=600, check_collectives=False)
     found = load_plugins()
     actions = found.build(recipe(schedule, pp).schedule).actions(pp, MICROBATCHES)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     together = list(zip(*ranks, strict=True))
     simulated = median(simulate(actions, Each(times=merged(step))).bubble() for step in together)
     smooth = simulate(actions, medians(ranks)).bubble()
-    return Bubble(schedule, pp, median(map(idle, together)), simulated, smooth, cores)
+    return Bubble(schedule, pp, median(map(idle, together)), simulated, smooth, usable_processors())
 
 
 def idle(step: Sequence[Step]) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import version
@@ -12,13 +11,14 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from nanotrain_core.run.files import write_text_atomically
+from nanotrain_core.run.host_processors import usable_processors
 
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 
 
 def machine() -> str:
     """Name the processor, its cores, and the versions that matter."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = usable_processors()
     return f"{_processor()}, {cores} cores; torch {version('torch')}, Python {platform.python_version()}"
 
 

@@ -177,7 +177,7 @@ ROOMS = {path.parent.name for path in CORE.glob("*/__init__.py")}
 #: What each room of the core may have of code, in lines; "": all that is in none. Not the harness.
 SMALL = {
     "": 985,
-    "api": 631,
+    "api": 635,
     "builtin": 490,
     "checkpoint": 895,
     "cli": 1625,
@@ -197,7 +197,7 @@ SMALL = {
     "precision": 680,
     "recipe": 1715,
     "registry": 600,
-    "run": 2301,
+    "run": 2325,
     "script": 520,
     "watch": 438,
 }

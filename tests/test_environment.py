@@ -4,6 +4,7 @@ import pytest
 
 from nanotrain_core.errors import LaunchError
 from nanotrain_core.launch.environment import Ranks, rendezvous_address
+from nanotrain_core.run import host_processors
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
 SRUN = {
@@ -48,6 +49,20 @@ def test_torchrun_without_a_meeting_place_is_refused():
 def test_ranks_share_the_cores_of_a_host():
     alone, shared = Ranks(), Ranks(local_world_size=10_000)
     assert alone.threads() >= shared.threads() == 1
+
+
+@pytest.mark.parametrize(
+    ("quota", "threads"),
+    [("max 100000", 64), ("650000 100000", 6), ("50000 100000", 1), ("9900000 100000", 64)],
+)
+def test_a_container_s_quota_of_cpu_time_bounds_what_its_processes_use(tmp_path, monkeypatch, quota, threads):
+    monkeypatch.setattr(host_processors, "allowed_processors", lambda: frozenset(range(64)))
+    group = tmp_path / "sys/fs/cgroup/pod"
+    group.mkdir(parents=True)
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text("0::/pod\n")
+    (group / "cpu.max").write_text(quota)
+    assert host_processors.usable_processors(tmp_path) == threads
 
 
 @pytest.mark.parametrize(

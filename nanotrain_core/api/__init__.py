@@ -105,6 +105,7 @@ from nanotrain_core.registry.discovery import PluginArguments
 from nanotrain_core.registry.registry import Registry, load_plugins
 from nanotrain_core.run.files import flush, remove_leftovers, write_atomically, write_text_atomically
 from nanotrain_core.run.host_memory import HostMemory, control_groups, host_memory
+from nanotrain_core.run.host_processors import allowed_processors, cpu_quota, usable_processors
 from nanotrain_core.run.owner import running
 from nanotrain_core.run.plain_json import json_text
 from nanotrain_core.run.progress_bar import show_progress
@@ -186,11 +187,13 @@ __all__ = [
     "above_one",
     "add_plugin_options",
     "add_recipe_options",
+    "allowed_processors",
     "always_captured",
     "cached_token_of",
     "check_combination",
     "check_moments",
     "control_groups",
+    "cpu_quota",
     "did_you_mean",
     "divisibility_of",
     "divisors_near",
@@ -262,6 +265,7 @@ __all__ = [
     "uncovered",
     "undivided",
     "unexpected_kinds",
+    "usable_processors",
     "without_secrets",
     "write_atomically",
     "write_rope",

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 import attrs
 
 from nanotrain_core.errors import LaunchError
+from nanotrain_core.run.host_processors import usable_processors
 
 
 @attrs.define(frozen=True)
@@ -38,9 +39,8 @@ class Ranks:
         return None
 
     def threads(self) -> int:
-        """Return how many threads this rank may use so that the ranks of a host share its cores."""
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return max(1, cores // self.local_world_size)
+        """Return how many threads this rank may use so that the ranks of a host share its processors."""
+        return max(1, usable_processors() // self.local_world_size)
 
 
 def _ranks(environment: Mapping[str, str], names: tuple[str, str, str, str], launcher: str) -> Ranks:

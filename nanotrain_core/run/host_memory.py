@@ -55,7 +55,7 @@ def host_memory(root: Path = Path("/")) -> HostMemory:
 
     Where there is no ``/proc``, as on macOS, only the total is known.
     """
-    table = dict(line.split(":", 1) for line in _text(root / "proc/meminfo").splitlines() if ":" in line)
+    table = dict(line.split(":", 1) for line in text_in(root / "proc/meminfo").splitlines() if ":" in line)
     total, available, swap = (_kib(table.get(key, "")) for key in ("MemTotal", "MemAvailable", "SwapTotal"))
     if total is None and root == Path("/"):
         total = _physical()
@@ -73,7 +73,7 @@ def control_groups(controller: str, root: Path = Path("/")) -> Iterator[tuple[Pa
     Yields:
         The folder, and whether it is of version 2.
     """
-    for line in _text(root / "proc/self/cgroup").splitlines():
+    for line in text_in(root / "proc/self/cgroup").splitlines():
         _, controllers, path = (*line.split(":", 2), "", "")[:3]
         if controllers and controller not in controllers.split(","):
             continue
@@ -88,12 +88,12 @@ def control_groups(controller: str, root: Path = Path("/")) -> Iterator[tuple[Pa
 
 def _group(folder: Path, two: bool) -> GroupMemory | None:
     limit_file, use_file, row = VERSION_2 if two else VERSION_1
-    limit = _number(folder / limit_file)
+    limit = number_in(folder / limit_file)
     if limit is None or limit >= NO_LIMIT:
         return None
-    stat = dict(line.split(" ", 1) for line in _text(folder / "memory.stat").splitlines() if " " in line)
+    stat = dict(line.split(" ", 1) for line in text_in(folder / "memory.stat").splitlines() if " " in line)
     cached = stat.get(row, "0")
-    return GroupMemory(limit, _number(folder / use_file), int(cached) if cached.isdecimal() else 0)
+    return GroupMemory(limit, number_in(folder / use_file), int(cached) if cached.isdecimal() else 0)
 
 
 def _physical() -> int | None:
@@ -108,13 +108,14 @@ def _kib(text: str) -> int | None:
     return int(words[0]) * 1024 if words and words[0].isdecimal() else None
 
 
-def _number(path: Path) -> int | None:
+def number_in(path: Path) -> int | None:
     """Return the whole number in a file; None for another text, such as ``max``."""
-    text = _text(path)
+    text = text_in(path)
     return int(text) if text.isdecimal() else None
 
 
-def _text(path: Path) -> str:
+def text_in(path: Path) -> str:
+    """Return the text of a file of the system, without spaces around it; empty if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8").strip()
     except (OSError, ValueError):

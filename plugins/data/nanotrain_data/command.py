@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from pathlib import Path
 
-from nanotrain_core.api import DataError, NanotrainError
+from nanotrain_core.api import DataError, NanotrainError, usable_processors
 from nanotrain_data.manifest import read_manifest
 from nanotrain_data.sources import TEXT_SUFFIXES
 
@@ -105,7 +104,7 @@ def _prepare(args: argparse.Namespace) -> None:
         chat=args.chat,
         chat_template=args.chat_template,
     )
-    done = prepare(request, args.workers or len(os.sched_getaffinity(0)))
+    done = prepare(request, args.workers or usable_processors())
     manifest = done.manifest
     kept = len(manifest.shards) - done.written
     there = f", {kept} of them there already" if kept > 0 else ""

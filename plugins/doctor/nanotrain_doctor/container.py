@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
-from nanotrain_core.api import control_groups, host_memory
+from nanotrain_core.api import allowed_processors, cpu_quota, host_memory
 from nanotrain_doctor.findings import Finding, bad, good, note, size, warning
-
-
-def cores_here() -> int:
-    """Return how many cores this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def examine_container(root: Path = Path("/"), cores: int | None = None) -> list[Finding]:
     """Look at memory and cores, as limited by control groups below ``root``."""
-    return [examine_memory(root), cpu_quota(root, cores_here() if cores is None else cores)]
+    return [examine_memory(root), examine_quota(root, len(allowed_processors()) if cores is None else cores)]
 
 
 def examine_memory(root: Path = Path("/")) -> Finding:
@@ -42,42 +36,22 @@ def examine_memory(root: Path = Path("/")) -> Finding:
     return good("host memory", text, **values)
 
 
-def cpu_quota(root: Path = Path("/"), cores: int = 1) -> Finding:
-    """Judge whether threads for every core would be stopped for having used up a quota of CPU time.
+def examine_quota(root: Path = Path("/"), cores: int = 1) -> Finding:
+    """Judge whether programs that start a thread for every core are stopped for their quota of CPU time.
+
+    Ranks divide the quota (:func:`~nanotrain_core.api.usable_processors`); other programs may not know it.
 
     Args:
         root: where ``/sys/fs/cgroup`` is.
         cores: that this process may run on, which ranks divide among themselves.
     """
-    quota = cpu_limit(root)
+    quota = cpu_quota(root)
     values = {"cores": cores, "quota": quota}
     if quota is None or quota >= cores:
         return good("CPU quota", f"none below the {cores} cores", **values)
-    text = f"{quota:.3g} cores' time, on {cores} cores: as many threads are stopped in turn"
-    remedy = (
-        f"OMP_NUM_THREADS={max(1, int(quota))} divided by the ranks of this host; better whole cores (cpuset)"
-    )
+    text = f"{quota:.3g} cores' time on {cores} cores: ranks divide it, and more threads are stopped in turn"
+    remedy = "whole cores (cpuset) if a step's time varies; OMP_NUM_THREADS for programs that count cores"
     return warning("CPU quota", text, remedy, **values)
-
-
-def cpu_limit(root: Path) -> float | None:
-    """Return how many cores' time this process's groups may have; None: no limit."""
-    quotas = []
-    for folder, two in control_groups("cpu", root):
-        if two:
-            words = text_of(folder / "cpu.max").split()
-            if len(words) == 2 and words[0].isdecimal():
-                quotas.append(int(words[0]) / int(words[1]))
-        else:
-            quota, period = _number(folder / "cpu.cfs_quota_us"), _number(folder / "cpu.cfs_period_us")
-            if quota is not None and period:
-                quotas.append(quota / period)
-    return min(quotas, default=None)
-
-
-def _number(path: Path) -> int | None:
-    text = text_of(path)
-    return int(text) if text.isdecimal() else None
 
 
 def text_of(path: Path) -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from nanotrain_core.api import Registry
+from nanotrain_core.api import Registry, allowed_processors
 from nanotrain_doctor.clock import clock_source
-from nanotrain_doctor.container import cores_here, examine_container
+from nanotrain_doctor.container import examine_container
 from nanotrain_doctor.findings import Finding
 from nanotrain_doctor.limits import examine_limits, examine_load
 from nanotrain_doctor.network import examine_network
@@ -29,7 +29,7 @@ def examine_host(
         hosts: of the run.
         quick: write less to the disk.
     """
-    cores = cores_here()
+    cores = len(allowed_processors())
     found = [python(), torch_version(), *examine_plugins(registry)]
     found += examine_torch()
     found += [examine_load(os.getloadavg()[0], cores), *examine_container(cores=cores), *examine_limits()]

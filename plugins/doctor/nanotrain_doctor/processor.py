@@ -10,12 +10,12 @@ in a virtual machine.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nanotrain_doctor.container import cpu_limit, text_of
+from nanotrain_core.api import allowed_processors, cpu_quota
+from nanotrain_doctor.container import text_of
 from nanotrain_doctor.findings import Finding, good, note, warning
 
 #: Float32 FLOPs of a core in a cycle, by the vector instructions that torch found: with AVX2 two units for
@@ -42,8 +42,8 @@ def processor(
         ``cores``, at most as many as the rank has threads, and ``clock`` in Hz, None if nothing tells it.
     """
     if allowed is None:
-        allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    cores = min(float(_cores(root, allowed)), cpu_limit(root) or float("inf")) / ranks
+        allowed = allowed_processors()
+    cores = min(float(_cores(root, allowed)), cpu_quota(root) or float("inf")) / ranks
     return {"cores": min(float(threads), cores), "clock": _clock(root, allowed)}
 
 

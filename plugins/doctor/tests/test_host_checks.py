@@ -7,7 +7,7 @@ import types
 
 import pytest
 from nanotrain_doctor.clock import ClockWatch, clock_source, judge_offsets
-from nanotrain_doctor.container import cpu_quota, examine_memory
+from nanotrain_doctor.container import examine_memory, examine_quota
 from nanotrain_doctor.limits import examine_load, locked_memory, open_files, processes
 from nanotrain_doctor.network import examine_endpoint, host_name, local_ports, port_range
 from nanotrain_doctor.shared_memory import examine_shared_memory, litter
@@ -119,10 +119,10 @@ def test_memory_of_control_groups_of_version_1(tmp_path):
 def test_cpu_quota(tmp_path, groups, files, quota):
     tree(tmp_path, proc__self__cgroup=groups)
     tree(tmp_path, **{f"sys__fs__cgroup__{name}": text for name, text in files.items()})
-    found = cpu_quota(tmp_path, cores=64)
+    found = examine_quota(tmp_path, cores=64)
     assert found.values["quota"] == quota
     assert found.status == ("good" if quota is None else "warning")
-    assert cpu_quota(tmp_path, cores=1).status == "good"
+    assert examine_quota(tmp_path, cores=1).status == "good"
 
 
 def test_load():

@@ -16,6 +16,7 @@ from nanotrain_core.api import (
     add_recipe_options,
     plugin_arguments,
     resolve_recipe,
+    usable_processors,
 )
 from nanotrain_plan.garbage import seldom_collected
 from nanotrain_plan.hardware import find_hardware, shipped
@@ -131,10 +132,9 @@ def run(args: argparse.Namespace) -> int:
     for note in found.notes:
         print(f"nanotrain: note: {note}", file=sys.stderr)
     from nanotrain_plan.advice import advise
-    from nanotrain_plan.forks import processors
     from nanotrain_plan.plan import make_plan, to_json
 
-    plan = make_plan(found.recipe, found.registry, found.layout, hardware, processes=processors())
+    plan = make_plan(found.recipe, found.registry, found.layout, hardware, processes=usable_processors())
     swept = _sweep(args.sweep, plan, found.registry)
     simulated = _simulate(args, plan)
     skip = plan.fits or args.no_advice or swept

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -13,11 +12,6 @@ import torch
 
 _calls: Sequence[Callable[[], Any]] = ()
 """What processes that are forked take over: the objects of plugins cannot be sent to them."""
-
-
-def processors() -> int:
-    """Return how many processors this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def pool_of_forks(processes: int) -> ProcessPoolExecutor | None:

@@ -47,7 +47,10 @@ class PhaseStages:
 
 @attrs.define(frozen=True, kw_only=True)
 class HighestMemory:
-    """The most that a run needs in any phase: smaller microbatches need more if more of them are in flight."""
+    """The most that a run needs in any phase.
+
+    Smaller microbatches need more if more of them are in flight.
+    """
 
     ranks: list[RankMemory]
     """Of every pipeline rank, in the phase with the highest peak."""

@@ -13,10 +13,9 @@ from collections.abc import Callable, Sequence
 
 import attrs
 
-from nanotrain_core.api import Recipe, Registry
+from nanotrain_core.api import Recipe, Registry, usable_processors
 from nanotrain_plan.blocks.schedules import RememberedSchedules
 from nanotrain_plan.compare import BOUNDS, Candidate, as_planned, describe
-from nanotrain_plan.forks import processors
 from nanotrain_plan.grid import families, of_family
 from nanotrain_plan.plan import Plan
 from nanotrain_plan.workers import Job, Workers
@@ -74,7 +73,7 @@ def sweep(
     found: list[tuple[Recipe, Candidate]] = []
     examined = 0
     job = Job(plan, RememberedSchedules(registry), WHOLE)
-    with Workers(job, processes or processors()) as workers:
+    with Workers(job, processes or usable_processors()) as workers:
         for each in workers.compare(chosen):
             found += each.layouts
             left_out += each.left_out
