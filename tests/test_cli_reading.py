@@ -72,6 +72,20 @@ def test_check_tells_every_problem_on_stderr_without_a_traceback(capsys, tmp_pat
     assert all(line.startswith(f"nanotrain: {path}:") for line in lines)
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--nproc", 3], "--nproc"),
+        (["--nnodes", 3], "--nnodes"),
+        (["--nproc", 1, "--nnodes", 3], "--nproc x --nnodes"),
+    ],
+)
+def test_a_wrong_world_size_is_told_with_the_options_that_were_typed(capsys, tmp_path, words, told):
+    code, _, err = call(capsys, "check", write(tmp_path), *words, "--set", "topology.tp=2")
+    assert code == Exit.USER
+    assert err.startswith(f"nanotrain: {told}: run.ranks: 3 ranks do not fit [topology]")
+
+
 def test_check_explains_origins_in_toml(capsys, tmp_path):
     path = write(tmp_path)
     code, out, _ = call(capsys, "check", path, "--explain", "--set", "run.seed=9")

@@ -98,12 +98,20 @@ from nanotrain_core.recipe.phase import CHANGES
 from nanotrain_core.recipe.range_validator import LARGEST_SIZE, MOST_LAYERS, Range
 from nanotrain_core.recipe.secrets import is_secret, without_secrets
 from nanotrain_core.recipe.settings import flat_settings, run_settings
+from nanotrain_core.recipe.source import Source as TomlSource
+from nanotrain_core.recipe.source import file_source as read_toml
 from nanotrain_core.recipe.source import is_recipe, shipped_recipes
 from nanotrain_core.recipe.tree import TRAINING, OptimizerConfig, Recipe, Selection, path_field
 from nanotrain_core.recipe.validate import check_combination, find_problems, microbatches_of, pipeline_of
 from nanotrain_core.registry.discovery import PluginArguments
 from nanotrain_core.registry.registry import Registry, load_plugins
-from nanotrain_core.run.files import flush, remove_leftovers, write_atomically, write_text_atomically
+from nanotrain_core.run.files import (
+    flush,
+    obstacle_to_writing,
+    remove_leftovers,
+    write_atomically,
+    write_text_atomically,
+)
 from nanotrain_core.run.host_memory import HostMemory, control_groups, host_memory
 from nanotrain_core.run.host_processors import allowed_processors, cpu_quota, usable_processors
 from nanotrain_core.run.owner import running
@@ -180,6 +188,7 @@ __all__ = [
     "Tag",
     "TimedAction",
     "Timeline",
+    "TomlSource",
     "Usual",
     "Verdict",
     "View",
@@ -232,6 +241,7 @@ __all__ = [
     "nearby_run",
     "needs",
     "newest_evaluated",
+    "obstacle_to_writing",
     "of_ranks",
     "parts_between",
     "path_field",
@@ -242,6 +252,7 @@ __all__ = [
     "quarantine_checkpoint",
     "read_metrics",
     "read_rope",
+    "read_toml",
     "remove_leftovers",
     "replace",
     "resolve",

@@ -76,9 +76,21 @@ def ranks(args: argparse.Namespace) -> int | None:
     return (args.nproc or 1) * (args.nnodes or 1)
 
 
+def ranks_option(args: argparse.Namespace) -> str:
+    """Return the options that :func:`ranks` comes from, as errors name them."""
+    given = [option for option in ("--nproc", "--nnodes") if getattr(args, option[2:]) is not None]
+    return " x ".join(given)
+
+
 def resolve(args: argparse.Namespace) -> Resolution:
     """Load and check the recipe of a command that has the recipe options; print its notes to stderr."""
-    found = resolve_recipe(args.recipe, overrides=args.set, plugins=plugin_arguments(args), ranks=ranks(args))
+    found = resolve_recipe(
+        args.recipe,
+        overrides=args.set,
+        plugins=plugin_arguments(args),
+        ranks=ranks(args),
+        ranks_option=ranks_option(args),
+    )
     for note in found.notes:
         print(f"nanotrain: note: {shortened(note)}", file=sys.stderr)
     return found

@@ -55,6 +55,7 @@ def resolve_recipe(
     overrides: Sequence[str] = (),
     plugins: PluginArguments = PluginArguments(),  # noqa: B008 (frozen)
     ranks: int | None = None,
+    ranks_option: str = "--nproc",
 ) -> Resolution:
     """Read a recipe, type every section, and check that its components fit together.
 
@@ -63,6 +64,7 @@ def resolve_recipe(
         overrides: TOML lines that override the file, as from ``--set``.
         plugins: what to load in addition to the installed plugins, and what not to load.
         ranks: world size; None uses the recipe's ``run.ranks``.
+        ranks_option: the option of the command line that ``ranks`` is from: errors name it.
 
     Raises:
         RecipeError: with one line for every problem found, ``file:line: key: what``.
@@ -72,7 +74,7 @@ def resolve_recipe(
     for plugin in registry.broken:
         if plugin.local:
             raise PluginError(f"--plugin {plugin.module}: {plugin.error}")
-    merged = _merge(path, overrides, ranks)
+    merged = _merge(path, overrides, ranks, ranks_option)
     resolver = Resolver(merged, registry)
     recipe = resolver.recipe()
     if recipe is None:
@@ -86,12 +88,14 @@ def resolve_recipe(
     return Resolution(recipe, registry, layout, merged, notes)
 
 
-def _merge(path: str | os.PathLike[str], overrides: Sequence[str], ranks: int | None) -> Merged:
+def _merge(
+    path: str | os.PathLike[str], overrides: Sequence[str], ranks: int | None, ranks_option: str
+) -> Merged:
     merged = Merged()
     sources = [default_source(), *file_sources(find_recipe(path))]
     sources += [override_source(number, text) for number, text in enumerate(overrides, start=1)]
     if ranks is not None:
-        sources.append(option_source("--nproc", "run.ranks", ranks))
+        sources.append(option_source(ranks_option, "run.ranks", ranks))
     for source in sources:
         merged.add(source)
     if merged.problems:

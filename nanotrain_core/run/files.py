@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -25,6 +26,19 @@ def write_atomically(path: Path, write: Callable[[Path], None], *, private: bool
     finally:
         temporary.unlink(missing_ok=True)
     flush(path.parent)
+
+
+def obstacle_to_writing(path: Path) -> str:
+    """Return why no file can be written there, empty if one can: a command that takes long asks it first."""
+    if path.is_dir():
+        return "expected a file, this is a folder"
+    if not path.parent.is_dir():
+        return f"there is no folder {path.parent}"
+    try:
+        tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as problem:
+        return f"cannot be written: {problem.strerror}"
+    return ""
 
 
 def remove_leftovers(folder: Path) -> None:

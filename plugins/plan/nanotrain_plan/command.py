@@ -20,6 +20,15 @@ from nanotrain_core.api import (
 )
 from nanotrain_plan.garbage import seldom_collected
 from nanotrain_plan.hardware import find_hardware, shipped
+from nanotrain_plan.options import (
+    amount,
+    count,
+    factor,
+    positive,
+    seed,
+    share,
+    world_size,
+)
 
 if TYPE_CHECKING:
     from nanotrain_core.api import Registry
@@ -45,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command."""
     add_recipe_options(parser)
     parser.add_argument(
-        "--ranks", type=int, metavar="N", help="devices to plan for (default: the recipe's run.ranks)"
+        "--ranks", type=positive, metavar="N", help="devices to plan for (default: the recipe's run.ranks)"
     )
     parser.add_argument(
         "--hardware",
@@ -56,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--html", metavar="FILE", help="also write an HTML page with the pipeline's timeline")
     parser.add_argument(
         "--sweep",
-        type=int,
+        type=positive,
         nargs="?",
         const=500,
         metavar="N",
@@ -67,33 +76,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     many.add_argument("--simulate", action="store_true", help="also simulate slow ranks and failures")
     many.add_argument(
         "--slow-ranks",
-        type=_share,
+        type=share,
         default=0.01,
         metavar="SHARE",
         help="probability that a rank is slow in a step (default: 0.01)",
     )
     many.add_argument(
         "--slow-factor",
-        type=_factor,
+        type=factor,
         default=1.5,
         metavar="X",
         help="factor by which slow ranks take longer (default: 1.5)",
     )
     many.add_argument(
         "--failure-hours",
-        type=_positive,
+        type=amount,
         metavar="H",
         help="hours between failures of the run (default: 50,700 over its number of ranks, as in Llama 3)",
     )
     many.add_argument(
         "--checkpoint-minutes",
-        type=_positive,
+        type=amount,
         metavar="M",
         help="minutes between checkpoints (default: the recipe's)",
     )
     many.add_argument(
         "--restart-minutes",
-        type=_positive,
+        type=amount,
         default=5.0,
         metavar="M",
         help="minutes from a failure until the run trains again (default: 5)",
@@ -102,10 +111,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--times", metavar="FILE", help="JSON of measured seconds of actions: docs/planning.md lists its keys"
     )
     many.add_argument(
-        "--draws", type=_count, default=1000, metavar="N", help="simulated steps (default: 1000)"
+        "--draws", type=count, default=1000, metavar="N", help="simulated steps (default: 1000)"
     )
     many.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="seed of the random numbers (default: 0)"
+        "--seed", type=seed, default=0, metavar="N", help="seed of the random numbers (default: 0)"
     )
     parser.add_argument(
         "--no-advice", action="store_true", help="do not search for changes that make a recipe fit"
@@ -123,9 +132,15 @@ def run(args: argparse.Namespace) -> int:
 
     check_page(args)
     _check_simulation(args)
-    ranks = _ranks(args)
+    ranks, option = world_size(args)
     hardware = find_hardware(args.hardware) if args.hardware else None
-    found = resolve_recipe(args.recipe, overrides=args.set, plugins=plugin_arguments(args), ranks=ranks)
+    found = resolve_recipe(
+        args.recipe,
+        overrides=args.set,
+        plugins=plugin_arguments(args),
+        ranks=ranks,
+        ranks_option=option,
+    )
     hardware = hardware or find_hardware("cpu" if found.recipe.run.device == "cpu" else "h100")
     if args.nproc is not None and args.nproc < hardware.devices_per_node:
         hardware = attrs.evolve(hardware, devices_per_node=args.nproc)
@@ -176,8 +191,6 @@ def _sweep(limit: int | None, plan: Plan, registry: Registry) -> Swept | None:
     """Return other layouts, if they are asked for; tell on a terminal how many were examined."""
     if limit is None:
         return None
-    if limit < 1:
-        raise NanotrainError(f"--sweep: expected a number above 0, got {limit}")
     from nanotrain_plan.sweep import sweep
 
     def tell(number: int) -> None:
@@ -191,12 +204,18 @@ def _sweep(limit: int | None, plan: Plan, registry: Registry) -> Swept | None:
 
 
 def _check_simulation(args: argparse.Namespace) -> None:
-    """Check that options of the simulation come with it.
+    """Check that options of the simulation come with it, and the file of measured times.
 
     Raises:
-        NanotrainError: there is one, and no ``--simulate``.
+        NanotrainError: there is one, and no ``--simulate``; or the file is wrong.
     """
     if args.simulate:
+        if args.times:
+            from nanotrain_plan.simulation import read_times
+
+            read_times(
+                Path(args.times)
+            )  # how many stages there are is known after the plan, which takes long
         return
     parser = argparse.ArgumentParser()
     add_arguments(parser)
@@ -222,46 +241,3 @@ def _simulate(args: argparse.Namespace, plan: Plan) -> Simulated | None:
         times=Path(args.times) if args.times else None,
     )
     return simulate_plan(plan, wanted)
-
-
-def _number(text: str, expected: str, low: float, high: float) -> float:
-    """Read a number, for ``argparse``."""
-    try:
-        found = float(text)
-    except ValueError:
-        found = float("nan")
-    if not low <= found <= high:
-        raise argparse.ArgumentTypeError(f"expected {expected}, got '{text}'")
-    return found
-
-
-def _share(text: str) -> float:
-    return _number(text, "a fraction from 0 to 1", 0.0, 1.0)
-
-
-def _factor(text: str) -> float:
-    return _number(text, "a number from 1 to 1000", 1.0, 1000.0)
-
-
-def _positive(text: str) -> float:
-    return _number(text, "a number above 0, at most a million", 1e-6, 1e6)
-
-
-def _count(text: str) -> int:
-    return int(_number(text, "a whole number from 1 to 1,000,000", 1, 1_000_000))
-
-
-def _ranks(args: argparse.Namespace) -> int | None:
-    """Return the world size asked for.
-
-    Raises:
-        NanotrainError: it is asked for twice, or below 1.
-    """
-    launched = None if args.nproc is None and args.nnodes is None else (args.nproc or 1) * (args.nnodes or 1)
-    if args.ranks is None:
-        return launched
-    if launched not in (None, args.ranks):
-        raise NanotrainError(f"--ranks {args.ranks}, but --nproc x --nnodes = {launched}; give one of them")
-    if args.ranks < 1:
-        raise NanotrainError(f"--ranks: expected a number above 0, got {args.ranks}")
-    return int(args.ranks)

@@ -293,7 +293,8 @@ def describe(recipe: Recipe, layout: Layout) -> str:
     degrees = {dim: n for view in layout.degrees.values() for dim, n in view.items() if dim != "edp"}
     words = [f"{dim} {n}" for dim, n in degrees.items()]
     recomputed = find(recipe, "recompute")
-    words.append(f"microbatch {recipe.batch.microbatch}")
+    ranks = layout.size("dp") if "dp" in layout.dims else 1
+    words.append(f"microbatch {min(recipe.batch.microbatch, -(-recipe.batch.sequences // ranks))}")
     words.append(f"recompute {recomputed.config.granularity}" if recomputed else "no recompute")
     stage = getattr(recipe.optimizer.config, "stage", None)
     words.append(f"{recipe.optimizer.use}{f' {stage}' if stage else ''}")

@@ -5,15 +5,15 @@ Torch-free.
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from importlib.resources import files
+from math import inf
 from pathlib import Path
 from typing import Any
 
 import attrs
 
-from nanotrain_core.api import NanotrainError, did_you_mean
+from nanotrain_core.api import NanotrainError, RecipeError, TomlSource, did_you_mean, nearby, read_toml
 
 
 class HardwareError(NanotrainError):
@@ -21,12 +21,12 @@ class HardwareError(NanotrainError):
 
 
 def _above_zero(instance: Any, field: Any, value: float) -> None:
-    if not value > 0:
+    if not 0 < value < inf:
         raise ValueError(f"{field.name}: expected a number above 0, got {value!r}")
 
 
 def _not_below_zero(instance: Any, field: Any, value: float) -> None:
-    if not value >= 0:
+    if not 0 <= value < inf:
         raise ValueError(f"{field.name}: expected 0 or a number above it, got {value!r}")
 
 
@@ -37,6 +37,11 @@ def _fraction(instance: Any, field: Any, value: float) -> None:
 
 def _positive() -> Any:
     return attrs.field(validator=_above_zero)
+
+
+def _below_memory(instance: Any, field: Any, value: float) -> None:
+    if value >= instance.memory_gb:
+        raise ValueError(f"{field.name}: expected less than memory_gb = {instance.memory_gb}, got {value!r}")
 
 
 @attrs.define(frozen=True, kw_only=True)
@@ -86,7 +91,7 @@ class Hardware:
     name: str
     memory_gb: float = _positive()
     """10^9 bytes of one device, or of one rank on a CPU."""
-    reserved_gb: float = attrs.field(default=0.0)
+    reserved_gb: float = attrs.field(default=0.0, validator=[_not_below_zero, _below_memory])
     """Of them, what a run's tensors cannot have."""
     devices_per_node: int = _positive()
     host_memory_gb: float = _positive()
@@ -154,10 +159,11 @@ def find_hardware(wanted: str) -> Hardware:
     if path.suffix == ".toml" or path.exists():
         return read_hardware(path)
     near = did_you_mean(wanted, list(known))
-    raise HardwareError(
-        f"--hardware: no hardware is named '{wanted}'{near}; expected one of {', '.join(known)}, "
-        "or the path of a TOML file"
-    )
+    raise HardwareError(f"--hardware: no hardware is named '{wanted}'{near}; {_expected_hardware()}")
+
+
+def _expected_hardware() -> str:
+    return f"expected one of {', '.join(shipped())}, or the path of a TOML file"
 
 
 def read_hardware(path: Path) -> Hardware:
@@ -166,46 +172,71 @@ def read_hardware(path: Path) -> Hardware:
     Raises:
         HardwareError: naming the file, the key and what is expected there.
     """
-    try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise HardwareError(f"--hardware: there is no file {path}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
-        raise HardwareError(f"{path}: {error}") from None
-    parts: dict[str, Any] = dict(table)
+    source = _read(path)
+    parts: dict[str, Any] = dict(source.data)
     for key, kind in _TABLES.items():
-        if not isinstance(parts.get(key, {}), dict):
-            raise HardwareError(f"{path}: {key}: expected a table [{key}], got {parts[key]!r}")
-        parts[key] = _make(path, kind, parts.get(key, {}), f"{key}.")
-    peaks = parts.get("peak_tflops", {})
-    if not isinstance(peaks, dict):
-        raise HardwareError(f"{path}: peak_tflops: expected a table [peak_tflops], got {peaks!r}")
-    for key in {"bfloat16", "float32", *peaks}:
-        if type(peaks.get(key)) not in (int, float) or peaks[key] <= 0:
-            raise HardwareError(
-                f"{path}: peak_tflops.{key}: expected a number above 0, got {peaks.get(key, 'nothing')!r}"
-            )
-    found: Hardware = _make(path, Hardware, parts, "")
+        parts[key] = _make(source, kind, _table(source, key), f"{key}.")
+    peaks = _table(source, "peak_tflops")
+    for key in ("bfloat16", "float32", *peaks):
+        if type(peaks.get(key)) not in (int, float) or not 0 < peaks[key] < inf:
+            given = repr(peaks[key]) if key in peaks else "nothing"
+            raise _wrong(source, f"peak_tflops.{key}", f"expected a number above 0, got {given}")
+    found: Hardware = _make(source, Hardware, parts, "")
     return found
 
 
-def _make(path: Path, kind: type, table: Mapping[str, Any], prefix: str) -> Any:
+def _read(path: Path) -> TomlSource:
+    """Return the tables of a file that may describe hardware.
+
+    Raises:
+        HardwareError: it cannot be read, is not TOML, or is a recipe.
+    """
+    if not path.is_file():
+        what = "is a folder" if path.is_dir() else "there is no such file"
+        near = nearby(path) or did_you_mean(path.stem, list(shipped()))
+        raise HardwareError(f"--hardware {path}: {what}{near}; {_expected_hardware()}")
+    try:
+        source = read_toml(path)
+    except RecipeError as error:
+        raise HardwareError(f"--hardware: {error}") from None
+    if {"run", "model", "extends"} & set(source.data):
+        raise HardwareError(
+            f"--hardware {path}: this is a recipe; {_expected_hardware()} that describes a device"
+        )
+    return source
+
+
+def _table(source: TomlSource, key: str) -> dict[str, Any]:
+    """Return one table of a file, an empty one if it is missing."""
+    found = source.data.get(key, {})
+    if not isinstance(found, dict):
+        raise _wrong(source, key, f"expected a table [{key}], got {found!r}")
+    return found
+
+
+def _wrong(source: TomlSource, key: str, problem: str) -> HardwareError:
+    """Return the error of a key, with the line it is in, or that of its table if it is missing."""
+    return HardwareError(f"{source.place(key)}: {key}: {problem}")
+
+
+def _make(source: TomlSource, kind: type, table: Mapping[str, Any], prefix: str) -> Any:
     """Return an object of ``kind``, all of whose numbers are numbers."""
     fields = {field.name: field for field in attrs.fields(kind)}
     for key in table:
         if key not in fields:
             near = did_you_mean(key, list(fields))
-            raise HardwareError(f"{path}: {prefix}{key}: no such key{near}; keys: {', '.join(fields)}")
+            raise _wrong(source, f"{prefix}{key}", f"no such key{near}; keys: {', '.join(fields)}")
     for name, field in fields.items():
         if name not in table:
             if field.default is attrs.NOTHING:
-                raise HardwareError(f"{path}: {prefix}{name}: missing; expected {_expected(field)}")
+                raise _wrong(source, f"{prefix}{name}", f"missing; expected {_expected(field)}")
         elif _expected(field) and type(table[name]) not in _TYPES[str(field.type)]:
-            raise HardwareError(f"{path}: {prefix}{name}: expected {_expected(field)}, got {table[name]!r}")
+            raise _wrong(source, f"{prefix}{name}", f"expected {_expected(field)}, got {table[name]!r}")
     try:
         return kind(**table)
     except ValueError as error:
-        raise HardwareError(f"{path}: {prefix}{error}") from None
+        name, _, problem = str(error).partition(": ")
+        raise _wrong(source, f"{prefix}{name}", problem) from None
 
 
 _TYPES: dict[str, tuple[type, ...]] = {"float": (int, float), "int": (int,), "str": (str,), "bool": (bool,)}

@@ -39,8 +39,9 @@ def show_sweep(swept: Swept, plan: Plan, console: Console) -> None:
     """Print the layouts that were planned in full, and how many others there were."""
     fitting = sum(each.fits for each in swept.candidates)
     told = (
-        f"{swept.examined} layouts: {swept.planned} planned, {fitting} fit, "
-        f"{swept.bounded} left out by bounds, {swept.refused} refused. The fastest, by tokens/s:"
+        f"{swept.examined} layouts: {swept.planned} planned, {swept.bounded} left out by bounds, "
+        f"{swept.refused} refused. With the recipe as it is, {fitting} of {len(swept.candidates)} fit. "
+        "The fastest, by tokens/s:"
     )
     console.print(Text(told, style="bold"))
     table = _table("layout", "tokens/s", "MFU", "peak", "", "bubble")

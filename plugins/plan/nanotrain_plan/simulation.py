@@ -8,7 +8,7 @@ from typing import Any
 
 import attrs
 
-from nanotrain_core.api import Durations, NanotrainError
+from nanotrain_core.api import Durations, NanotrainError, did_you_mean
 from nanotrain_plan.goodput import Failures, Goodput, best_interval, daly, of_interval, young
 from nanotrain_plan.many import StepTimes, Stragglers, step_times
 from nanotrain_plan.plan import Plan
@@ -108,10 +108,11 @@ def _interval(plan: Plan, wanted: Wanted, step: float) -> float | None:
     return min(found) if found else None
 
 
-def read_times(path: Path, stages: int) -> tuple[Durations, float]:
+def read_times(path: Path, stages: int | None = None) -> tuple[Durations, float]:
     """Return measured times of actions and what follows them, in seconds, of a JSON file.
 
     ``forward``, ``backward`` and ``weight`` are a number, or one for each stage; ``p2p``, ``after`` a number.
+    If the number of stages is not known, lists may have any length.
 
     Raises:
         NanotrainError: naming file, key and what is expected.
@@ -121,20 +122,24 @@ def read_times(path: Path, stages: int) -> tuple[Durations, float]:
     except OSError as error:
         raise NanotrainError(f"--times: {path}: {error.strerror}") from None
     except ValueError as error:
-        raise NanotrainError(f"--times: {path}: {error}") from None
+        raise NanotrainError(f"--times: {path}: not JSON: {error}") from None
     if not isinstance(table, dict):
-        raise NanotrainError(f"--times: {path}: expected an object, got {type(table).__name__}")
+        raise NanotrainError(
+            f'--times: {path}: expected an object such as {{"forward": 0.1, "backward": 0.2}}'
+        )
     known = ("forward", "backward", "weight", "p2p", "after")
     for key in table:
         if key not in known:
-            raise NanotrainError(f"--times: {path}: {key}: no such key; keys: {', '.join(known)}")
+            near = did_you_mean(key, list(known))
+            raise NanotrainError(f"--times: {path}: {key}: no such key{near}; keys: {', '.join(known)}")
     found: dict[str, Any] = {}
     for key in ("forward", "backward", "weight"):
         value = table.get(key, 0.0 if key == "weight" else None)
-        each = value if isinstance(value, list) else [value] * stages
-        if len(each) != stages or not all(_is_time(one) for one in each):
-            wanted = f"a number of seconds, or {stages}, one for each stage"
-            raise NanotrainError(f"--times: {path}: {key}: expected {wanted}, got {value!r}")
+        each = value if isinstance(value, list) else [value] * (stages or 1)
+        if len(each) != (stages or len(each)) or not all(_is_time(one) for one in each):
+            wanted = f"a number of seconds, or {stages or 'several'}, one for each stage"
+            given = "nothing" if value is None else repr(value)
+            raise NanotrainError(f"--times: {path}: {key}: expected {wanted}, got {given}")
         found[key] = tuple(map(float, each))
     for key in ("p2p", "after"):
         if not _is_time(table.get(key, 0.0)):

@@ -244,6 +244,19 @@ def test_a_sweep_ranks_layouts_by_tokens_per_second(recipe, capsys):
     assert counts == [3, 1, 2, 0]
 
 
+def test_a_sweep_counts_the_recipe_and_names_the_microbatches_that_ranks_have(recipe, capsys):
+    """The recipe's layout is that of the grid with microbatches of 2: a rank of 8 has no more of 16."""
+    words = ["--ranks", "8", "--set", "batch.microbatch=16", "--set", "batch.sequences=16", "--sweep", "1"]
+    layers = ["--set", "model.layers=1", "--set", 'parallel=[{use="ddp"}]']
+    assert main(["plan", recipe, "--hardware", "cpu", *words, *layers]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert (
+        "1 layouts: 1 planned, 0 left out by bounds, 0 refused. With the recipe as it is, 1 of 1 fit." in told
+    )
+    assert re.search(r"dp 8, microbatch 2, no recompute, adamw \(as it is\)", told)
+    assert "microbatch 16" not in told
+
+
 def test_a_run_with_slow_ranks_and_failures_is_simulated(recipe, capsys):
     words = ["--simulate", "--slow-ranks", "1", "--slow-factor", "2", "--failure-hours", "2", "--draws", "10"]
     words = [recipe, "--hardware", "cpu", "--set", "model.layers=1", "--checkpoint-minutes", "10", *words]
@@ -306,9 +319,14 @@ def test_a_page_has_the_table_and_the_timeline(recipe, tmp_path, capsys):
     ("words", "told"),
     [
         (["--hardware", "h1000"], "no hardware is named 'h1000'"),
-        (["--sweep", "0"], "--sweep: expected a number above 0"),
-        (["--ranks", "0"], "--ranks: expected a number above 0"),
-        (["--ranks", "2", "--nproc", "4"], "give one of them"),
+        (["--ranks", "2", "--nproc", "4"], "--ranks 2, but --nproc = 4: give one of them"),
+        (["--set", "topology.tp=2", "--ranks", "3"], "nanotrain: --ranks: run.ranks: 3 ranks do not fit"),
+        (["--set", "topology.tp=2", "--nnodes", "3"], "nanotrain: --nnodes: run.ranks: 3 ranks do not fit"),
+        (
+            ["--set", "topology.tp=2", "--nproc", "1", "--nnodes", "3"],
+            "nanotrain: --nproc x --nnodes: run.ranks",
+        ),
+        (["--html", "/proc/plan.html"], "nanotrain: --html /proc/plan.html: cannot be written: "),
         (["--set", "batch.microbatches=1"], "batch.microbatches"),
         (
             ["--simulate", "--times", "none.json"],
@@ -318,9 +336,47 @@ def test_a_page_has_the_table_and_the_timeline(recipe, tmp_path, capsys):
         (["--failure-hours", "3"], "--failure-hours is of the simulation"),
     ],
 )
-def test_mistakes_are_told_in_a_line(recipe, words, told, capsys):
-    assert main(["plan", recipe, *words]) == 2
+def test_mistakes_are_told_in_a_line_before_the_plan(recipe, words, told, capsys):
+    with mock.patch("nanotrain_plan.plan.make_plan", side_effect=AssertionError):
+        assert main(["plan", recipe, *words]) == 2
     assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--sweep", "-1"], "--sweep: expected a whole number above 0, got '-1'"),
+        (["--ranks", "0"], "--ranks: expected a whole number above 0, got '0'"),
+        (["--draws", "2.5"], "--draws: expected a whole number from 1 to 1,000,000, got '2.5'"),
+        (["--seed", "1e400"], "--seed: expected a whole number from 0 to"),
+        (["--slow-ranks", "nan"], "--slow-ranks: expected a fraction from 0 to 1, got 'nan'"),
+    ],
+)
+def test_wrong_numbers_are_told_what_is_expected(recipe, words, told, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["plan", recipe, *words])
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("forward = 1", "not JSON: Expecting value: line 1 column 1"),
+        ("[1]", 'expected an object such as {"forward": 0.1, "backward": 0.2}'),
+        ('{"foward": 1}', "foward: no such key (did you mean 'forward'?); keys: forward, backward"),
+        (
+            '{"forward": 1}',
+            "backward: expected a number of seconds, or several, one for each stage, got nothing",
+        ),
+        ('{"forward": [1, -1], "backward": 1}', "forward: expected a number of seconds"),
+    ],
+)
+def test_a_wrong_file_of_times_is_told_before_the_plan(recipe, text, told, tmp_path, capsys):
+    path = tmp_path / "times.json"
+    path.write_text(text)
+    with mock.patch("nanotrain_plan.plan.make_plan", side_effect=AssertionError):
+        assert main(["plan", recipe, "--simulate", "--times", str(path)]) == 2
+    assert capsys.readouterr().err.startswith(f"nanotrain: --times: {path}: {told}")
 
 
 PHASES = """

@@ -2,6 +2,7 @@
 
 import json
 import os
+from pathlib import Path
 
 import pytest
 from nanotrain_plan.hardware import HardwareError, find_hardware, read_hardware, shipped
@@ -33,8 +34,24 @@ def test_an_unknown_name_is_told_the_nearest():
 
 
 def test_a_missing_file_is_named():
-    with pytest.raises(HardwareError, match=r"there is no file .*mine\.toml"):
+    with pytest.raises(HardwareError, match=r"mine\.toml: there is no such file; expected one of a100, "):
         find_hardware("mine.toml")
+
+
+def test_what_is_no_hardware_file_is_told_what_is_expected(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.toml").write_text(shipped()["h100"].read_text())
+    Path("recipe.toml").write_text("[run]\nsteps = 1\n")
+    names = "expected one of a100, b200, cpu, h100, h100_hbm2e, h200, h800, or the path of a TOML file"
+    for wanted, told in {
+        ".": f"--hardware .: is a folder; {names}",
+        "mime.toml": f"--hardware mime.toml: there is no such file (did you mean 'mine.toml'?); {names}",
+        "h100.toml": f"--hardware h100.toml: there is no such file (did you mean 'h100'?); {names}",
+        "recipe.toml": f"--hardware recipe.toml: this is a recipe; {names} that describes a device",
+    }.items():
+        with pytest.raises(HardwareError) as caught:
+            find_hardware(wanted)
+        assert str(caught.value) == told
 
 
 @pytest.mark.parametrize(
@@ -47,7 +64,15 @@ def test_a_missing_file_is_named():
         ("gemm = 0.70", "gemm = 1.5", r"achieved\.gemm: expected a fraction from 0 to 1, got 1\.5"),
         ("gemm = 0.70", "gem = 0.70", r"achieved\.gem: no such key.*gemm"),
         ("float32 = 66.9", "float32 = 0", r"peak_tflops\.float32: expected a number above 0, got 0"),
-        ("[overlap]", "[overlap]]", r"mine\.toml: "),
+        ("memory_gb = 84.9", "memory_gb = inf", r"memory_gb: expected a number above 0, got inf"),
+        (
+            "reserved_gb = 3.0",
+            "reserved_gb = 90",
+            r":8: reserved_gb: expected less than memory_gb = 84\.9, got 90",
+        ),
+        ("memory_gb = 84.9", "memory_gb = 84,9", r"mine\.toml:7: Expected newline .*\(column 15\)"),
+        ("gemm = 0.70", "gemm = 70", r"mine\.toml:21: achieved\.gemm: expected a fraction"),
+        ("cp = 0.0", "", r"mine\.toml:36: overlap\.cp: missing; expected a number"),
     ],
 )
 def test_a_wrong_file_is_told_by_key(tmp_path, old, new, told):

@@ -6,22 +6,17 @@ import argparse
 import sys
 from pathlib import Path
 
-from nanotrain_core.api import NanotrainError, write_text_atomically
+from nanotrain_core.api import NanotrainError, obstacle_to_writing, write_text_atomically
 
 
 def check_page(args: argparse.Namespace) -> None:
     """Look whether ``args.html``, if there is one, can be written.
 
     Raises:
-        NanotrainError: its folder is missing, or it is a folder.
+        NanotrainError: its folder is missing or cannot be written to, or it is a folder.
     """
-    if not args.html:
-        return
-    path = Path(args.html)
-    if path.is_dir():
-        raise NanotrainError(f"--html {path}: expected a file, this is a folder")
-    if not path.parent.is_dir():
-        raise NanotrainError(f"--html {path}: there is no folder {path.parent}")
+    if args.html and (problem := obstacle_to_writing(Path(args.html))):
+        raise NanotrainError(f"--html {args.html}: {problem}")
 
 
 def write_page(args: argparse.Namespace, text: str) -> None:
