@@ -97,14 +97,14 @@ def test_what_does_not_fit_is_refused(cluster, capsys):
     assert main(words) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert "does not fit tiny.toml" in err
+    assert "the recipe does not fit tiny.toml: a rank needs " in err
     assert "nanotrain plan small.toml --nnodes 2 --nproc 1 --hardware tiny.toml" in err
     assert main([*words, "--no-plan"]) == 0
     host = re.sub(r"(?m)^host_memory_gb = \S+", "host_memory_gb = 2.0", shipped()["cpu"].read_text())
     (cluster.folder / "tiny.toml").write_text(host)  # two processes take more
     one_host = ["launch", "slurm", "small.toml", "--nodes", "1", "--nproc", "2", "--hardware", "tiny.toml"]
     assert main(one_host) == 2
-    assert "GB of a host's memory, of 2, for its ranks' processes" in capsys.readouterr().err
+    assert " of memory, most of it for its ranks' processes, and has 2 GB" in capsys.readouterr().err
     assert main([*words[:-1], "h1000"]) == 2
     assert "no hardware is named 'h1000'" in capsys.readouterr().err
 
@@ -112,7 +112,7 @@ def test_what_does_not_fit_is_refused(cluster, capsys):
 @pytest.mark.full
 def test_what_fits_is_told_in_the_script(cluster, capsys):
     assert main(["launch", "slurm", "small.toml", "--nodes", "2", "--nproc", "1"]) == 0
-    assert " GB of a rank on cpu, " in capsys.readouterr().out
+    assert " of 31 GB of memory on cpu, a step takes " in capsys.readouterr().out
 
 
 def test_fewer_machines_must_be_able_to_run_the_recipe(cluster, capsys):

@@ -21,6 +21,7 @@ from nanotrain_core.api import (
     add_recipe_options,
     fewest_machines,
     input_problems,
+    obstacle_to_writing,
     plugin_arguments,
     resolve,
     resolve_recipe,
@@ -37,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command."""
     parser.add_argument("target", choices=list(TARGETS), help="the tool that starts processes there")
     add_recipe_options(parser)
-    parser.add_argument("--nodes", dest="nnodes", type=int, metavar="N", help="machines, as --nnodes")
+    parser.add_argument("--nodes", dest="nnodes", type=_positive, metavar="N", help="machines, as --nnodes")
     parser.add_argument(
         "--min-nnodes",
         type=int,
@@ -66,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--out", metavar="FILE", help="write the script there instead of printing it")
     parser.add_argument("--folder", metavar="PATH", help="run folder (run.folder, or runs/<name>)")
-    parser.add_argument("--max-restarts", type=int, metavar="N", help="as in `nanotrain run`")
+    parser.add_argument("--max-restarts", type=_count, metavar="N", help="as in `nanotrain run`")
     parser.add_argument(
         "--hardware",
         metavar="NAME|FILE",
@@ -77,6 +78,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _positive(text: str) -> int:
+    """Read a whole number above 0, for ``argparse``."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number above 0, got '{text}'")
+    return int(text)
+
+
+def _count(text: str) -> int:
+    """Read a whole number that may be 0."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"expected 0 or a whole number above it, got '{text}'")
+    return int(text)
+
+
 def run(args: argparse.Namespace) -> int:
     """Check the recipe, plan it, and print the script.
 
@@ -85,6 +100,8 @@ def run(args: argparse.Namespace) -> int:
     """
     target = TARGETS[args.target]
     known: dict[str, Option] = target.OPTIONS
+    if args.out and (problem := obstacle_to_writing(Path(args.out))):
+        raise NanotrainError(f"--out {args.out}: {problem}")
     options = read_options(args.target, args.option, known)
     environment = read_environment(args.env)
     _choose_sizes(args)
@@ -122,21 +139,24 @@ def _choose_sizes(args: argparse.Namespace) -> None:
     """Fill in ranks of a node from the recipe's own ranks, where they divide.
 
     Raises:
-        NanotrainError: sizes are missing, below 1, or do not divide.
+        NanotrainError: the number of nodes is missing, or does not divide the ranks.
     """
-    nodes, restarts = args.nnodes, args.max_restarts
-    if nodes is None or nodes < 1:
-        raise NanotrainError(f"--nodes: expected a number above 0, got {'none' if nodes is None else nodes}")
-    if restarts is not None and restarts < 0:
-        raise NanotrainError(f"--max-restarts: expected 0 or a number above it, got {restarts}")
+    nodes = args.nnodes
+    if nodes is None:
+        raise NanotrainError("give the number of machines with --nodes N")
     if any("\n" in word for word in (args.recipe, *args.set, *args.plugin, *args.env, args.folder or "")):
         raise NanotrainError("a script has one line for each word: expected no line break in any")
     if args.nproc is None:
         found = resolve_recipe(args.recipe, overrides=args.set, plugins=plugin_arguments(args))
         ranks = found.recipe.run.ranks
         if ranks % nodes:
-            text = f"run.ranks = {ranks} are not so many on each of {nodes} nodes"
-            raise NanotrainError(f"{text}: say how many with --nproc, as the GPUs of a node")
+            say = "give the ranks of a node with --nproc N (as many as it has GPUs)"
+            divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
+            near = sorted(sorted(divisors, key=lambda n: abs(n - nodes))[:2])
+            raise NanotrainError(
+                f"--nodes {nodes}: run.ranks = {ranks} cannot be shared evenly by {nodes} nodes: {say}, "
+                f"or --nodes {' or '.join(map(str, near))}"
+            )
         args.nproc = ranks // nodes
 
 
@@ -167,15 +187,15 @@ def _notes(args: argparse.Namespace, recipe: Recipe, layout: Layout) -> Iterator
     """Yield notes on settings that work, but may be unintended."""
     width = layout.size("tp") if "tp" in layout.dims else 1
     if args.nnodes > 1 and (width > args.nproc or args.nproc % width):
-        yield f"tp = {width} goes beyond a node of {args.nproc}: its collectives are on the network"
+        yield f"tp = {width} spans nodes of {args.nproc} ranks: its collectives use the network between nodes"
     if recipe.run.hang_timeout >= recipe.run.timeout:
-        yield "run.hang_timeout is not below run.timeout: a hang is found without knowing whose"
+        yield "run.hang_timeout is not below run.timeout: a hang is noticed, but not which rank caused it"
 
 
 def _missing(found: Resolution) -> Iterator[str]:
     """Yield what of the recipe's data and weights is missing or does not fit on this machine."""
     for problem in input_problems(found):
-        yield f"on this machine {problem.key}: {problem.message}; the nodes look for themselves"
+        yield f"on this machine {problem.key}: {problem.message}; each node checks this when it starts"
 
 
 def _planned(args: argparse.Namespace, recipe: Recipe, registry: Registry) -> str:
@@ -188,7 +208,7 @@ def _planned(args: argparse.Namespace, recipe: Recipe, registry: Registry) -> st
     words = [args.recipe, *_changes(args), "--nnodes", str(args.nnodes), "--nproc", str(args.nproc)]
     plan = fits.plan(registry, words, hardware)
     if plan is None:
-        _tell("nanotrain-plan is not installed: nobody looked whether it fits")
+        _tell("nanotrain-plan is not installed: whether the recipe fits was not checked")
         return ""
     fits.refuse_larger_nodes(plan, args.nproc, args.nproc * args.nnodes, hardware)
     fits.refuse_what_does_not_fit(plan, words, hardware)

@@ -8,7 +8,9 @@ from typing import Any
 
 from nanotrain_core.api import NanotrainError, Registry, plan_recipe
 
-GB = 1e9
+#: What numbers of bytes and seconds are told in, the largest first.
+BYTES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
+SECONDS = ((3600.0, "h"), (60.0, "min"), (1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
 
 
 def plan(registry: Registry, words: Sequence[str], hardware: str) -> dict[str, Any] | None:
@@ -39,16 +41,16 @@ def refuse_what_does_not_fit(found: Mapping[str, Any], words: Sequence[str], har
     if memory["fits"] and host["fits"]:
         return
     if memory["fits"]:
-        total, available = host["total"] / GB, host["available"] / GB
-        problem = f"{total:,.0f} GB of a host's memory, of {available:,.0f}, for {_most(host)}"
+        total, available = told(host["total"], BYTES), told(host["available"], BYTES)
+        problem = f"a host needs {total} of memory, most of it for {_most(host)}, and has {available}"
     else:
-        peak, usable = memory["peak"] / GB, memory["usable"] / GB
-        problem = f"{peak:.3g} GB of a rank, of {usable:.3g} ({memory['where']})"
+        peak, usable = told(memory["peak"], BYTES), told(memory["usable"], BYTES)
+        problem = f"a rank needs {peak} of memory at its peak ({memory['where']}), and can have {usable}"
     command = shlex.join(["nanotrain", "plan", *words, "--hardware", hardware])
     raise NanotrainError(
-        f"does not fit {hardware}: {problem}\n"
-        f"which keys to change to what: {command}\n"
-        "other machines: --hardware NAME|FILE; without this check: --no-plan"
+        f"the recipe does not fit {hardware}: {problem}\n"
+        f"to see which changes would make it fit: {command}\n"
+        "to plan for other machines: --hardware NAME|FILE; to write the script without this check: --no-plan"
     )
 
 
@@ -61,9 +63,10 @@ def refuse_larger_nodes(found: Mapping[str, Any], nproc: int, ranks: int, hardwa
     there = found["hardware"]["devices_per_node"]
     if nproc > there and not found["hardware"]["cores"]:  # a CPU can have any number of ranks
         raise NanotrainError(
-            f"{nproc} ranks on a node, and a node of {hardware} has {there} devices: {ranks} ranks are "
-            f"--nodes {-(-ranks // there)}\n"
-            "other machines: --hardware NAME|FILE with its devices_per_node; without this check: --no-plan"
+            f"--nproc {nproc}: a node of {hardware} has {there} devices, one for each rank: "
+            f"{ranks} ranks need --nodes {-(-ranks // there)}\n"
+            "for nodes with more devices: --hardware FILE with another devices_per_node; to write the script "
+            "without this check: --no-plan"
         )
 
 
@@ -81,8 +84,19 @@ def _most(host: Mapping[str, Any]) -> str:
 def summary(found: Mapping[str, Any], hardware: str) -> str:
     """Return a plan in a line."""
     memory, time = found["memory"], found["time"]
-    peak, usable = memory["peak"] / GB, memory["usable"] / GB
-    return f"{peak:.1f} of {usable:.1f} GB of a rank on {hardware}, {time['step']:.3g} s a step"
+    peak, usable = told(memory["peak"], BYTES), told(memory["usable"], BYTES)
+    step = told(time["step"], SECONDS)
+    return f"a rank needs {peak} of {usable} of memory on {hardware}, a step takes {step}"
+
+
+def told(number: float, units: Sequence[tuple[float, str]]) -> str:
+    """Return a number with three digits in the largest unit that it has at least one of.
+
+    >>> told(0.00641, SECONDS), told(90, SECONDS), told(81.9e9, BYTES)
+    ('6.41 ms', '1.5 min', '81.9 GB')
+    """
+    factor, unit = next((each for each in units if number >= each[0]), units[-1])
+    return f"{number / factor:.3g} {unit}"
 
 
 def saving_takes(found: Mapping[str, Any]) -> float:

@@ -16,7 +16,7 @@ import yaml
 
 from nanotrain_core.api import Exit
 from nanotrain_launch.job import PORT, Job, text
-from nanotrain_launch.options import COMMAND, COUNT, NAME, QUANTITY, WORD, Option, command_words
+from nanotrain_launch.options import COMMAND, NAME, PORT_NUMBER, QUANTITY, WORD, Option, command_words
 
 OPTIONS = {
     "image": Option("a container image with nanotrain", WORD, "registry.example/nanotrain:1", required=True),
@@ -39,7 +39,7 @@ OPTIONS = {
     "requeues": Option(
         "how often a crash or a hang of the run is followed by another attempt", r"\d+", default="3"
     ),
-    "port": Option("where pods meet", COUNT, default=str(PORT)),
+    "port": Option("the port where pods meet, from 1 to 65535", PORT_NUMBER, default=str(PORT)),
     "domain": Option("the cluster's domain", NAME, default="cluster.local"),
     "command": Option("how pods call nanotrain", COMMAND, "/opt/venv/bin/nanotrain", default="nanotrain"),
 }

@@ -13,6 +13,8 @@ from nanotrain_core.api import NanotrainError, did_you_mean
 #: One word without characters that a shell, Slurm or YAML would interpret.
 WORD = r"[\w.,:@%+=/\[\]-]+"
 COUNT = r"[1-9]\d*"
+#: 1 to 65535.
+PORT_NUMBER = r"[1-9]\d{0,3}|[1-5]\d{4}|6[0-4]\d{3}|65[0-4]\d\d|655[0-2]\d|6553[0-5]"
 #: Kubernetes' quantities of memory.
 QUANTITY = r"[1-9]\d*(\.\d+)?([KMGT]i?)?"
 NAME = r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?"
@@ -50,7 +52,7 @@ def read_options(target: str, pairs: Sequence[str], known: Mapping[str, Option])
                 f"--option {pair}: {target} has no option '{key}'{near}; it has {', '.join(known)}"
             )
         if key in found:
-            raise NanotrainError(f"--option {pair}: {key} is {found[key]!r} already")
+            raise NanotrainError(f"--option {pair}: given twice: {key} is {found[key]!r} already")
         option = known[key]
         if not re.fullmatch(option.pattern, value):
             example = f", for example {key}={option.example}" if option.example else ""
@@ -72,8 +74,15 @@ def read_hosts(text: str, nodes: int) -> list[str]:
         NanotrainError: there are not as many as nodes, or two are the same.
     """
     hosts = text.split(",")
-    if len(hosts) != nodes or len(set(hosts)) != nodes:
-        raise NanotrainError(f"--option hosts={text}: {len(set(hosts))} hosts, but --nodes {nodes}")
+    problem = ""
+    if "" in hosts:
+        problem = "expected names with one comma between them, as in node1,node2"
+    elif twice := next((host for host in hosts if hosts.count(host) > 1), ""):
+        problem = f"{twice} is named twice; name each node once"
+    elif len(hosts) != nodes:
+        problem = f"--nodes {nodes} needs as many host names, got {len(hosts)}"
+    if problem:
+        raise NanotrainError(f"--option hosts={text}: {problem}")
     return hosts
 
 

@@ -9,12 +9,12 @@ import shlex
 import sys
 
 from nanotrain_launch.job import PORT, Job, command, exports, text
-from nanotrain_launch.options import COMMAND, COUNT, PATH, Option, command_words, read_hosts
+from nanotrain_launch.options import COMMAND, PATH, PORT_NUMBER, Option, command_words, read_hosts
 from nanotrain_launch.torchrun import HOSTS
 
 OPTIONS = {
     "hosts": HOSTS,
-    "port": Option("where they meet", COUNT, default=str(PORT)),
+    "port": Option("the port where they meet, from 1 to 65535", PORT_NUMBER, default=str(PORT)),
     "workdir": Option(
         "the folder to run in, on every host; where this command is called", PATH, "/shared/work"
     ),

@@ -9,14 +9,14 @@ import shlex
 
 from nanotrain_core.api import NanotrainError
 from nanotrain_launch.job import PORT, Job, text
-from nanotrain_launch.options import COMMAND, COUNT, PATH, Option, command_words, read_hosts
+from nanotrain_launch.options import COMMAND, PATH, PORT_NUMBER, Option, command_words, read_hosts
 
 HOSTS = Option(
     "the hosts, one for each node; they meet at the first", r"[\w.@,-]+", "node1,node2", required=True
 )
 OPTIONS = {
     "hosts": HOSTS,
-    "port": Option("where they meet", COUNT, default=str(PORT)),
+    "port": Option("the port where they meet, from 1 to 65535", PORT_NUMBER, default=str(PORT)),
     "workdir": Option("the folder to run in; as it is", PATH, "/shared/work"),
     "command": Option("how nodes call torchrun", COMMAND, "/opt/venv/bin/torchrun", default="torchrun"),
 }

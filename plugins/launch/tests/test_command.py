@@ -290,9 +290,12 @@ def test_out_writes_a_file_that_runs(launch, tmp_path):
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ("slurm", "--nodes: expected a number above 0, got none"),
-        ("slurm --nodes 0", "--nodes: expected a number above 0, got 0"),
-        ("slurm --nodes 3", "run.ranks = 4 are not so many on each of 3 nodes"),
+        ("slurm", "nanotrain: give the number of machines with --nodes N\n"),
+        (
+            "slurm --nodes 3",
+            "--nodes 3: run.ranks = 4 cannot be shared evenly by 3 nodes: give the ranks of a node with "
+            "--nproc N (as many as it has GPUs), or --nodes 2 or 4\n",
+        ),
         (
             "slurm --nodes 2 --option partitoin=x",
             "slurm has no option 'partitoin' (did you mean 'partition'?)",
@@ -300,12 +303,11 @@ def test_out_writes_a_file_that_runs(launch, tmp_path):
         ("slurm --nodes 2 --option partition", "expected KEY=VALUE"),
         ("slurm --nodes 2 --option time=soon", "expected a time limit as sbatch takes it, for example time="),
         ("slurm --nodes 2 --option time=2", "the job would be told to end 150 s before that"),
-        ("slurm --nodes 2 --option mem=1 --option mem=2", "mem is '1' already"),
+        ("slurm --nodes 2 --option mem=1 --option mem=2", "given twice: mem is '1' already"),
         ("slurm --nodes 2 --option account=a;rm", "expected an account"),
         ("slurm --nodes 2 --env 1X=2", "expected NAME=VALUE"),
         ("slurm --nodes 2 --set run.steps=x", "run.steps"),
         ("slurm --nodes 2 --set topology.tp=3", "tp"),
-        ("slurm --nodes 2 --max-restarts -1", "--max-restarts"),
         ("slurm --nodes 2 --min-nnodes 3", "--min-nnodes 3: expected 1 to --nodes, which is 2"),
         ("slurm --nodes 2 --min-nnodes 1", "--min-nnodes 1: all ranks start again where a machine is lost"),
         (
@@ -314,10 +316,11 @@ def test_out_writes_a_file_that_runs(launch, tmp_path):
         ),
         ("slurm --nodes 2 --option command='a", "no closing quotation"),
         ("torchrun --nodes 2 --check-hosts --option hosts=a,b", "--check-hosts: torchrun starts ranks"),
-        ("slurm --nodes 2 --out no/such/folder/x", "--out no/such/folder/x"),
         ("k8s --nodes 2", "k8s needs --option image"),
-        ("ssh --nodes 2 --option hosts=a", "1 hosts, but --nodes 2"),
-        ("ssh --nodes 2 --option hosts=a,a", "1 hosts, but --nodes 2"),
+        ("ssh --nodes 2 --option hosts=a", "hosts=a: --nodes 2 needs as many host names, got 1"),
+        ("ssh --nodes 2 --option hosts=a,a", "hosts=a,a: a is named twice"),
+        ("ssh --nodes 2 --option hosts=a,", "expected names with one comma between them, as in node1,node2"),
+        ("ssh --nodes 2 --option hosts=a,b --option port=70000", "expected the port where they meet, from 1"),
     ],
 )
 def test_mistakes_are_told_in_a_line(tmp_path, monkeypatch, capsys, words, told):
@@ -328,9 +331,68 @@ def test_mistakes_are_told_in_a_line(tmp_path, monkeypatch, capsys, words, told)
     assert told in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--nodes", "0"], "--nodes: expected a whole number above 0, got '0'"),
+        (["--nodes", "two"], "--nodes: expected a whole number above 0, got 'two'"),
+        (["--nodes", "2", "--max-restarts", "-1"], "--max-restarts: expected 0 or a whole number above it"),
+    ],
+)
+def test_wrong_numbers_are_told_what_is_expected(tmp_path, monkeypatch, capsys, words, told):
+    monkeypatch.chdir(tmp_path)
+    Path("tiny.toml").write_text(TINY)
+    with pytest.raises(SystemExit, match="2"):
+        main(["launch", "slurm", "tiny.toml", "--no-plan", *words])
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("out", "told"),
+    [
+        ("no/such/folder/x", "there is no folder no/such/folder"),
+        (".", "expected a file, this is a folder"),
+        ("/proc/x", "cannot be written: "),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_told_before_the_plan(tmp_path, monkeypatch, capsys, out, told):
+    monkeypatch.chdir(tmp_path)
+    Path("tiny.toml").write_text(TINY)
+    monkeypatch.setattr("nanotrain_launch.command._planned", lambda *_: pytest.fail("planned"))
+    assert main(["launch", "slurm", "tiny.toml", "--nodes", "2", "--out", out]) == 2
+    assert capsys.readouterr().err.startswith(f"nanotrain: --out {out}: {told}")
+
+
+def test_what_does_not_fit_is_refused_in_units_that_suit_it():
+    host = {"fits": True, "total": 3e12, "available": 2e12, "checkpoint": 2.5e12}
+    host |= {"offloaded": 0, "activations": 0, "processes": 5e11}
+    memory = {"fits": False, "peak": 95.37e9, "usable": 81.9e9, "where": "F0.0"}
+    for fitting, told in (
+        (
+            {"memory": memory, "host_memory": host},
+            "does not fit h100: a rank needs 95.4 GB of memory at its peak (F0.0), and can have 81.9 GB\n"
+            "to see which changes would make it fit: nanotrain plan x.toml --hardware h100\n",
+        ),
+        (
+            {"memory": memory | {"fits": True}, "host_memory": host | {"fits": False}},
+            "does not fit h100: a host needs 3 TB of memory, most of it for a checkpoint, and has 2 TB\n",
+        ),
+    ):
+        with pytest.raises(NanotrainError) as caught:
+            fits.refuse_what_does_not_fit(fitting, ["x.toml"], "h100")
+        assert told in str(caught.value)
+
+
+def test_a_plan_is_summed_up_in_units_that_suit_it():
+    memory = {"peak": 41_700_000, "usable": 81.9e9}
+    small = fits.summary({"memory": memory, "time": {"step": 0.00641}}, "h100")
+    assert small == "a rank needs 41.7 MB of 81.9 GB of memory on h100, a step takes 6.41 ms"
+
+
 def test_a_node_that_is_given_more_ranks_than_it_has_devices_is_refused():
     found = {"hardware": {"devices_per_node": 8, "cores": 0}}
     fits.refuse_larger_nodes(found, 8, 2048, "h100")
-    with pytest.raises(NanotrainError, match="node of h100 has 8 devices: 2048 ranks are --nodes 256"):
+    told = "--nproc 512: a node of h100 has 8 devices, one for each rank: 2048 ranks need --nodes 256"
+    with pytest.raises(NanotrainError, match=told):
         fits.refuse_larger_nodes(found, 512, 2048, "h100")
     fits.refuse_larger_nodes({"hardware": {"devices_per_node": 8, "cores": 1}}, 16, 16, "cpu")

@@ -192,17 +192,15 @@ def _read(path: Path) -> TomlSource:
         HardwareError: it cannot be read, is not TOML, or is a recipe.
     """
     if not path.is_file():
-        what = "is a folder" if path.is_dir() else "there is no such file"
-        near = nearby(path) or did_you_mean(path.stem, list(shipped()))
-        raise HardwareError(f"--hardware {path}: {what}{near}; {_expected_hardware()}")
+        near = "" if path.is_dir() else nearby(path) or did_you_mean(path.stem, list(shipped()))
+        what = f"{path} is a folder" if path.is_dir() else f"there is no file {path}{near}"
+        raise HardwareError(f"--hardware: {what}; {_expected_hardware()}")
     try:
         source = read_toml(path)
     except RecipeError as error:
         raise HardwareError(f"--hardware: {error}") from None
     if {"run", "model", "extends"} & set(source.data):
-        raise HardwareError(
-            f"--hardware {path}: this is a recipe; {_expected_hardware()} that describes a device"
-        )
+        raise HardwareError(f"--hardware: {path} is a recipe; {_expected_hardware()} that describes a device")
     return source
 
 
@@ -216,7 +214,7 @@ def _table(source: TomlSource, key: str) -> dict[str, Any]:
 
 def _wrong(source: TomlSource, key: str, problem: str) -> HardwareError:
     """Return the error of a key, with the line it is in, or that of its table if it is missing."""
-    return HardwareError(f"{source.place(key)}: {key}: {problem}")
+    return HardwareError(f"--hardware: {source.place(key)}: {key}: {problem}")
 
 
 def _make(source: TomlSource, kind: type, table: Mapping[str, Any], prefix: str) -> Any:

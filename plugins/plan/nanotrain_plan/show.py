@@ -316,7 +316,7 @@ def _time(plan: Plan) -> RenderableType:
         (
             "run",
             f"{plan.recipe.run.steps:,} steps, {count(plan.data.tokens)} tokens: {duration(plan.seconds)}, "
-            f"{plan.seconds * plan.ranks / 3600:,.0f} device-hours",
+            f"{_hours(plan.seconds * plan.ranks / 3600)} device-hours",
         ),
     ]
     return _grid(rows)
@@ -363,6 +363,10 @@ def _position(p: DataPosition) -> str:
 
 def _epochs(number: float) -> str:
     return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
+
+
+def _hours(number: float) -> str:
+    return "less than 0.01" if number < 0.01 else f"{number:.3g}" if number < 100 else f"{number:,.0f}"
 
 
 def _relief(plan: Plan) -> str:

@@ -185,6 +185,16 @@ def test_a_table_is_printed(recipe, capsys):
         assert heading in out
 
 
+def test_device_hours_of_a_small_run_are_not_rounded_to_none(recipe, capsys):
+    told = []
+    for steps in ("10", "100000"):
+        words = ["--hardware", "cpu", "--set", "model.layers=1", "--set", f"run.steps={steps}"]
+        assert main(["plan", recipe, *words]) == 0
+        told += re.findall(r"(\S+(?: than \S+)?) device-hours", capsys.readouterr().out)
+    assert told[0].endswith("than 0.01")
+    assert 0.01 <= float(told[1]) < 1
+
+
 def test_what_does_not_fit_is_told_what_would(recipe, tmp_path, capsys):
     _, roomy = planned(capsys, recipe, "--hardware", "cpu", "--set", "model.layers=1")
     memory = 0.95 * roomy["memory"]["peak"] / 1e9
