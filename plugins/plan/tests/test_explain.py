@@ -9,6 +9,7 @@ from pathlib import Path
 import attrs
 import pytest
 from nanotrain_plan.dry.origin import Origin
+from nanotrain_plan.dry.real import real_recipe, record_step
 from nanotrain_plan.explain import trace
 from nanotrain_plan.explain.purposes import PURPOSES, purpose, quoted
 from nanotrain_plan.rendering.parts import Section, Table, say
@@ -21,7 +22,9 @@ from nanotrain_core.models import cross_entropy
 from nanotrain_core.moe import routing
 from nanotrain_core.optim import grad_norm
 from nanotrain_core.pipeline import p2p
+from nanotrain_core.recipe.load import resolve_recipe
 from nanotrain_core.run import global_metrics
+from nanotrain_core.testing import run_ranks
 
 TINY = """
 [run]
@@ -214,6 +217,54 @@ def test_a_trace_is_as_predicted(recipe, capsys):
     assert {tuple(row[3]) for row in rows} == {tuple(each["ranks"]) for each in real}
 
 
+def _told_by_ranks(recipe):
+    found, told = resolve_recipe(recipe), []
+    record_step(real_recipe(found.recipe, found.registry), found.registry, told.append)
+    return told
+
+
+def test_a_trace_tells_what_it_does_meanwhile(recipe, capsys):
+    """Its ranks are forked from a server, which has another stderr than a test."""
+    assert main(["explain", recipe, "--trace", "--set", "model.layers=1"]) == 0
+    err = capsys.readouterr().err
+    assert re.findall(r"nanotrain: +\d+ s: (.*)", err) == [
+        "explaining the recipe from a dry step",
+        "predicting a step of 2 ranks",
+        "starting 2 processes, which import torch and meet",
+        "comparing the collectives of all ranks",
+    ]
+    assert run_ranks(_told_by_ranks, 2, recipe) == [["step 1 of 2", "step 2 of 2"]] * 2
+
+
+def smaller(capsys, *words):
+    """Return the overrides that are suggested in place of a recipe that is too large for a trace."""
+    assert main(["explain", *words, "--trace"]) == 2
+    advice = capsys.readouterr().err.splitlines()[-1]
+    changes = [change.split("=", 1) for change in shlex.split(advice.partition(" --trace ")[2])[1::2]]
+    assert len(dict(changes)) == len(changes), "an option twice"
+    return dict(changes)
+
+
+def test_of_too_many_ranks_the_fewest_with_all_axes_are_suggested(recipe, capsys):
+    many = ["--set", "run.ranks=64", "--set", "batch.sequences=64"]
+    assert smaller(capsys, recipe, *many) == {"batch.sequences": "8", "run.ranks": "2"}
+    sharded = ["--set", "topology.tp=4", "--set", 'parallel=[{use="tp"}, {use="ddp"}]']
+    found = smaller(capsys, recipe, *many, *sharded)
+    assert (found["run.ranks"], found["topology.tp"]) == ("4", "2")
+
+
+def test_what_is_suggested_takes_seconds(recipe, capsys):
+    """Fewer kinds of tokens, shorter sequences; steps only where phases alone said how many."""
+    large = ["--set", "model.vocab=50000", "--set", "data.vocab=50000", "--set", "batch.length=4096"]
+    found = smaller(capsys, recipe, *large, "--set", "run.ranks=64", "--set", "batch.sequences=64")
+    assert {key: found[key] for key in ("model.vocab", "data.vocab", "batch.length")} == {
+        "model.vocab": "1024",
+        "data.vocab": "1024",
+        "batch.length": "64",
+    }
+    assert "run.steps" not in found
+
+
 def test_a_trace_that_differs_says_where_and_ends_with_2(recipe, capsys, monkeypatch):
     predict = trace.predict
 
@@ -295,6 +346,7 @@ def test_a_smaller_recipe_has_no_phases_that_set_another_batch(tmp_path, capsys)
     assert code == 0
     assert whole["trace"]["same"]
     assert value(told["The batch"], "sequences") == 8
+    assert "run.steps=2" in words  # the file has none
 
 
 @pytest.mark.parametrize("command", ["explain", "plan", "inspect"])

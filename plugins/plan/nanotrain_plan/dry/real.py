@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -82,13 +82,19 @@ def predict(recipe: Recipe, registry: Registry, layout: Layout) -> list[StepReco
 # --- real -----------------------------------------------------------------------------------------
 
 
+def quiet(doing: str) -> None:
+    """Tell nobody what is done."""
+
+
 class RecordedEngine(RuntimeEngine):
     """Records its second step, and ends with it."""
 
     recorder: Recorder
+    tell: Callable[[str], None] = staticmethod(quiet)
     phases: Sequence[Phase] = ()
 
     def _train_step(self) -> Any:
+        self.tell(f"step {self.step + 1} of 2")
         first = len(self.recorder.phases)
         self.recorder.enter("counts")
         found = super()._train_step()
@@ -137,14 +143,17 @@ def real_recipe(recipe: Recipe, registry: Registry) -> Recipe:
     )
 
 
-def record_step(recipe: Recipe, registry: Registry) -> StepRecord:
-    """Train two steps on this rank of a gloo group, and return the second one. Collective."""
+def record_step(recipe: Recipe, registry: Registry, tell: Callable[[str], None] = quiet) -> StepRecord:
+    """Train two steps on this rank of a gloo group, and return the second one. Collective.
+
+    ``tell`` is called with what is done next, before each step.
+    """
     recorder = Recorder("cpu")
     with recorder, recorder.watching_modules():
         recorder.enter("compose")
         engine = RecordedEngine.from_recipe(recipe, registry=registry, rank=dist.get_rank())
         run = engine.run
-        engine.recorder = recorder
+        engine.recorder, engine.tell = recorder, tell
         engine.executor = _Executor(recorder, run)
         balance_experts(run)
         state = held_by(run, recorder)

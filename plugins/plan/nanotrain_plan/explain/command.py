@@ -51,12 +51,14 @@ def run(args: argparse.Namespace) -> int:
         from nanotrain_plan.explain.shrink import check_small
 
         check_small(args.recipe, args.set, plugin_arguments(args), found)
+        from nanotrain_plan.explain.trace import Progress, compare, section_of
+
+        progress = Progress()
+        progress("explaining the recipe from a dry step")
     sections = explain(found.recipe, found.registry, found.layout, host=on == "cpu")
     trace = None
     if args.trace:
-        from nanotrain_plan.explain.trace import compare, section_of
-
-        trace = compare(args, plugin_arguments(args), found)
+        trace = compare(args, plugin_arguments(args), found, progress)
         sections.append(section_of(trace))
     count, devices = found.layout.world_size, {"cpu": "CPU with gloo", "gpu": "GPU with NCCL"}[on]
     title = f"One step of {found.recipe.run.name}: {count:,} x {devices}"

@@ -6,6 +6,7 @@ import argparse
 import signal
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -27,7 +28,7 @@ from nanotrain_core.api.ranks import RankFailure, run_ranks
 from nanotrain_plan.comms import axis_of
 from nanotrain_plan.dry.collectives import Collective
 from nanotrain_plan.dry.origin import place_of
-from nanotrain_plan.dry.real import StepRecord, predict, real_recipe, record_step
+from nanotrain_plan.dry.real import StepRecord, predict, quiet, real_recipe, record_step
 from nanotrain_plan.rendering.parts import Bytes, Ranks, Section, Statement, Table, say
 
 #: Seconds that a step of a recipe small enough may take on a machine that is busy.
@@ -84,7 +85,20 @@ def _plain(when: str, found: Collective) -> dict[str, Any]:
     return {"when": when, **attrs.asdict(found)}
 
 
-def compare(args: argparse.Namespace, plugins: PluginArguments, found: Resolution) -> Trace:
+class Progress:
+    """Tells on stderr what a trace does, and for how long it has been at work."""
+
+    def __init__(self) -> None:
+        self._start = time.time()  # ranks, other processes, go on from it
+
+    def __call__(self, doing: str) -> None:
+        """Print a line."""
+        print(f"nanotrain: {time.time() - self._start:4.0f} s: {doing}", file=sys.stderr, flush=True)
+
+
+def compare(
+    args: argparse.Namespace, plugins: PluginArguments, found: Resolution, progress: Progress
+) -> Trace:
     """Predict a step of every rank, and train on as many processes of this machine.
 
     Of a recipe with phases it is a step with the largest batch of them, as in all of the explanation.
@@ -92,15 +106,22 @@ def compare(args: argparse.Namespace, plugins: PluginArguments, found: Resolutio
     Raises:
         NanotrainError: a rank failed; the text has the first cause.
     """
-    predicted = predict(PhaseTimeline(found.recipe).largest(), found.registry, found.layout)
     ranks = found.layout.world_size
+    progress(f"predicting a step of {ranks:,} ranks")
+    predicted = predict(PhaseTimeline(found.recipe).largest(), found.registry, found.layout)
+    progress(f"starting {ranks:,} processes, which import torch and meet")
     try:
         with _exit_on_sigterm():
             real: list[StepRecord] = run_ranks(
-                _train, ranks, args.recipe, args.set, plugins, ranks, timeout=TIMEOUT, check_collectives=False
+                _train,
+                ranks,
+                *(args.recipe, args.set, plugins, ranks, progress),
+                timeout=TIMEOUT,
+                check_collectives=False,
             )
     except RankFailure as failure:
         raise NanotrainError(f"--trace: {failure}") from failure
+    progress("comparing the collectives of all ranks")
     pairs = zip(predicted, real, strict=True)
     return Trace(found.layout, [RankTrace(n, a.collectives, b.collectives) for n, (a, b) in enumerate(pairs)])
 
@@ -122,11 +143,16 @@ def _exit_on_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _train(recipe: str, overrides: Sequence[str], plugins: PluginArguments, ranks: int) -> StepRecord:
-    """Be one rank."""
+def _train(
+    recipe: str, overrides: Sequence[str], plugins: PluginArguments, ranks: int, progress: Progress
+) -> StepRecord:
+    """Be one rank; rank 0 tells what all of them do."""
     assert dist.get_world_size() == ranks
+    tell = progress if dist.get_rank() == 0 else quiet
+    tell("building the model on every rank")
     found = resolve_recipe(recipe, overrides=overrides, plugins=plugins, ranks=ranks)
-    return record_step(real_recipe(PhaseTimeline(found.recipe).largest(), found.registry), found.registry)
+    real = real_recipe(PhaseTimeline(found.recipe).largest(), found.registry)
+    return record_step(real, found.registry, tell)
 
 
 def section_of(trace: Trace) -> Section:
