@@ -180,6 +180,7 @@ def test_what_cannot_be_is_refused_by_its_key(tmp_path, case):
         ("[[phase]]\n[[phase]]\n", "phase.0.until_tokens: missing; only the last phase may have no end"),
         ("[[phase]]\nuntil_tokens = 9\n[[phase]]\nuntil_tokens = 9\n", "phase.1.until_tokens: expected more"),
         ("[[phase]]\noptimizer.lr = { end = 1.0 }\n", "phase.0.until_tokens: missing; optimizer.lr moves"),
+        ("[[phase]]\nuntil_tokens = 0\n", "phase.0.until_tokens: expected an integer from 1 to"),
         ("[phase]\nuntil_tokens = 9\n", r"phase: expected an array of tables: write \[\[phase\]\]"),
     ],
 )

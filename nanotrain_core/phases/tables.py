@@ -72,7 +72,7 @@ class PhaseTables:
                 continue
             for name, value in fields.items():
                 changes[f"{section}.{name}"] = self._value(f"{section}.{name}", value, key)
-        return attrs.evolve(head, changes=changes) if head is not None else Phase()
+        return Phase() if head is None or problems else attrs.evolve(head, changes=changes)
 
     def _value(self, name: str, value: Any, phase: str) -> Any:
         """Return the typed value for its section's config, or a :class:`Ramp` of numbers."""

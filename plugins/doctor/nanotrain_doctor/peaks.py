@@ -5,14 +5,21 @@ They are read as data, by their documented keys (docs/planning.md): no code of a
 
 from __future__ import annotations
 
-import tomllib
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import attrs
 
-from nanotrain_core.api import NanotrainError, did_you_mean, peak_flops
+from nanotrain_core.api import (
+    NanotrainError,
+    RecipeError,
+    TomlSource,
+    did_you_mean,
+    nearby,
+    peak_flops,
+    read_toml,
+)
 
 #: Of the peak, what one large matrix product should reach where no file says it.
 USUAL = 0.7
@@ -67,31 +74,52 @@ def _find(wanted: str) -> Path:
     known = shipped()
     if wanted in known:
         return known[wanted]
-    if Path(wanted).is_file():
-        return Path(wanted)
-    near = did_you_mean(wanted, list(known))
-    expected = f"one of {', '.join(known)}, or " if known else ""
-    raise NanotrainError(f"--hardware: no hardware is named '{wanted}'{near}; expected {expected}a TOML file")
+    path = Path(wanted)
+    if path.is_file():
+        return path
+    names = f"one of {', '.join(known)}, or " if known else ""
+    expected = f"expected {names}the path of a TOML file"
+    near = did_you_mean(wanted, list(known)) or nearby(path)
+    what = f"no hardware is named '{wanted}'{near}"
+    if path.suffix == ".toml":
+        what = f"there is no file {path}{near}"
+    if wanted and path.is_dir():
+        what = f"{path} is a folder"
+    raise NanotrainError(f"--hardware: {what}; {expected}")
 
 
 def _read(path: Path) -> Peaks:
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-        achieved, links = table["achieved"], table["links"]
-        return Peaks(
-            source=str(table["name"]),
-            gemm=_number(table["peak_tflops"]["bfloat16"]) * 1e12 * _number(achieved["gemm"]),
-            memory=_number(table["memory"]["bandwidth_gb_s"]) * 1e9 * _number(achieved["memory"]),
-            intra=_number(links["intra_gb_s"]) * 1e9 * _number(links["achieved"]),
-            inter=_number(links["inter_gb_s"]) * 1e9 * _number(links["achieved"]),
-        )
-    except KeyError as key:
-        raise NanotrainError(f"{path}: {key.args[0]}: missing; docs/planning.md lists the keys") from None
-    except (OSError, TypeError, ValueError) as problem:
-        raise NanotrainError(f"{path}: {problem}") from None
+        file = read_toml(path)
+    except RecipeError as problem:
+        raise NanotrainError(f"--hardware: {problem}") from None
+    intra, inter, achieved = (
+        _number(file, f"links.{key}") for key in ("intra_gb_s", "inter_gb_s", "achieved")
+    )
+    return Peaks(
+        source=str(_value(file, "name")),
+        gemm=_number(file, "peak_tflops.bfloat16") * 1e12 * _number(file, "achieved.gemm"),
+        memory=_number(file, "memory.bandwidth_gb_s") * 1e9 * _number(file, "achieved.memory"),
+        intra=intra * 1e9 * achieved,
+        inter=inter * 1e9 * achieved,
+    )
 
 
-def _number(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"expected a number, got {value!r}")
-    return float(value)
+def _number(file: TomlSource, key: str) -> float:
+    found = _value(file, key)
+    if isinstance(found, bool) or not isinstance(found, int | float):
+        raise _wrong(file, key, f"expected a number, got {found!r}")
+    return float(found)
+
+
+def _value(file: TomlSource, key: str) -> Any:
+    found: Any = file.data
+    for name in key.split("."):
+        if not isinstance(found, dict) or name not in found:
+            raise _wrong(file, key, "missing; docs/planning.md lists the keys of a hardware file")
+        found = found[name]
+    return found
+
+
+def _wrong(file: TomlSource, key: str, problem: str) -> NanotrainError:
+    return NanotrainError(f"--hardware: {file.place(key)}: {key}: {problem}")

@@ -53,9 +53,9 @@ def examine_disk(
 
 
 def nearest(folder: Path) -> Path:
-    """Return the folder, or the nearest above it that is there."""
+    """Return the folder, or the nearest path above it that is there: a file, if one is in the way."""
     path = folder.absolute()
-    return next(each for each in (path, *path.parents) if each.is_dir())
+    return next(each for each in (path, *path.parents) if each.exists())
 
 
 def free_space(folder: Path, statvfs: Callable[[Path], Any] = os.statvfs) -> Finding:

@@ -199,6 +199,14 @@ def test_a_disk_that_returns_other_bytes_is_found(tmp_path):
     assert "not what was written" in found["disk"].text
 
 
+def test_a_file_where_runs_would_be_is_told(tmp_path):
+    (tmp_path / "runs").write_text("")
+    for folder in (tmp_path / "runs", tmp_path / "runs" / "a"):
+        found = {each.check: each for each in examine_disk(folder, megabytes=1)}
+        assert found["disk"].status == "bad"
+        assert found["disk"].text == f"{tmp_path / 'runs'} cannot be written: Not a directory"
+
+
 def test_a_folder_that_cannot_be_written_is_told_and_nothing_is_left(tmp_path, monkeypatch):
     before = set(tmp_path.iterdir())
     found = {each.check: each for each in examine_disk(tmp_path / "a/b", megabytes=1)}

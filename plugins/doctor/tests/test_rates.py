@@ -237,8 +237,16 @@ achieved = 0.5
         source="mine", gemm=50e12, memory=800e9, intra=5e9, inter=0.5e9
     )
     path.write_text(text.replace("gemm = 0.5", ""))
-    with pytest.raises(NanotrainError, match=r"mine.toml: gemm: missing"):
+    with pytest.raises(NanotrainError, match=r"mine.toml:\d+: achieved.gemm: missing"):
         peaks_of("cpu", str(path))
+    path.write_text(text.replace("gemm = 0.5", "gemm = 'x'"))
+    with pytest.raises(NanotrainError, match=r"mine.toml:\d+: achieved.gemm: expected a number, got 'x'"):
+        peaks_of("cpu", str(path))
+    path.write_text("name = \n")
+    with pytest.raises(NanotrainError, match=r"--hardware: .*mine.toml:1: Invalid value \(column 8\)"):
+        peaks_of("cpu", str(path))
+    with pytest.raises(NanotrainError, match=r"--hardware: .* is a folder; expected"):
+        peaks_of("cpu", str(tmp_path))
     with pytest.raises(NanotrainError, match="no hardware is named 'h2000'"):
         peaks_of("cpu", "h2000")
 

@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
     """
     target = TARGETS[args.target]
     known: dict[str, Option] = target.OPTIONS
-    if args.out and (problem := obstacle_to_writing(Path(args.out))):
+    if args.out is not None and (problem := obstacle_to_writing(Path(args.out))):
         raise NanotrainError(f"--out {args.out}: {problem}")
     options = read_options(args.target, args.option, known)
     environment = read_environment(args.env)
@@ -204,7 +204,8 @@ def _planned(args: argparse.Namespace, recipe: Recipe, registry: Registry) -> st
     Raises:
         NanotrainError: the recipe does not fit.
     """
-    hardware = args.hardware or ("cpu" if recipe.run.device == "cpu" else "h100")
+    usual = "cpu" if recipe.run.device == "cpu" else "h100"
+    hardware = usual if args.hardware is None else args.hardware
     words = [args.recipe, *_changes(args), "--nnodes", str(args.nnodes), "--nproc", str(args.nproc)]
     plan = fits.plan(registry, words, hardware)
     if plan is None:

@@ -133,7 +133,7 @@ def run(args: argparse.Namespace) -> int:
     check_page(args)
     _check_simulation(args)
     ranks, option = world_size(args)
-    hardware = find_hardware(args.hardware) if args.hardware else None
+    hardware = find_hardware(args.hardware) if args.hardware is not None else None
     found = resolve_recipe(
         args.recipe,
         overrides=args.set,
@@ -210,7 +210,7 @@ def _check_simulation(args: argparse.Namespace) -> None:
         NanotrainError: there is one, and no ``--simulate``; or the file is wrong.
     """
     if args.simulate:
-        if args.times:
+        if args.times is not None:
             from nanotrain_plan.simulation import read_times
 
             read_times(
@@ -238,6 +238,6 @@ def _simulate(args: argparse.Namespace, plan: Plan) -> Simulated | None:
         restart_minutes=args.restart_minutes,
         steps=args.draws,
         seed=args.seed,
-        times=Path(args.times) if args.times else None,
+        times=None if args.times is None else Path(args.times),
     )
     return simulate_plan(plan, wanted)

@@ -156,7 +156,7 @@ def find_hardware(wanted: str) -> Hardware:
     if wanted in known:
         return read_hardware(known[wanted])
     path = Path(wanted)
-    if path.suffix == ".toml" or path.exists():
+    if wanted and (path.suffix == ".toml" or path.exists()):
         return read_hardware(path)
     near = did_you_mean(wanted, list(known))
     raise HardwareError(f"--hardware: no hardware is named '{wanted}'{near}; {_expected_hardware()}")

@@ -336,6 +336,8 @@ def test_a_page_has_the_table_and_the_timeline(recipe, tmp_path, capsys):
             ["--set", "topology.tp=2", "--nproc", "1", "--nnodes", "3"],
             "nanotrain: --nproc x --nnodes: run.ranks",
         ),
+        (["--html", ""], "nanotrain: --html : expected a file, this is a folder"),
+        (["--hardware", ""], "nanotrain: --hardware: no hardware is named ''; expected one of a100, "),
         (["--html", "/proc/plan.html"], "nanotrain: --html /proc/plan.html: cannot be written: "),
         (["--set", "batch.microbatches=1"], "batch.microbatches"),
         (

@@ -15,6 +15,7 @@ from nanotrain_core.api import (
     resolve_recipe,
 )
 from nanotrain_plan.hardware import find_hardware, shipped
+from nanotrain_plan.options import positive
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME|FILE",
         help=f"hardware of the roofline: {', '.join(shipped())}, or your own TOML file (h100)",
     )
-    group.add_argument("--batch", type=int, default=1, metavar="N", help="sequences decoded in one batch (1)")
+    group.add_argument(
+        "--batch", type=positive, default=1, metavar="N", help="sequences decoded in one batch (1)"
+    )
     group.add_argument("--html", metavar="FILE", help="also write an HTML page")
 
 
@@ -48,8 +51,6 @@ def run(args: argparse.Namespace) -> int:
         raise NanotrainError(
             f"{args.path} is a recipe: weights are compared with weights, not '{args.other}'"
         )
-    if args.batch < 1:
-        raise NanotrainError(f"--batch: expected a number above 0, got {args.batch}")
     from nanotrain_plan.rendering.file import check_page, tell_page, write_page
 
     check_page(args)

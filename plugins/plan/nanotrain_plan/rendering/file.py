@@ -15,7 +15,7 @@ def check_page(args: argparse.Namespace) -> None:
     Raises:
         NanotrainError: its folder is missing or cannot be written to, or it is a folder.
     """
-    if args.html and (problem := obstacle_to_writing(Path(args.html))):
+    if args.html is not None and (problem := obstacle_to_writing(Path(args.html))):
         raise NanotrainError(f"--html {args.html}: {problem}")
 
 
