@@ -177,10 +177,10 @@ ROOMS = {path.parent.name for path in CORE.glob("*/__init__.py")}
 #: What each room of the core may have of code, in lines; "": all that is in none. Not the harness.
 SMALL = {
     "": 985,
-    "api": 635,
+    "api": 646,
     "builtin": 490,
     "checkpoint": 895,
-    "cli": 1625,
+    "cli": 1632,
     "compile": 680,
     "contracts": 655,
     "data": 795,
@@ -195,9 +195,9 @@ SMALL = {
     "phases": 365,
     "pipeline": 610,
     "precision": 680,
-    "recipe": 1715,
+    "recipe": 1718,
     "registry": 600,
-    "run": 2325,
+    "run": 2338,
     "script": 520,
     "watch": 438,
 }

@@ -135,4 +135,6 @@ def _unknown(word: str, name: str, usage: str, given: str) -> str:
     options = re.findall(r"--([a-z-]+)", usage)
     near = did_you_mean(word.partition("=")[0].lstrip("-"), options).replace("'", "'--", 1)
     keys = "; a recipe's keys are changed by --set KEY=VALUE" if "set" in options else ""
+    if "option" in options:  # of `launch`, whose targets have their own
+        keys += ", a target's options are given by --option KEY=VALUE"
     return f"{prefix}unknown option '{word}'{near}{keys}; {lists}"

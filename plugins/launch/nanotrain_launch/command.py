@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nodes", dest="nnodes", type=_positive, metavar="N", help="machines, as --nnodes")
     parser.add_argument(
         "--min-nnodes",
-        type=int,
+        type=_positive,
         metavar="N",
         help="as of `nanotrain run`: machines that are enough to begin, and to go on with",
     )
@@ -169,8 +169,8 @@ def _check_fewest(args: argparse.Namespace, recipe: Recipe, restarts: int) -> No
     least = args.min_nnodes
     if least is None:
         return
-    if not 1 <= least <= args.nnodes:
-        raise NanotrainError(f"--min-nnodes {least}: expected 1 to --nodes, which is {args.nnodes}")
+    if least > args.nnodes:
+        raise NanotrainError(f"--min-nnodes {least}: expected at most --nodes, which is {args.nnodes}")
     if least < args.nnodes and not restarts:
         text = "all ranks start again where a machine is lost: give --max-restarts N as well"
         raise NanotrainError(f"--min-nnodes {least}: {text}")

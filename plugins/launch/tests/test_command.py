@@ -308,7 +308,7 @@ def test_out_writes_a_file_that_runs(launch, tmp_path):
         ("slurm --nodes 2 --env 1X=2", "expected NAME=VALUE"),
         ("slurm --nodes 2 --set run.steps=x", "run.steps"),
         ("slurm --nodes 2 --set topology.tp=3", "tp"),
-        ("slurm --nodes 2 --min-nnodes 3", "--min-nnodes 3: expected 1 to --nodes, which is 2"),
+        ("slurm --nodes 2 --min-nnodes 3", "--min-nnodes 3: expected at most --nodes, which is 2"),
         ("slurm --nodes 2 --min-nnodes 1", "--min-nnodes 1: all ranks start again where a machine is lost"),
         (
             "torchrun --nodes 2 --min-nnodes 1 --max-restarts 1 --option hosts=a,b",
@@ -320,6 +320,8 @@ def test_out_writes_a_file_that_runs(launch, tmp_path):
         ("ssh --nodes 2 --option hosts=a", "hosts=a: --nodes 2 needs as many host names, got 1"),
         ("ssh --nodes 2 --option hosts=a,a", "hosts=a,a: a is named twice"),
         ("ssh --nodes 2 --option hosts=a,", "expected names with one comma between them, as in node1,node2"),
+        ("ssh --nodes 2 --hosts=a,b", "KEY=VALUE, a target's options are given by --option KEY=VALUE; "),
+        ("slurm --nodes 2 --time=3", "a target's options are given by --option KEY=VALUE; "),
         ("ssh --nodes 2 --option hosts=a,b --option port=70000", "expected the port where they meet, from 1"),
     ],
 )
@@ -335,6 +337,7 @@ def test_mistakes_are_told_in_a_line(tmp_path, monkeypatch, capsys, words, told)
     ("words", "told"),
     [
         (["--nodes", "0"], "--nodes: expected a whole number above 0, got '0'"),
+        (["--nodes", "2", "--min-nnodes", "0"], "--min-nnodes: expected a whole number above 0, got '0'"),
         (["--nodes", "two"], "--nodes: expected a whole number above 0, got 'two'"),
         (["--nodes", "2", "--max-restarts", "-1"], "--max-restarts: expected 0 or a whole number above it"),
     ],

@@ -50,6 +50,10 @@ SIMULATED = (
 )
 
 
+#: Failures to expect in the time that a restart, or the work between two checkpoints, may take.
+MOST_FAILURES = 5
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command."""
     add_recipe_options(parser)
@@ -126,7 +130,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the plan; the exit code says whether it fits.
 
     Raises:
-        NanotrainError: the recipe cannot run, or there is no such hardware.
+        NanotrainError: the recipe cannot run, an option is wrong, or there is no such hardware.
     """
     from nanotrain_plan.rendering.file import check_page, tell_page, write_page
 
@@ -141,6 +145,7 @@ def run(args: argparse.Namespace) -> int:
         ranks=ranks,
         ranks_option=option,
     )
+    _check_failures(args, found.layout.world_size)
     hardware = hardware or find_hardware("cpu" if found.recipe.run.device == "cpu" else "h100")
     if args.nproc is not None and args.nproc < hardware.devices_per_node:
         hardware = attrs.evolve(hardware, devices_per_node=args.nproc)
@@ -222,6 +227,27 @@ def _check_simulation(args: argparse.Namespace) -> None:
     for name in SIMULATED:
         if getattr(args, name) != parser.get_default(name):
             raise NanotrainError(f"--{name.replace('_', '-')} is of the simulation: add --simulate")
+
+
+def _check_failures(args: argparse.Namespace, ranks: int) -> None:
+    """Check that a run can go on between failures, or its simulation would not end either.
+
+    Raises:
+        NanotrainError: it restarts, or trains from one checkpoint to the next, for too long.
+    """
+    if not args.simulate:
+        return
+    from nanotrain_plan.simulation import DEVICE_HOURS
+
+    between = 60 * (args.failure_hours or DEVICE_HOURS / ranks)
+    for name in ("restart_minutes", "checkpoint_minutes"):
+        minutes = getattr(args, name)
+        if minutes is not None and minutes > MOST_FAILURES * between:
+            option = f"--{name.replace('_', '-')}"
+            raise NanotrainError(
+                f"{option} {minutes:g}: the run fails every {between:.3g} minutes, so that it would hardly ever "
+                f"go on; expected at most {MOST_FAILURES * between:.3g}"
+            )
 
 
 def _simulate(args: argparse.Namespace, plan: Plan) -> Simulated | None:

@@ -345,6 +345,15 @@ def test_a_page_has_the_table_and_the_timeline(recipe, tmp_path, capsys):
             "nanotrain: --times: none.json: No such file or directory\n",
         ),
         (["--times", "none.json"], "nanotrain: --times is of the simulation: add --simulate\n"),
+        (
+            ["--simulate", "--failure-hours", "0.01"],
+            "--restart-minutes 5: the run fails every 0.6 minutes, so that it would hardly ever go on; "
+            "expected at most 3\n",
+        ),
+        (
+            ["--simulate", "--failure-hours", "1", "--checkpoint-minutes", "900"],
+            "--checkpoint-minutes 900: the run fails every 60 minutes",
+        ),
         (["--failure-hours", "3"], "--failure-hours is of the simulation"),
     ],
 )
