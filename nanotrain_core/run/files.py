@@ -28,8 +28,13 @@ def write_atomically(path: Path, write: Callable[[Path], None], *, private: bool
     flush(path.parent)
 
 
-def obstacle_to_writing(path: Path) -> str:
-    """Return why no file can be written there, empty if one can: a command that takes long asks it first."""
+def obstacle_to_writing(path: Path, *, recipe: str = "") -> str:
+    """Return why no file can be written there, empty if one can: a command that takes long asks it first.
+
+    ``recipe``: the file that the command reads, which it must not replace.
+    """
+    if recipe and path.resolve() == Path(recipe).resolve():
+        return "this is the recipe, which would be lost"
     if path.is_dir():
         return "expected a file, this is a folder"
     if not path.parent.is_dir():

@@ -100,7 +100,8 @@ def run(args: argparse.Namespace) -> int:
     """
     target = TARGETS[args.target]
     known: dict[str, Option] = target.OPTIONS
-    if args.out is not None and (problem := obstacle_to_writing(Path(args.out))):
+    problem = "" if args.out is None else obstacle_to_writing(Path(args.out), recipe=args.recipe)
+    if problem:
         raise NanotrainError(f"--out {args.out}: {problem}")
     options = read_options(args.target, args.option, known)
     environment = read_environment(args.env)

@@ -356,6 +356,7 @@ def test_wrong_numbers_are_told_what_is_expected(tmp_path, monkeypatch, capsys, 
         ("no/such/folder/x", "there is no folder no/such/folder"),
         (".", "expected a file, this is a folder"),
         ("", "expected a file, this is a folder"),
+        ("tiny.toml", "this is the recipe, which would be lost"),
         ("/proc/x", "cannot be written: "),
     ],
 )

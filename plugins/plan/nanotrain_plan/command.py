@@ -243,10 +243,10 @@ def _check_failures(args: argparse.Namespace, ranks: int) -> None:
     for name in ("restart_minutes", "checkpoint_minutes"):
         minutes = getattr(args, name)
         if minutes is not None and minutes > MOST_FAILURES * between:
-            option = f"--{name.replace('_', '-')}"
+            option, most = f"--{name.replace('_', '-')}", MOST_FAILURES * between
             raise NanotrainError(
-                f"{option} {minutes:g}: the run fails every {between:.3g} minutes, so that it would hardly ever "
-                f"go on; expected at most {MOST_FAILURES * between:.3g}"
+                f"{option} {minutes:g}: the run fails every {between:.3g} minutes, so that it would hardly "
+                f"ever go on; expected at most {most:.3g}"
             )
 
 

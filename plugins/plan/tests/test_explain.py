@@ -350,6 +350,16 @@ def test_a_smaller_recipe_has_no_phases_that_set_another_batch(tmp_path, capsys)
 
 
 @pytest.mark.parametrize("command", ["explain", "plan", "inspect"])
+def test_no_page_takes_the_place_of_the_recipe(command, recipe, capsys):
+    if command == "inspect":
+        pytest.importorskip("nanotrain_inspect")
+    assert main([command, recipe, "--html", recipe]) == 2
+    told = f"nanotrain: --html {recipe}: this is the recipe, which would be lost\n"
+    assert capsys.readouterr().err == told
+    assert Path(recipe).read_text() == TINY
+
+
+@pytest.mark.parametrize("command", ["explain", "plan", "inspect"])
 def test_a_page_in_a_missing_folder_is_refused_at_once(command, recipe, tmp_path, capsys):
     if command == "inspect":
         pytest.importorskip("nanotrain_inspect")  # this plugin only extends that command

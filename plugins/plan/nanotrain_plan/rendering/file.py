@@ -13,9 +13,12 @@ def check_page(args: argparse.Namespace) -> None:
     """Look whether ``args.html``, if there is one, can be written.
 
     Raises:
-        NanotrainError: its folder is missing or cannot be written to, or it is a folder.
+        NanotrainError: its folder is missing or cannot be written to, or it is a folder or the recipe.
     """
-    if args.html is not None and (problem := obstacle_to_writing(Path(args.html))):
+    if args.html is None:
+        return
+    recipe = args.path if "path" in args else args.recipe
+    if problem := obstacle_to_writing(Path(args.html), recipe=recipe):
         raise NanotrainError(f"--html {args.html}: {problem}")
 
 
