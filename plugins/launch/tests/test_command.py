@@ -101,7 +101,7 @@ def test_data_that_is_not_here_is_noted_and_stops_nothing(tmp_path, monkeypatch,
     (note,) = [line for line in err.splitlines() if "data.paths.0" in line]
     assert note.startswith("nanotrain: note: on this machine data.paths.0: ")
     assert "/cluster/corpus" in note
-    assert note.endswith("; the nodes look for themselves")
+    assert note.endswith("; each node checks this when it starts")
 
 
 def test_a_batch_script_asks_for_what_the_recipe_needs(launch):

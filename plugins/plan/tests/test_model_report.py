@@ -134,8 +134,11 @@ def test_the_command_prints_tables_json_and_a_page(tmp_path, capsys):
     assert told["kv_cache"]["bytes_bfloat16"] == 2 * 2 * 4 * 2 * 32
     for words, text in (
         ([str(path), "runs/mine"], "is a recipe: weights are compared with weights"),
-        ([str(path), "--batch", "0"], "--batch: expected a number above 0"),
         ([str(path), "--hardware", "h1000"], "no hardware is named 'h1000'"),
     ):
         assert main(["inspect", *words]) == 2
         assert text in capsys.readouterr().err
+    for batch in ("0", "x"):
+        with pytest.raises(SystemExit, match="2"):
+            main(["inspect", str(path), "--batch", batch])
+        assert f"--batch: expected a whole number above 0, got '{batch}'" in capsys.readouterr().err
