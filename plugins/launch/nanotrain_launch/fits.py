@@ -77,6 +77,7 @@ def _most(host: Mapping[str, Any]) -> str:
         "offloaded": "offloaded optimizer state",
         "activations": "offloaded activations",
         "processes": "its ranks' processes",
+        "tensors": "its ranks' tensors",
     }
     return told[max(told, key=host.__getitem__)]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator, Sequence
 from math import gcd
 from pathlib import Path
 
@@ -33,11 +34,13 @@ class Checkpoints:
 
 @attrs.define(frozen=True, kw_only=True)
 class HostMemory:
-    """Host memory of one node in bytes; of the first node, if it gathers checkpoints."""
+    """Host memory in bytes of the node whose ranks take most; the first one may gather checkpoints."""
 
     ranks: int
     """Ranks on the node."""
     processes: int
+    tensors: int
+    """The ranks' own tensors at their peaks, if they compute on CPUs; else 0."""
     offloaded: int
     """Optimizer state that is kept on the host."""
     activations: int
@@ -50,7 +53,7 @@ class HostMemory:
     @property
     def total(self) -> int:
         """All of it."""
-        return self.processes + self.offloaded + self.activations + self.checkpoint
+        return self.processes + self.tensors + self.offloaded + self.activations + self.checkpoint
 
     @property
     def fits(self) -> bool:
@@ -100,26 +103,51 @@ def _gathers(recipe: Recipe, registry: Registry) -> bool:
 
 
 def host_memory(
-    recipe: Recipe, registry: Registry, stages: Stages, hardware: Hardware, activations: int
+    recipe: Recipe,
+    registry: Registry,
+    stages: Stages,
+    hardware: Hardware,
+    *,
+    activations: Sequence[int],
+    peaks: Sequence[int],
 ) -> HostMemory:
-    """Return what a node's processes take; a run of fewer ranks than a node has devices is one node.
+    """Return what the processes of the fullest node take; of a run of fewer ranks than a node has, of these.
 
-    ``activations``: bytes that wait on the host, of a rank.
+    Args:
+        recipe: of the run.
+        registry: the plugins.
+        stages: of the run.
+        hardware: whose nodes they are.
+        activations: bytes that wait on the host, of each pipeline rank.
+        peaks: bytes of each pipeline rank's own tensors, which are on the host where ranks compute on CPUs.
     """
-    ranks = min(stages.layout.world_size, hardware.devices_per_node)
-    state = max(
-        stages.step_of(rank).state["masters"] + stages.step_of(rank).state["optimizer"]
-        for rank in range(stages.pp)
-    )
-    saved = max(stages.step_of(rank).saved for rank in range(stages.pp))
-    return HostMemory(
-        ranks=ranks,
-        processes=round(PROCESS * ranks),
-        offloaded=ranks * state if offloads_state(recipe) else 0,
-        activations=ranks * activations,
-        checkpoint=checkpoint_bytes(stages) if _gathers(recipe, registry) else round(saved * ranks),
-        available=round(hardware.host_memory_gb * 1e9),
-    )
+    gathers, nodes = _gathers(recipe, registry), list(_nodes(stages, hardware))
+    found = []
+    for number, pp_ranks in enumerate(nodes):
+        if number and pp_ranks in nodes[1:number]:
+            continue
+        steps = [stages.step_of(rank) for rank in pp_ranks]
+        checkpoint = checkpoint_bytes(stages) if gathers and number == 0 else 0
+        state = sum(step.state["masters"] + step.state["optimizer"] for step in steps)
+        one = HostMemory(
+            ranks=len(pp_ranks),
+            processes=round(PROCESS * len(pp_ranks)),
+            tensors=sum(peaks[rank] for rank in pp_ranks) if hardware.gloo else 0,
+            offloaded=state if offloads_state(recipe) else 0,
+            activations=sum(activations[rank] for rank in pp_ranks),
+            checkpoint=checkpoint if gathers else round(sum(step.saved for step in steps)),
+            available=round(hardware.host_memory_gb * 1e9),
+        )
+        found.append(one)
+    return max(found, key=lambda one: one.total)
+
+
+def _nodes(stages: Stages, hardware: Hardware) -> Iterator[tuple[int, ...]]:
+    """Yield the pipeline ranks of each node's ranks, in ascending order."""
+    layout, size = stages.layout, hardware.devices_per_node
+    for first in range(0, layout.world_size, size):
+        ranks = range(first, min(first + size, layout.world_size))
+        yield tuple(sorted(layout.coordinate(rank, "pp") if stages.pp > 1 else 0 for rank in ranks))
 
 
 def offloads_state(recipe: Recipe) -> bool:

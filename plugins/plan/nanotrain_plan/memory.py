@@ -186,13 +186,10 @@ def _between_steps(step: RankStep) -> dict[str, int]:
     return {**step.state, "buffers": max(lasting, left)}
 
 
-def most_on_host(stages: Stages) -> int:
-    """Return the most bytes of activations of one rank that wait in its host's memory, over the schedule."""
-    most = 0
-    for pp_rank, actions in enumerate(stages.actions):
-        taken = (stages.phase(pp_rank, action).host for action in actions)
-        most = max(most, *accumulate(taken))
-    return most
+def most_on_host(stages: Stages) -> list[int]:
+    """Return the most bytes of activations that wait in its host's memory, of each pipeline rank."""
+    taken = ((stages.phase(pp_rank, each).host for each in own) for pp_rank, own in enumerate(stages.actions))
+    return [max(accumulate(own)) for own in taken]
 
 
 def kept_by_forward(stages: Stages, pp_rank: int, stage: int) -> list[Storage]:

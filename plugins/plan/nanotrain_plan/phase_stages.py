@@ -56,8 +56,8 @@ class HighestMemory:
     """Of every pipeline rank, in the phase with the highest peak."""
     phase: str
     """Name of that phase; empty if it is the one that is planned."""
-    on_host: int
-    """Bytes of one rank's activations that wait in its host's memory, at most, in any phase."""
+    on_host: list[int]
+    """Bytes of activations of every pipeline rank that wait in its host's memory, at most, in any phase."""
 
 
 def highest_memory(recipe: Recipe, planned: Stages, of: Callable[[Recipe], Stages]) -> HighestMemory:
@@ -75,7 +75,8 @@ def highest_memory(recipe: Recipe, planned: Stages, of: Callable[[Recipe], Stage
             continue
         seen.add(_step_of(now, planned))
         stages = of(now)
-        found, on_host = list(all_ranks(stages, recipe)), max(on_host, most_on_host(stages))
+        found = list(all_ranks(stages, recipe))
+        on_host = list(map(max, on_host, most_on_host(stages)))
         if max(rank.peak for rank in found) > max(rank.peak for rank in best):
             best, name = found, recipe.phase[number].name or f"phase {number}"
     return HighestMemory(ranks=best, phase=name, on_host=on_host)

@@ -27,7 +27,7 @@ from nanotrain_plan.stages import Stages, dry_stages
 from nanotrain_plan.timing import StepTime, step_time, uses_float8
 
 #: Of what ``--json`` prints: grows by a minor number with a key, by a major one when a key changes meaning.
-VERSION = "3.1"
+VERSION = "3.2"
 
 
 @attrs.define(frozen=True, kw_only=True, eq=False)
@@ -165,7 +165,14 @@ def make_plan(
         traffic={pp_rank: traffic(stages, pp_rank, links) for pp_rank in sorted(stages.steps)},
         checkpoints=checkpoints(recipe, registry, stages, hardware),
         data=data_use(recipe, registry),
-        host=host_memory(recipe, registry, stages, hardware, highest.on_host),
+        host=host_memory(
+            recipe,
+            registry,
+            stages,
+            hardware,
+            activations=highest.on_host,
+            peaks=[rank.peak for rank in highest.ranks],
+        ),
         assumptions=assumptions(recipe, registry, stages, hardware, parameters),
     )
 

@@ -342,6 +342,7 @@ def _beside(plan: Plan) -> RenderableType:
             f"{size(h.total)} for {h.ranks} rank{'s' if h.ranks > 1 else ''}, of "
             f"{size(plan.hardware.host_memory_gb * 1e9)}: processes {size(h.processes)}, "
             f"checkpoint {size(h.checkpoint)}"
+            + (f", tensors {size(h.tensors)}" if h.tensors else "")
             + (f", optimizer state {size(h.offloaded)}" if h.offloaded else "")
             + (f", activations {size(h.activations)}" if h.activations else "")
             + ("" if h.fits else f": too little; {_relief(plan)}"),

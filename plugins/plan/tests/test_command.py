@@ -162,6 +162,60 @@ def test_buckets_of_gradient_sync_are_held_between_steps(recipe, capsys):
     assert sum(held.values()) < rank["peak"]
 
 
+def test_a_precision_does_not_change_how_much_is_multiplied(recipe, capsys):
+    """The head's weight gradient is a product added to a total, in one operator or two."""
+    made = {}
+    for precision in ("bf16", "fp32", "fp16", "fp64"):
+        words = ["--set", f'precision.use="{precision}"', "--set", "model.vocab=4096"]
+        _, made[precision] = planned(capsys, recipe, "--hardware", "h100", *words)
+    flops = {precision: plan["flops_per_token"] for precision, plan in made.items()}
+    assert flops["bf16"]["executed"] > flops["bf16"]["model"]
+    assert len({each["executed"] for each in flops.values()}) == 1
+    seconds = {precision: plan["time"]["busiest"]["gemm"] for precision, plan in made.items()}
+    assert seconds["bf16"] == seconds["fp16"] < seconds["fp32"]
+
+
+def test_sgd_holds_no_moments(recipe, capsys):
+    """Its fused kernel, which runs where a step may be skipped on the device, is planned too."""
+    sgd = [recipe, "--hardware", "h100", "--set"]
+    _, plain = planned(capsys, *sgd, 'optimizer={use="sgd",lr=0.1}')
+    _, heavy = planned(capsys, *sgd, 'optimizer={use="sgd",lr=0.1,momentum=0.9}')
+    states = [plan["memory"]["ranks"][0]["between_steps"]["optimizer"] for plan in (plain, heavy)]
+    assert states == [0, 4 * plain["parameters"]["total"]]
+
+
+OFFLOADED = """
+[topology]
+pp = 4
+[schedule]
+use = "1f1b"
+[[parallel]]
+use = "activation_offload"
+min_mb = 0.0
+keep = 0
+"""
+
+
+def test_a_host_has_the_ranks_that_are_on_it(recipe, tmp_path, capsys):
+    """Of a pipeline within a node the first rank has four microbatches in flight, and the last one."""
+    pytest.importorskip("nanotrain_activation_offload")
+    pytest.importorskip("nanotrain_pp_1f1b")
+    path, single = tmp_path / "pipeline.toml", tmp_path / "single.toml"
+    path.write_text(TINY.replace("layers = 3", "layers = 8") + OFFLOADED)
+    text = shipped()["h100"].read_text()
+    single.write_text(re.sub(r"(?m)^devices_per_node.*", "devices_per_node = 1", text))
+    (_, together), (_, apart) = (
+        planned(capsys, str(path), "--ranks", "4", "--hardware", each) for each in ("h100", str(single))
+    )
+    fullest = apart["host_memory"]["activations"]
+    assert together["host_memory"]["activations"] == pytest.approx(fullest * (4 + 3 + 2 + 1) / 4, rel=0.1)
+    assert together["host_memory"]["tensors"] == 0
+    _, cpu = planned(capsys, recipe, "--ranks", "2", "--hardware", "cpu")
+    host = cpu["host_memory"]
+    assert host["tensors"] == 2 * cpu["memory"]["peak"]
+    assert host["total"] == host["processes"] + host["tensors"] + host["checkpoint"]
+
+
 def test_a_device_that_is_faster_than_its_host_waits_for_it(recipe, tmp_path, capsys):
     """A model of width 64 took 0.1 ms a step on an H100, in which no host launches its kernels."""
     times = {}

@@ -92,6 +92,8 @@ def test_a_decoded_token_reads_the_weights_and_the_cache(found):
     assert decode.intensity < prefill.intensity < training.intensity
     assert decode.by_memory == pytest.approx(1.0)
     assert decode.tokens_per_second == pytest.approx(4 / decode.seconds)
+    (embedding,) = [each for each in decode.work if each.piece == "embedding"]
+    assert embedding.bytes < 0.01 * 1024 * 256 * 2  # four rows of the table
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ are called by name: what is kept for backward, and by activation checkpointing, 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +32,10 @@ class DryKernels(Kernels):
             return TORCH
         if self.config.host:
             return replace(TORCH, attention=attention_on_host)
-        return replace(TORCH, attention=attention, rms_norm=rms_norm, experts=experts)
+        loss = partial(TORCH.linear_cross_entropy, matmul=matmul)
+        return replace(
+            TORCH, attention=attention, rms_norm=rms_norm, experts=experts, linear_cross_entropy=loss
+        )
 
 
 def attention(
@@ -91,6 +95,15 @@ class FusedRMSNorm(torch.autograd.Function):
     def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor, Tensor]:
         x, weight_D, _ = ctx.saved_tensors
         return d_y * x, torch.empty_like(weight_D)
+
+
+def matmul(left: Tensor, right: Tensor, total: Tensor | None = None) -> Tensor:
+    """Multiply as a GPU does for the loss: into float32 where the product is added to a total of float32."""
+    if total is None:
+        return left @ right
+    if left.dtype != total.dtype:
+        return total.add_(torch.mm(left, right, out_dtype=total.dtype))
+    return total.addmm_(left, right)
 
 
 def experts(rows_ND: Tensor, counts_E: Tensor, gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Tensor) -> Tensor:

@@ -28,6 +28,16 @@ from nanotrain_plan.dry.values import Values
 #: Views and allocations: neither computes.
 _FREE = ("aten::empty", "aten::new_empty", "aten::detach", "aten::view", "aten::_unsafe_view", "aten::alias")
 
+#: Matrix products that add to a tensor, by name, and operators of as many FLOPs: torch counts none of theirs.
+_GEMMS_IN_PLACE = {
+    "aten::addmm_": torch.ops.aten.addmm,
+    "aten::baddbmm_": torch.ops.aten.baddbmm,
+    "aten::addmv_": torch.ops.aten.addmv,
+}
+
+#: Operators that read a few rows or elements of their first argument.
+_LOOKUPS = ("aten::embedding", "aten::gather", "aten::index", "aten::index_select")
+
 #: What kinds of :attr:`Phase.gemm_flops` that are attention's begin with; the dtype of queries follows.
 ATTENTION = "attention "
 
@@ -254,7 +264,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name.startswith(_FREE):
             return None
         outputs, inputs = list(tensors_in(out)), [*tensors_in(args), *tensors_in(kwargs)]
-        packet = func._overloadpacket
+        packet = _GEMMS_IN_PLACE.get(name, func._overloadpacket)
         if "_scaled_dot_product" in name and "_attention" in name:
             kind = ATTENTION + str(inputs[0].dtype)[6:]
             return Cost(kind, _attention_flops(name, args), sum(map(_dense, (*inputs, *outputs))))
@@ -263,6 +273,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             used = min(1.0, rows.shape[0] / right.shape[0]) if rows.dim() < right.dim() else 1.0
             moved = _dense(rows) + sum(map(_dense, outputs)) + round(_dense(right) * used)
             return Cost(str(rows.dtype)[6:], 2 * rows.numel() * right.shape[-1], moved)
+        if name in _LOOKUPS:  # of what they read from, as many bytes as they return
+            return Cost(OTHER, 0, 2 * sum(map(_dense, outputs)) + sum(map(_dense, inputs[1:])))
         if packet in flop_registry:
             flops = flop_registry[packet](*args, **kwargs, out_val=out)
             kind = "float8" if inputs[0].element_size() == 1 else str(inputs[0].dtype)[6:]

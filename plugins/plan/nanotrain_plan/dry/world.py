@@ -20,6 +20,7 @@ from nanotrain_core.api.torch import (
     Messages,
     Transport,
 )
+from nanotrain_plan.dry.fused_optimizers import fused_on_meta
 
 
 @contextmanager
@@ -36,7 +37,8 @@ def fake_world(rank: int, size: int) -> Iterator[None]:
     hook = sys.excepthook
     dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
     try:
-        yield
+        with fused_on_meta():
+            yield
     finally:
         dist.destroy_process_group()
         sys.excepthook = hook  # which torch prefixes with the rank
