@@ -1,9 +1,26 @@
 """Fixtures that tests of several packages together use as well, and which cases are ``full``."""
 
+import gc
 from collections import defaultdict
+from collections.abc import Generator
 
 import pytest
 from s3_server import server  # noqa: F401
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect no garbage while tests are collected, and none of what was made for them afterwards.
+
+    Modules and tests stay to the end: every worker looked at them for a quarter of that time, and again in
+    each later collection.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by marker
