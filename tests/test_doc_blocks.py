@@ -124,8 +124,16 @@ COMMANDS = [
 ]
 
 
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """Return a folder with all files of the pages, for commands that are only parsed."""
+    folder = tmp_path_factory.mktemp("pages")
+    write_files(folder)
+    return folder
+
+
 @pytest.mark.parametrize(("block", "words"), COMMANDS)
-def test_commands_take_what_they_are_given(block, words, tmp_path, monkeypatch):
+def test_commands_take_what_they_are_given(block, words, written, monkeypatch):
     """Options, their values and the recipes that are named exist; ``-m full`` runs what can run here."""
     program, *rest = words
     if program == "srun":
@@ -134,8 +142,7 @@ def test_commands_take_what_they_are_given(block, words, tmp_path, monkeypatch):
         program, rest = "nanotrain", rest[rest.index("nanotrain_core.cli") + 1 :]
     if program == "nanotrain":
         rest = [word for before, word in pairwise(["", *rest]) if word != ">" and before != ">"]
-        write_files(tmp_path)
-        seen = parsed(rest, tmp_path, monkeypatch)
+        seen = parsed(rest, written, monkeypatch)
         word = getattr(seen, "recipe", None)
         if word and not word.startswith(("my.toml", "mine.toml", "runs/")):
             with chdir(ROOT):
