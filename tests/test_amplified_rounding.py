@@ -18,6 +18,7 @@ def run_check(use):
     return failures(trial for trial in trials(case) if trial.label == CHECK)
 
 
+@pytest.mark.full
 def test_a_right_wrapper_may_differ_by_what_one_process_does():
     case = Case("parallel", use="summed", topology={"dp": 2}, overrides=AMPLIFIES)
     changes = {"optimizer": ADAMW, "run": {"steps": 20}}

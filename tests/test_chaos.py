@@ -33,7 +33,7 @@ SHORT = [
 ]
 
 
-@pytest.mark.full_cases("KillFirst")
+@pytest.mark.full_cases("KillFirst", "BadRecipe")
 @pytest.mark.parametrize("row", SHORT)
 def test_is_survived(bench, row):
     if why := row.not_here(bench):

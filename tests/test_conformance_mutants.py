@@ -326,6 +326,7 @@ def test_without_options_checkpoints_are_also_tried_with_tensors_of_several_dtyp
     assert failures([of_case["saves_in_one_dtype-bf16"]])
 
 
+@pytest.mark.full
 def test_without_options_what_monitors_publish_is_also_that_of_one_process_where_weights_are_split():
     listed, _ = planned(Case("monitor", use="measures_its_share", plugins=TWINS))
     of_case = {t.case.id: t for t in listed if t.label == "publishes_what_one_process_does"}

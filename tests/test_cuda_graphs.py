@@ -144,7 +144,7 @@ class PassedThrough:
                 tensor.copy_(new[name])
 
 
-@pytest.mark.full_cases("bf16")
+@pytest.mark.full
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_nothing_is_compiled_in_a_capture(precision):
     """It would measure kernels, which cannot be captured."""

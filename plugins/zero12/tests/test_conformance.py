@@ -33,9 +33,16 @@ AFTER_THE_SUM = (
     "state_has_a_place",
     "twenty_steps_on_any_layout",
 )
+#: Checks of when a gradient is complete: without overlap it is summed once all are.
+WITHOUT_OVERLAP = (
+    "a_parameter_may_be_used_later[from_the_second_step]",
+    "a_parameter_may_be_used_later[in_the_first_step]",
+    "any_number_of_microbatches",
+    "clips_to_the_global_norm",
+)
 test_sockets = conformance(
     case(2, {**SMALL, "overlap": False}, {"dp": 2}, "sockets", SOCKETS),
-    marks=dict.fromkeys(AFTER_THE_SUM, pytest.mark.full),
+    marks=dict.fromkeys(AFTER_THE_SUM + WITHOUT_OVERLAP, pytest.mark.full),
 )
 
 #: Around the optimizers of others, here the harness's plain SGD.
