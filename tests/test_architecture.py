@@ -189,7 +189,7 @@ SMALL = {
     "layout": 1148,
     "models": 690,
     "moe": 365,
-    "metrics": 1335,
+    "metrics": 1394,
     "monitors": 1056,
     "optim": 685,
     "phases": 365,
@@ -197,7 +197,7 @@ SMALL = {
     "precision": 680,
     "recipe": 1718,
     "registry": 600,
-    "run": 2338,
+    "run": 2343,
     "script": 520,
     "watch": 438,
 }

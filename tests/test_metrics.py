@@ -12,10 +12,13 @@ from structlog.testing import capture_logs
 
 from nanotrain_core.contracts import Monitor
 from nanotrain_core.errors import PluginError
+from nanotrain_core.layout.layout import Layout, View
 from nanotrain_core.layout.mesh import Mesh
+from nanotrain_core.metrics.board import Board
 from nanotrain_core.metrics.declared import Bins, of_ranks
 from nanotrain_core.metrics.gathered import MOST_WAITING, Gathered, Spec
 from nanotrain_core.metrics.pack import pack
+from nanotrain_core.metrics.publish import Metrics
 from nanotrain_core.metrics.table import Table
 from nanotrain_core.testing import Case, run_ranks
 from nanotrain_core.testing.collectives import CollectiveLog
@@ -294,6 +297,53 @@ def test_a_published_tensor_may_be_changed_afterwards(gather, reduce, value):
         weight += 100
 
     assert gather(publish, reduce=reduce) == value
+
+
+@pytest.mark.parametrize(
+    ("reduce", "value"), [("sum", 6.0), ("mean", 2.0), ("max", 3.0), ("min", 1.0), ("last", 2.0)]
+)
+@pytest.mark.parametrize("tensors", [(), (0,), (1,), (2,), (0, 1, 2)])
+def test_numbers_and_tensors_of_one_name_count_alike_once_it_has_a_position(reduce, value, tensors):
+    board = Board(Mesh(Layout({"dense": View(("dp",), (1,))})), {"one": [metric("x", reduce=reduce)]})
+    metrics = Metrics(board, 0, "one", strict=True)
+    for step in (1, 2, 3):  # from the second on it has a position
+        for number, each in enumerate((1.0, 3.0, 2.0)):
+            metrics.scalar("x", torch.tensor(each) if number in tensors else each)
+        (report,) = board.logged(step, {})
+        assert report.values == {"x": value}
+    for each in (math.nan, 1.0):
+        metrics.scalar("x", each)
+    (report,) = board.logged(4, {})
+    assert math.isnan(report.values["x"]) == (reduce != "last")
+    assert board.logged(5, {})[0].values == {}
+
+
+@pytest.mark.parametrize("reduce", REDUCTIONS)
+def test_numbers_of_a_step_under_way_stay_when_another_name_gets_a_position(reduce, monkeypatch):
+    """As on a device, where a step is read after the next one has published."""
+    monkeypatch.setattr(Mesh, "device_is_async", True)
+    declared = [metric("{name}", reduce=reduce), metric("first", reduce="max")]
+    board = Board(Mesh(Layout({"dense": View(("dp",), (1,))})), {"one": declared})
+    metrics = Metrics(board, 0, "one", strict=True)
+    metrics.scalar("x", 1.0)
+    board.logged(1, {})
+    metrics.scalar("first", 9.0)
+    assert [report.values for report in board.logged(2, {})] == [{"x": 1.0}]
+    metrics.scalar("x", 7.0)  # at its position, before the table has one for the other name
+    assert [report.values for report in board.rest()] == [{"first": 9.0}]
+    board.logged(3, {})
+    assert [report.values for report in board.rest()] == [{"x": 7.0}]
+
+
+def test_names_that_any_rank_published_are_told_from_sums_and_those_of_failed_monitors_left_out():
+    specs = [Spec(name, owner, metric(name)) for owner, name in enumerate("abc")]
+    table = Table(specs)
+    numbers = [2.0, 4.0, 0.0, 0.0, -3.0, 0.5]
+    for left_out, means in (((), ["a", "c"]), ((2,), ["a"]), ((0, 2), []), ((), ["a", "c"])):
+        shown = table.shown(numbers, left_out)
+        assert [*shown.means] == means
+        assert [*shown.sums(numbers)] == [{"a": 2.0, "c": -3.0}[name] for name in means]
+        assert [*shown.counts(numbers)] == [{"a": 4.0, "c": 0.5}[name] for name in means]
 
 
 @pytest.mark.parametrize("reduce", ["mean", "max"])

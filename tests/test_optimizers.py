@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from nanotrain_core.builtin.configs import AdamWConfig, PrecisionConfig, SGDConfig
+from nanotrain_core.contracts import Optimizer
 from nanotrain_core.layout.gradients import LocalGradients
 from nanotrain_core.layout.layout import Layout, View
 from nanotrain_core.layout.mesh import Mesh
@@ -167,6 +168,21 @@ def test_gradients_are_not_kept_after_a_step():
     for config, make in ((AdamWConfig(), AdamW), (SGDConfig(lr=0.1), SGD)):
         _, optimizer, _ = train_ours(make, config, bf16)
         assert all(slot.weight.grad is None for slot in optimizer.slots)
+
+
+@pytest.mark.parametrize("precision", [fp32, bf16])
+def test_blocks_of_some_parameters_are_those_of_all_and_no_others_are_made(precision, monkeypatch):
+    _, optimizer, _ = train_ours(AdamW, AdamWConfig(), precision)
+    some = {optimizer.slots[0].placement.name, optimizer.slots[3].placement.name}
+    expected = [b for b in optimizer.blocks() if b.name.partition("/")[2] in some]
+    made, place_of = [], optimizer.place
+    monkeypatch.setattr(optimizer, "place", lambda name, slot: made.append(slot) or place_of(name, slot))
+    found = list(optimizer.blocks_of(some))
+    assert [(b.name, b.offset) for b in found] == [(b.name, b.offset) for b in expected]
+    assert all(a.tensor.data_ptr() == b.tensor.data_ptr() for a, b in zip(found, expected, strict=True))
+    assert {slot.placement.name for slot in made} == some
+    of_base = Optimizer.blocks_of(optimizer, some)  # of an optimizer that only has blocks()
+    assert [b.name for b in of_base] == [b.name for b in expected]
 
 
 def bytes_of_state(precision):

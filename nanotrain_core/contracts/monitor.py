@@ -78,7 +78,7 @@ class RunInfo:
     """``optimizer_state(*names)`` yields, for each parameter that this rank updates, its state tensors of
     these names, such as ``exp_avg`` or ``master``, each with the placement of its parameter; a range of a
     parameter in several boxes. Scalars, and state that does not exist or is not stored in floating point, are
-    omitted."""
+    omitted. ``wanted=lambda placement: ...`` selects parameters: nothing is done for others."""
     tap: Callable[..., Sequence[str]]
     """``tap(look, ["layers.*.attn"])`` makes the core call ``look(name, output)`` with the modules' outputs
     in logged steps: see :meth:`nanotrain_core.run.taps.Taps.add`. In ``on_start``, on all ranks."""

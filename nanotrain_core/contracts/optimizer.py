@@ -132,6 +132,10 @@ class Optimizer:
         """
         raise NotImplementedError(f"{type(self).__name__} has no blocks()")
 
+    def blocks_of(self, parameters: Collection[str]) -> Iterable[Block]:
+        """Yield the :meth:`blocks` of parameters of these names; faster if it makes no others."""
+        return (block for block in self.blocks() if block.name.partition("/")[2] in parameters)
+
     def meta(self) -> dict[str, Any]:
         """Return the rest of the state as JSON."""
         return {}

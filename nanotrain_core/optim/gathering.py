@@ -62,6 +62,10 @@ class GatheringOptimizer(Optimizer):
         """Yield the wrapped optimizer's blocks."""
         return self.behind.blocks()
 
+    def blocks_of(self, parameters: Collection[str]) -> Iterable[Block]:
+        """Yield those of some parameters."""
+        return self.behind.blocks_of(parameters)
+
     def meta(self) -> dict[str, Any]:
         """Return the wrapped optimizer's state."""
         return self.behind.meta()

@@ -7,7 +7,7 @@ in waves.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -199,8 +199,15 @@ class MasterOptimizer(Optimizer):
 
         A scalar is yielded once per parameter, for its first range.
         """
+        return self._blocks(self.slots)
+
+    def blocks_of(self, parameters: Collection[str]) -> Iterable[Block]:
+        """Yield those of some parameters."""
+        return self._blocks(slot for slot in self.slots if slot.placement.name in parameters)
+
+    def _blocks(self, slots: Iterable[Slot]) -> Iterable[Block]:
         seen: set[str] = set()
-        for slot in self.slots:
+        for slot in slots:
             for name, tensor in {**slot.master.state(), **self.inner.state[slot.weight]}.items():
                 scalar = f"{name}/{slot.placement.name}"
                 if tensor.shape or scalar not in seen:

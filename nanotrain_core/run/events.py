@@ -253,10 +253,10 @@ class Events:
                 for number, monitor in enumerate(self.monitors)
                 if number not in self.left_out and (number in heard or number in self._failed)
             ]
-        if any(monitor.reads_weights for _, monitor in hearing):
-            self.weights_ready()
         if not hearing:
             return failed
+        if any(monitor.reads_weights for _, monitor in hearing):
+            self.weights_ready()
         about = arguments[0]
         step = getattr(about, "step", about if isinstance(about, int) else 0)
         called = self._rollbacks, event, step, next(iter(getattr(about, "values", ())), "")
@@ -373,10 +373,13 @@ def with_derived(
                 f"{type(monitor).__name__} derives the metric '{name}', {why}{names.near(name)}"
             )
         found[name] = metric
-    return attrs.evolve(
-        report,
+    return MetricsReport(
+        step=report.step,
         values={**report.values, **values},
+        histograms=report.histograms,
+        texts=report.texts,
         metrics={**report.metrics, **found},
+        failed=report.failed,
         published=report.published | values.keys(),
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -67,10 +67,12 @@ def _weights(engine: RuntimeEngine) -> Iterator[tuple[torch.Tensor, Placement]]:
     yield from ((dequantize(placed.parameter.detach()), placed.placement) for placed in run.placed)
 
 
-def _optimizer_state(run: Run, *names: str) -> Iterator[tuple[torch.Tensor, Placement]]:
-    placements = {piece.placement.name: piece.placement for piece in run.gradients.pieces()}
-    for block in run.optimizer.blocks():
+def _optimizer_state(
+    run: Run, *names: str, wanted: Callable[[Placement], bool] = lambda placement: True
+) -> Iterator[tuple[torch.Tensor, Placement]]:
+    every = {piece.placement.name: piece.placement for piece in run.gradients.pieces()}
+    placements = {name: placement for name, placement in every.items() if wanted(placement)}
+    for block in run.optimizer.blocks_of(placements):
         slot, _, parameter = block.name.partition("/")
-        placement = placements.get(parameter) if slot in names else None
-        if placement is not None and block.tensor.is_floating_point() and block.tensor.shape:
-            yield block.tensor, placement
+        if slot in names and block.tensor.is_floating_point() and block.tensor.shape:
+            yield block.tensor, placements[parameter]

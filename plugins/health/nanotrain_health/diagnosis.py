@@ -23,6 +23,9 @@ from nanotrain_core.api.torch import MetricsReport
 
 Side = Literal["low", "high"]
 
+#: Sets of names whose rules are kept: those of a step in which tensors are read, of an evaluation.
+MOST_KEPT = 64
+
 
 @attrs.define
 class Trouble:
@@ -59,17 +62,18 @@ class Diagnosis:
         self.troubles: dict[tuple[str, Side], Trouble] = {}
         self.history: dict[str, Usual] = {}
         """What is usual of metrics whose rule is relative to that."""
+        self._with_rules: dict[tuple[str, ...], list[tuple[str, Metric, Rule]]] = {}
+        """By the names of a report: those with a rule, in order. Most reports have the names of an earlier
+        one."""
 
     def judge(self, report: MetricsReport) -> list[Said]:
         """Judge a report; return sentences about the troubles that begin or end with it."""
         kind = step_kind(report.values)
         judged = [
-            (name, metric, metric.rule, value)
-            for name, metric in report.metrics.items()
-            if metric.rule is not None and (value := report.values.get(name)) is not None
-            if is_judged(metric, kind)
+            (name, metric, rule, value)
+            for name, metric, rule in self._rules_of(report.metrics)
+            if (value := report.values.get(name)) is not None and is_judged(metric, kind)
         ]
-        judged.sort(key=itemgetter(0))  # alike on every rank
         wrong: dict[tuple[str, Side], list[Found]] = defaultdict(list)
         for name, metric, rule, value in judged:
             usual = None
@@ -92,6 +96,19 @@ class Diagnosis:
             *(Said(f"step {report.step}: {text}.") for text in begun),
             *(Said(text, over=True) for text in over if text),
         ]
+
+    def _rules_of(self, metrics: Mapping[str, Metric]) -> list[tuple[str, Metric, Rule]]:
+        """Return the metrics of a report that have a rule, in an order that is the same on every rank."""
+        names = tuple(metrics)
+        found = self._with_rules.get(names)
+        if found is None:
+            if len(self._with_rules) == MOST_KEPT:
+                self._with_rules.clear()
+            rules = [
+                (name, metric, metric.rule) for name, metric in metrics.items() if metric.rule is not None
+            ]
+            found = self._with_rules[names] = sorted(rules, key=itemgetter(0))
+        return found
 
     def _there(self, key: tuple[str, Side], found: Sequence[Found], step: int) -> str:
         """Count a trouble that is present; return its sentence if it now lasts long enough, else ``""``."""

@@ -51,7 +51,7 @@ class Tensors(Watcher):
         scene.metrics.placed("updates/norm/{parameter}", changes, group=scene.block)
         if scene.detailed:
             scene.metrics.placed("updates/parameters/norm/{parameter}", changes)
-        moments = [x for x, p in scene.run.optimizer_state(*SLOTS) if self._measured(p)]
+        moments = [x for x, _ in scene.run.optimizer_state(*SLOTS, wanted=self._measured)]
         if moments:
             # As fast as norms, and finite for values whose squares are not; maxima take longer.
             sums = torch.stack([x.sum() for x in moments])
@@ -62,8 +62,8 @@ class Tensors(Watcher):
         run = self.scene.run
         return [
             (x, p)
-            for x, p in run.optimizer_state("master")
-            if x.itemsize >= 4 and x.device == run.device and self._measured(p)
+            for x, p in run.optimizer_state("master", wanted=self._measured)
+            if x.itemsize >= 4 and x.device == run.device
         ]
 
     def _changes(self, update: UpdateReport) -> list[tuple[torch.Tensor, Placement]]:

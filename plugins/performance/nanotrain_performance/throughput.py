@@ -31,6 +31,7 @@ from nanotrain_performance.windows import in_order
 
 #: Parts of a run that are not training; all others belong to a step.
 BESIDE = ("start", "evaluation", "checkpoint", "end")
+PARTS = ("data", "forward and backward", "gradient sync", "optimizer", "checkpoint", "evaluation")
 MONITORS = ("monitors", "monitors before the update")
 #: Fewest steps in the window for comparing the latest ones with the median.
 FEW = 10
@@ -155,13 +156,10 @@ class Throughput(Monitor):
         self.usual = list(meta["usual"])
 
     def _parts(self, steps: int) -> None:
-        put, now = self.run.metrics.scalar, self.run.progress.measured()
-        spent = {part: each.since(self.before.get(part)) for part, each in now.items()}
-        self.before = now
-
-        def of(part: str) -> Spent:
-            return spent.get(part, Spent())
-
+        put, before, none = self.run.metrics.scalar, self.before, Spent()
+        self.before = now = self.run.progress.measured()
+        spent = {part: each.since(before.get(part)) for part, each in now.items()}
+        data, passes, sync, optimizer, checkpoint, evaluation = (spent.get(part, none) for part in PARTS)
         step = monitors = exposed = messages = 0.0
         for part, each in spent.items():
             if part in BESIDE:
@@ -174,14 +172,14 @@ class Throughput(Monitor):
                 messages += each.messages
         if step <= 0:  # a device's clock has not been read yet
             return
-        put("time/data", of("data").busy / steps)
+        put("time/data", data.busy / steps)
         if self.settled:
-            put("time/data_fraction", of("data").busy / step)
-        put("time/forward_backward", (of("forward and backward").busy + of("gradient sync").busy) / steps)
-        put("time/optimizer", of("optimizer").busy / steps)
+            put("time/data_fraction", data.busy / step)
+        put("time/forward_backward", (passes.busy + sync.busy) / steps)
+        put("time/optimizer", optimizer.busy / steps)
         put("time/exposed_communication", exposed / steps)
         put("time/exposed_fraction", exposed / step)
         put("time/pipeline_wait", messages / steps)
         put("time/monitors", monitors / steps)
-        put("time/checkpoint", of("checkpoint").seconds)
-        put("time/evaluation", of("evaluation").seconds)
+        put("time/checkpoint", checkpoint.seconds)
+        put("time/evaluation", evaluation.seconds)
