@@ -189,7 +189,7 @@ SMALL = {
     "layout": 1148,
     "models": 690,
     "moe": 365,
-    "metrics": 1394,
+    "metrics": 1335,
     "monitors": 1056,
     "optim": 685,
     "phases": 365,

@@ -335,17 +335,6 @@ def test_numbers_of_a_step_under_way_stay_when_another_name_gets_a_position(redu
     assert [report.values for report in board.rest()] == [{"x": 7.0}]
 
 
-def test_names_that_any_rank_published_are_told_from_sums_and_those_of_failed_monitors_left_out():
-    specs = [Spec(name, owner, metric(name)) for owner, name in enumerate("abc")]
-    table = Table(specs)
-    numbers = [2.0, 4.0, 0.0, 0.0, -3.0, 0.5]
-    for left_out, means in (((), ["a", "c"]), ((2,), ["a"]), ((0, 2), []), ((), ["a", "c"])):
-        shown = table.shown(numbers, left_out)
-        assert [*shown.means] == means
-        assert [*shown.sums(numbers)] == [{"a": 2.0, "c": -3.0}[name] for name in means]
-        assert [*shown.counts(numbers)] == [{"a": 4.0, "c": 0.5}[name] for name in means]
-
-
 @pytest.mark.parametrize("reduce", ["mean", "max"])
 def test_a_number_on_the_host_joins_those_of_the_device(gather, reduce):
     """``meta`` stands for a device here: tensors of it and of the host cannot be stacked."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
-from operator import truediv
 
 import attrs
 import torch
@@ -22,7 +21,7 @@ from nanotrain_core.errors import PluginError
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.metrics.core import CORE
 from nanotrain_core.metrics.declared import Metric, Names, check_distinct
-from nanotrain_core.metrics.gathered import Gathered, Number, Spec
+from nanotrain_core.metrics.gathered import Gathered, Spec
 from nanotrain_core.metrics.pack import pack
 from nanotrain_core.metrics.report import Histogram, MetricsReport
 from nanotrain_core.metrics.table import Table
@@ -106,24 +105,14 @@ class Board:
 
     # --- what monitors publish ---------------------------------------------------------------
 
-    def scalar(self, spec: Spec, value: Number, weight: Number) -> None:
-        """Add a number, or the current value of a tensor; ``weight`` is its weight in a mean."""
-        at = self.table.places.get(spec.name)
-        if at is not None and at[2] is spec and not (self.gathered and spec.name in self.gathered):
-            if type(value) is float and type(weight) is float:
-                self.table.add(at, value, weight)
-                return
-            if spec.metric.reduce == "last":
-                self.table.clear(at)
-        self.take(spec).scalar(value, weight)
-
-    def of_rank(self, spec: Spec, value: float) -> None:
-        """Add a value of this rank."""
+    def add(self, spec: Spec, place: int, value: float, weight: float = 1.0) -> None:
+        """Add ``value * weight`` to the sum number ``place`` of a mean or a per-rank value, and the weight to
+        the sum that counts it."""
         at = self.table.places.get(spec.name)
         known = at if at and at[2] is spec else None
         sums, first = (self.table.sums, known[1]) if known else (self.take(spec).sums, 0)
-        sums[first + self.mesh.rank] += value
-        sums[first + self.mesh.rank + spec.ranks] += 1.0
+        sums[first + place] += value * weight if weight else 0.0
+        sums[first + place + (spec.ranks or 1)] += weight
 
     def take(self, spec: Spec) -> Gathered:
         """Return where to accumulate values of a name.
@@ -277,7 +266,7 @@ class Board:
         for spec in new:
             self._check_values(spec)
         known = (spec for _, _, spec in self.table.places.values())  # which keep their positions
-        self.table = Table([*known, *new], self.table)
+        self.table = Table([*known, *new], self.table.sums[: self.table.width])
         self._metrics |= {name: spec.metric_of(name, self.names) for spec in new for name in spec.names}
         return Table(new), texts
 
@@ -301,10 +290,14 @@ class Board:
         """Return the numbers, and the histograms, of all names of ``table`` that any rank published, except
         those of monitors that ``failed``."""
         most = table.width  # where maxima begin: after all sums
-        shown = table.shown(numbers, failed)
-        values = dict(zip(shown.means, map(truediv, shown.sums(numbers), shown.counts(numbers)), strict=True))
+        values: dict[str, float] = {}
         histograms: dict[str, Histogram] = {}
-        for number, first, spec in shown.others:
+        for number, first, spec in table.published(numbers):
+            if failed and spec.owner in failed:
+                continue
+            if spec.is_mean:  # most are: without a call
+                values[spec.name] = numbers[first] / numbers[first + 1]
+                continue
             if spec.is_number:
                 values[spec.name] = spec.scalar(numbers[first], numbers[first + 1], numbers[most + number])
                 continue

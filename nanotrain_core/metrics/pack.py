@@ -46,7 +46,7 @@ def pack(
                 numbers[position] += each
         else:
             numbers[first : first + len(mine.sums)] = array("d", mine.sums)
-        numbers[after + number] = max(numbers[after + number], mine.most)
+        numbers[after + number] = mine.most
         if (unread := mine.unread) is None:
             continue
         for place, vectors in unread.sums.items():

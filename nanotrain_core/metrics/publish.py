@@ -54,12 +54,15 @@ class Metrics:
         Raises:
             PluginError: the name is not this monitor's to publish, or is declared differently.
         """
+        spec = self._specs.get(name)
+        plain = unit is None and reduce is None  # as most are
+        if spec and spec.is_mean and plain and type(value) is float and type(weight) is float:
+            return self._board.add(spec, 0, value, weight)
         if isinstance(value, torch.Tensor) and value.numel() != 1:
             raise PluginError(f"the metric '{name}' has {value.numel()} values; expected one number")
-        spec = self._specs.get(name)
         if spec is None or not spec.is_number or unit is not None or reduce is not None:
             spec = self._spec(name, "scalar", unit=unit, reduce=reduce)
-        self._board.scalar(spec, value, weight)
+        self._board.take(spec).scalar(value, weight)
 
     def of_rank(self, name: str, value: float) -> None:
         """Publish a value of this rank, to report how ranks differ.
@@ -78,7 +81,7 @@ class Metrics:
         spec = self._specs.get(name)
         if spec is None or not spec.ranks:
             spec = self._spec(name, "scalar", ranks=self._board.mesh.world_size)
-        self._board.of_rank(spec, value)
+        self._board.add(spec, self._board.mesh.rank, value)
 
     def histogram(
         self, name: str, values: torch.Tensor, *, bins: Bins | None = None, weight: Number = 1.0
