@@ -213,3 +213,9 @@ def test_of_a_rank_with_two_stages_a_terminal_has_the_one_that_keeps_most(tmp_pa
 def test_of_a_sequence_that_ranks_share_a_plan_has_the_largest_part(length, ranks):
     layout = Layout({"dense": View(("pp", "dp", "cp"), (2, 2, 2))}, sequence_dims=("cp",))
     assert pipeline_of_most_tokens(layout, 2, length) == ranks  # of seven tokens, the second rank has four
+
+
+@pytest.mark.parametrize(("sequences", "ranks"), [(6, [0, 4]), (7, [2, 6])])
+def test_of_sequences_that_ranks_share_a_plan_has_the_largest_share(sequences, ranks):
+    layout = Layout({"dense": View(("pp", "dp", "cp"), (2, 2, 2))}, sequence_dims=("cp",))
+    assert pipeline_of_most_tokens(layout, 2, 6, sequences) == ranks  # the second of two has four of seven

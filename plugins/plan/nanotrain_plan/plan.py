@@ -105,7 +105,7 @@ class Plan:
         for pp_rank in range(self.stages.pp):
             for phase in phases_of(self.stages, pp_rank):
                 total += sum(phase.gemm_flops.values()) - phase.attention_flops / 2
-        return total * self.ranks / self.stages.pp / self.data.tokens_per_step
+        return total * self.ranks / self.stages.pp / self.stages.tokens
 
     @property
     def peak_tflops(self) -> float:

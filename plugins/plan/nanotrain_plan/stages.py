@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 
 from nanotrain_core.api import Action, Costs, Layout, Part, Recipe, Registry, Selection
-from nanotrain_core.api.torch import Model, Run, Schedule, share_of
+from nanotrain_core.api.torch import Model, Run, Schedule, Shard, share_of
 from nanotrain_plan.dry.rank import RankStep, Sort, dry_rank, dry_recipe, sorts_of, survey
 from nanotrain_plan.dry.recorder import Phase
 from nanotrain_plan.dry.values import Values
@@ -52,6 +52,13 @@ class Stages:
     def pp(self) -> int:
         """Pipeline ranks."""
         return len(self.actions)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step if all ranks had as many as those that it was taken of, which have most."""
+        batch, layout = self.recipe.batch, self.layout
+        dp, parts = layout.size("dp"), layout.size(*layout.sequence_dims)
+        return dp * -(-batch.sequences // dp) * parts * -(-batch.length // parts)
 
     def step_of(self, pp_rank: int) -> RankStep:
         """Return what was measured for a pipeline rank, on it or on one of its kind."""
@@ -101,7 +108,7 @@ def dry_stages(
     parts: tuple[Part, ...] | None = None,
     processes: int = 1,
 ) -> Stages:
-    """Take a step of one rank of each kind: where parts of sequences differ, of those with the largest.
+    """Take a step of one rank of each kind: where ranks have different numbers of tokens, of those with most.
 
     Args:
         recipe: checked, of the world size to plan.
@@ -122,7 +129,7 @@ def dry_stages(
     costs = model.flops(recipe.batch.length)
     parts = tuple(schedule.parts(costs, pp))
     microbatches = recipe.batch.microbatches(layout.size("dp"))
-    ranks = pipeline_of_most_tokens(layout, pp, recipe.batch.length)
+    ranks = pipeline_of_most_tokens(layout, pp, recipe.batch.length, recipe.batch.sequences)
     told = survey(recipe, registry, ranks, host=host) if pp > 1 else []
     kinds: dict[Kind | int, int] = {}
     like = []
@@ -156,19 +163,21 @@ def dry_stages(
     )
 
 
-def pipeline_of_most_tokens(layout: Layout, pp: int, length: int) -> list[int]:
-    """Return ranks, one for each of ``pp`` pipeline ranks, with the largest part of each sequence.
+def pipeline_of_most_tokens(layout: Layout, pp: int, length: int, sequences: int | None = None) -> list[int]:
+    """Return ranks, one for each of ``pp`` pipeline ranks, with the most tokens of a batch.
 
-    Where context parallelism shares out ``length`` tokens, parts may differ by one: the largest takes the
-    most memory and time. Of several such pipelines it is the first.
+    Where data parallelism shares out ``sequences`` (None: as many to each) or context parallelism the
+    ``length`` tokens of each, parts may differ by one: the largest takes the most memory and time. Of several
+    such pipelines it is the first.
     """
-    shared = layout.sequence_dims
+    shared, dp = layout.sequence_dims, layout.size("dp")
 
-    def tokens(rank: int) -> int:
+    def tokens(rank: int) -> tuple[int, int]:
+        rows = Shard(layout.coordinate(rank, "dp"), dp).rows(dp if sequences is None else sequences)
         first, end = share_of(length, layout.coordinate(rank, *shared), layout.size(*shared))
-        return end - first
+        return len(rows), end - first
 
-    start = max(layout.ranks(0, *shared), key=tokens)
+    start = max(layout.ranks(0, "dp", *shared), key=tokens)
     stride = layout.view(["pp"]).stride("pp") if pp > 1 else 0
     return [start + number * stride for number in range(pp)]
 
