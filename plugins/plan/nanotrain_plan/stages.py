@@ -84,7 +84,11 @@ class Stages:
 
     def phase(self, pp_rank: int, action: Action) -> Phase:
         """Return what was measured for an action of a pipeline rank."""
-        kind, stage, place, split = self.sorts[pp_rank][action]
+        return self.phase_of(pp_rank, self.sorts[pp_rank][action])
+
+    def phase_of(self, pp_rank: int, sort: Sort) -> Phase:
+        """Return what was measured for the actions of a sort."""
+        kind, stage, place, split = sort
         return self.step_of(pp_rank).phase((kind, self.as_measured(pp_rank, stage), place, split))
 
     def as_measured(self, pp_rank: int, stage: int) -> int:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Mapping
 
 import attrs
 
-from nanotrain_core.api import Durations, Timeline, simulate
+from nanotrain_core.api import Action, Durations, Timeline, simulate
 from nanotrain_plan.comms import CollectiveTime, Links
-from nanotrain_plan.dry.rank import Sort
+from nanotrain_plan.dry.rank import Sort, place_of
 from nanotrain_plan.dry.recorder import ATTENTION, Phase
 from nanotrain_plan.hardware import Hardware
 from nanotrain_plan.stages import Stages
@@ -38,6 +38,23 @@ KINDS = tuple(field.name for field in attrs.fields(PhaseTime))
 
 
 @attrs.define(frozen=True, kw_only=True)
+class SortDurations(Durations):
+    """What each sort of action takes in the schedule.
+
+    A backward pass with weight gradients has a time of its own, which is not a sum of two others, and so has
+    the last microbatch, which may have fewer sequences.
+    """
+
+    times: Mapping[Sort, float]
+    microbatches: int
+
+    def of(self, action: Action, *, split: bool) -> float:
+        """Return the seconds of an action."""
+        place = place_of(action.microbatch, self.microbatches)
+        return self.times[action.kind, action.stage, place, split]
+
+
+@attrs.define(frozen=True, kw_only=True)
 class StepTime:
     """Times of one optimizer step, in seconds."""
 
@@ -51,8 +68,8 @@ class StepTime:
     busiest: PhaseTime
     """What the pipeline rank with most to do spends its actions on."""
     timeline: Timeline
-    durations: Durations
-    """Of the actions of each stage."""
+    durations: SortDurations
+    """Of the actions."""
 
 
 def phase_time(phase: Phase, hardware: Hardware, collectives: CollectiveTime) -> PhaseTime:
@@ -91,7 +108,7 @@ def step_time(
     of = _timer(stages, hardware, collectives)
     times, busiest = _of_actions(stages, of)
     message = _longest_message(stages, collectives or Links(hardware, stages.layout).time)
-    of_actions = durations(times, len(stages.parts), p2p=message)
+    of_actions = SortDurations(times=times, microbatches=stages.microbatches, p2p=message)
     timeline = simulate(stages.actions, of_actions)
     after, pipeline = _longest_after(stages, of), timeline.makespan
     return StepTime(
@@ -143,25 +160,29 @@ def _timer(
     return of
 
 
-def _of_actions(
-    stages: Stages, of: Callable[[Phase], PhaseTime]
-) -> tuple[dict[tuple[str, int], float], PhaseTime]:
-    """Return seconds by kind of action and stage, and what the pipeline rank with most to do spends."""
-    times: dict[tuple[str, int], float] = {}
+def _of_actions(stages: Stages, of: Callable[[Phase], PhaseTime]) -> tuple[dict[Sort, float], PhaseTime]:
+    """Return seconds by sort of action, and what the pipeline rank with most to do spends."""
+    times: dict[Sort, float] = {}
     busiest = PhaseTime()
     for pp_rank in range(stages.pp):
-        counts: Counter[Sort] = Counter()
-        for kind, stage, _, split in stages.sorts[pp_rank].values():
-            counts[kind, stage, 1, split] += 1
         spent = []
-        for sort, count in counts.items():
-            kind, stage, _, split = sort
-            time = of(_between(stages, pp_rank, sort))
+        for sort, count in Counter(stages.sorts[pp_rank].values()).items():
+            time = _in_pipeline(stages, pp_rank, sort, of)
+            times[sort] = time.total
             spent.append((time, count))
-            if split or kind == "F" or (kind, stage) not in times:  # of a whole B the W is a part
-                times[kind, stage] = time.total
         busiest = max(busiest, _sum(spent), key=lambda time: time.total)
     return times, busiest
+
+
+def _in_pipeline(stages: Stages, pp_rank: int, sort: Sort, of: Callable[[Phase], PhaseTime]) -> PhaseTime:
+    """Return what an action takes in the schedule: less in the last microbatch if that has fewer sequences.
+
+    What it takes longer there, as gradient sync does, comes after the schedule: see :func:`_after`.
+    """
+    middle = of(_between(stages, pp_rank, sort))
+    if sort[2] != 2:
+        return middle
+    return min(middle, of(stages.phase_of(pp_rank, sort)), key=lambda time: time.total)
 
 
 def _longest_message(stages: Stages, collectives: Callable[[Phase], CollectiveTime]) -> float:
@@ -190,7 +211,7 @@ def _longest_after(stages: Stages, of: Callable[[Phase], PhaseTime]) -> float:
 def _between(stages: Stages, pp_rank: int, sort: Sort) -> Phase:
     """Return the phase of a microbatch in the middle, which has no gradient sync."""
     kind, stage, _, split = sort
-    return stages.step_of(pp_rank).phase((kind, stages.as_measured(pp_rank, stage), 1, split))
+    return stages.phase_of(pp_rank, (kind, stage, 1, split))
 
 
 def _around(stages: Stages, pp_rank: int) -> Mapping[str, Phase]:
@@ -202,19 +223,8 @@ def _after(
 ) -> float:
     """Return what follows a rank's actions, and what the last microbatch adds to a backward pass."""
     extra = 0.0
-    last = stages.microbatches - 1
-    for action in stages.actions[pp_rank]:
-        if action.microbatch == last and last:
-            here = of(stages.phase(pp_rank, action)).total
-            extra += max(0.0, here - of(_between(stages, pp_rank, stages.sorts[pp_rank][action])).total)
+    for sort in stages.sorts[pp_rank].values():
+        if sort[2] == 2:
+            here = of(stages.phase_of(pp_rank, sort)).total
+            extra += here - _in_pipeline(stages, pp_rank, sort, of).total
     return extra + sum(around.values())
-
-
-def durations(times: Mapping[tuple[str, int], float], stages: int, p2p: float) -> Durations:
-    """Return the simulator's times of each stage; ``p2p``: seconds of a message between two of them."""
-    return Durations(
-        forward=tuple(times["F", stage] for stage in range(stages)),
-        backward=tuple(times["B", stage] for stage in range(stages)),
-        weight=tuple(times.get(("W", stage), 0.0) for stage in range(stages)),
-        p2p=p2p,
-    )

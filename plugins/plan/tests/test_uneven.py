@@ -13,7 +13,7 @@ ranks = {ranks}
 [batch]
 sequences = {sequences}
 microbatch = {microbatch}
-length = 1024
+length = 2048
 [model]
 use = "transformer"
 layers = 2
@@ -51,3 +51,54 @@ def test_a_step_takes_as_long_and_as_much_as_on_the_ranks_with_most_sequences(pl
     assert uneven.executed == pytest.approx(even.executed)  # of a token
     told = to_json(uneven)["time"]
     assert told["mfu"] < told["hfu"]
+
+
+def test_a_last_microbatch_of_fewer_sequences_takes_less_time(plan):
+    four, one, five = plan(4, 4), plan(1, 4), plan(5, 4)
+    assert five.time.pipeline == pytest.approx(four.time.pipeline + one.time.pipeline, rel=0.03)
+    assert five.time.busiest.total == pytest.approx(five.time.pipeline)
+    assert five.time.pipeline < 0.8 * plan(8, 4).time.pipeline
+
+
+PIPELINE = """
+[topology]
+pp = 2
+[schedule]
+use = "{schedule}"
+"""
+
+
+def test_in_a_pipeline_a_last_microbatch_of_one_sequence_takes_as_long_as_any_of_one(plan):
+    more = PIPELINE.format(schedule="1f1b")
+    uneven, ones = (plan(*batch, ranks=2, more=more).time for batch in ((13, 4), (4, 1)))
+    last, alone = (
+        {
+            (slot.action.kind, slot.action.stage): slot.end - slot.start
+            for row in time.timeline.rows
+            for slot in row
+            if slot.action.microbatch == 3
+        }
+        for time in (uneven, ones)
+    )
+    assert last == pytest.approx(alone)
+
+
+@pytest.mark.parametrize("pp", [2, 4])
+def test_a_whole_backward_pass_takes_as_long_as_its_halves(plan, pp):
+    """DualPipe-V has some stages whose first and last microbatches alone have W passes."""
+    more = PIPELINE.format(schedule="dualpipe_v").replace("pp = 2", f"pp = {pp}")
+    time = plan(16, 1, ranks=pp, more=more, model__layers=2 * pp).time
+    seconds: dict = {}
+    halves = {slot.action.kind for row in time.timeline.rows for slot in row}
+    assert halves == {"F", "B", "W"}
+    for row in time.timeline.rows:
+        assert sum(slot.end - slot.start for slot in row) <= time.busiest.total * (1 + 1e-9)
+        split = {(s.action.stage, s.action.microbatch) for s in row if s.action.kind == "W"}
+        for slot in row:
+            key = slot.action.stage, slot.action.kind, (slot.action.stage, slot.action.microbatch) in split
+            seconds.setdefault(key, slot.end - slot.start)
+    both = [stage for stage in range(2 * pp) if {(stage, "B", True), (stage, "B", False)} <= {*seconds}]
+    assert both
+    for stage in both:
+        parts = seconds[stage, "B", True] + seconds[stage, "W", True]
+        assert parts == pytest.approx(seconds[stage, "B", False], rel=0.1)

@@ -90,27 +90,36 @@ class RankStep:
     """What ``look`` of :func:`dry_rank` returned."""
 
     def phase(self, sort: Sort) -> Phase:
-        """Return what was measured for an action, or for one as near as there is."""
+        """Return what was measured for an action, or for one as near as there is.
+
+        A backward pass without weight gradients stands for no whole one, wherever in a step. A forward pass
+        is the same with either, but may differ by its place.
+        """
         kind, stage, place, split = sort
-        for near in (place, 1, 0, 2):
-            for halves in (split, not split):
-                if (kind, stage, near, halves) in self.measured:
-                    return self.measured[kind, stage, near, halves]
+        places, halves = (place, 1, 0, 2), (split, not split)
+        if kind == "F":
+            wanted = [(near, half) for near in places for half in halves]
+        else:
+            wanted = [(near, half) for half in halves for near in places]
+        for near, half in wanted:
+            if (kind, stage, near, half) in self.measured:
+                return self.measured[kind, stage, near, half]
         raise KeyError(sort)
+
+
+def place_of(microbatch: int, microbatches: int) -> int:
+    """Return the place of a microbatch in its step: 0 of the first (and only) one, 2 of the last, else 1."""
+    return 0 if microbatch == 0 else 2 if microbatch == microbatches - 1 else 1
 
 
 def sorts_of(actions: Sequence[Action], microbatches: int) -> dict[Action, Sort]:
     """Return the sort of each action of a rank."""
     split = {(action.stage, action.microbatch) for action in actions if action.kind == "W"}
-
-    def place(number: int) -> int:
-        return 0 if number == 0 else 2 if number == microbatches - 1 else 1
-
     return {
         action: (
             action.kind,
             action.stage,
-            place(action.microbatch),
+            place_of(action.microbatch, microbatches),
             (action.stage, action.microbatch) in split,
         )
         for action in actions
