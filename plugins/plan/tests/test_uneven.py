@@ -89,8 +89,6 @@ def test_a_whole_backward_pass_takes_as_long_as_its_halves(plan, pp):
     more = PIPELINE.format(schedule="dualpipe_v").replace("pp = 2", f"pp = {pp}")
     time = plan(16, 1, ranks=pp, more=more, model__layers=2 * pp).time
     seconds: dict = {}
-    halves = {slot.action.kind for row in time.timeline.rows for slot in row}
-    assert halves == {"F", "B", "W"}
     for row in time.timeline.rows:
         assert sum(slot.end - slot.start for slot in row) <= time.busiest.total * (1 + 1e-9)
         split = {(s.action.stage, s.action.microbatch) for s in row if s.action.kind == "W"}
@@ -99,6 +97,8 @@ def test_a_whole_backward_pass_takes_as_long_as_its_halves(plan, pp):
             seconds.setdefault(key, slot.end - slot.start)
     both = [stage for stage in range(2 * pp) if {(stage, "B", True), (stage, "B", False)} <= {*seconds}]
     assert both
+    halves = [seconds[stage, "B", True] for stage in range(1, 2 * pp - 1)]  # of a layer each
+    assert halves == pytest.approx([halves[0]] * len(halves), rel=0.1)
     for stage in both:
         parts = seconds[stage, "B", True] + seconds[stage, "W", True]
         assert parts == pytest.approx(seconds[stage, "B", False], rel=0.1)
