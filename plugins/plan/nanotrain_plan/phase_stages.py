@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import attrs
 
-from nanotrain_core.api import PhaseTimeline, Recipe, Registry
+from nanotrain_core.api import Action, PhaseTimeline, Recipe, Registry
 from nanotrain_core.api.torch import Schedule
-from nanotrain_plan.dry.rank import sorts_of
+from nanotrain_plan.dry.rank import Sort, sorts_of
 from nanotrain_plan.hardware import Hardware
 from nanotrain_plan.memory import RankMemory, all_ranks, most_on_host
 from nanotrain_plan.stages import Stages, dry_stages
@@ -18,31 +18,56 @@ class PhaseStages:
     """Stages by phase. A run cuts them once, and so all phases have those of the first argument.
 
     Microbatches of another shape are measured by a dry step of their own. Another number of them is a
-    schedule of the same actions.
+    schedule of the same actions, unless it has passes that were not measured.
     """
 
     def __init__(self, stages: Stages, registry: Registry, hardware: Hardware) -> None:
         """``stages``: of the phase with most tokens in a microbatch."""
         self.stages, self.registry, self.hardware = stages, registry, hardware
         self.schedule: Schedule = registry.build(stages.recipe.schedule)
-        self._measured = {_microbatch(stages.recipe): stages}
-        self._known = {_step_of(stages.recipe, stages): stages}
+        step = _step_of(stages.recipe, stages)
+        self._measured = {step.measured_as: stages}
+        self._known = {step: stages}
 
     def of(self, now: Recipe) -> Stages:
         """Return the stages of a phase's recipe, the same object for microbatches alike."""
-        first = self.stages
-        step = shape, count = _step_of(now, first)
-        if shape not in self._measured:
-            self._measured[shape] = dry_stages(
+        step = _step_of(now, self.stages)
+        if step not in self._known:
+            self._known[step] = self._find(now, step)
+        return self._known[step]
+
+    def _find(self, now: Recipe, step: _Step) -> Stages:
+        first, count = self.stages, step.microbatches
+        actions = tuple(map(tuple, self.schedule.actions(first.pp, count)))
+        sorts = [sorts_of(own, count) for own in actions]
+        measured = self._measured.get(step.measured_as)
+        if measured is None or not _passes(sorts) <= _passes(measured.sorts):
+            measured = dry_stages(
                 now, self.registry, first.layout, host=self.hardware.gloo, parts=first.parts
             )
-        if step not in self._known:
-            actions = tuple(map(tuple, self.schedule.actions(first.pp, count)))
-            sorts = [sorts_of(own, count) for own in actions]
-            self._known[step] = attrs.evolve(
-                self._measured[shape], actions=actions, sorts=sorts, microbatches=count
-            )
-        return self._known[step]
+            self._measured[step.measured_as] = measured
+        recipe = attrs.evolve(measured.recipe, batch=now.batch)
+        return attrs.evolve(measured, recipe=recipe, actions=actions, sorts=sorts, microbatches=count)
+
+
+@attrs.define(frozen=True)
+class _Step:
+    """What tells a phase's step from others."""
+
+    sequences: int
+    """Of a microbatch, on the ranks with most."""
+    last: int
+    """Of the last microbatch."""
+    length: int
+    microbatches: int
+
+    @property
+    def measured_as(self) -> tuple[int, int, int, int]:
+        """Steps for which this is the same have the same microbatches, but for the number of those between.
+
+        The first one, if it is the only one, also has what the last one has: gradient sync.
+        """
+        return self.sequences, self.last, self.length, min(self.microbatches, 3)
 
 
 @attrs.define(frozen=True, kw_only=True)
@@ -89,10 +114,13 @@ def reached(recipe: Recipe) -> Iterator[tuple[int, Recipe]]:
     yield from ((number, now) for number, now in timeline.corners() if number < last)
 
 
-def _step_of(now: Recipe, stages: Stages) -> tuple[tuple[int, int], int]:
-    """Return what tells a phase's step from others: the shape and the number of its microbatches."""
-    return _microbatch(now), now.batch.microbatches(stages.layout.size("dp"))
+def _step_of(now: Recipe, stages: Stages) -> _Step:
+    batch, dp = now.batch, stages.layout.size("dp")
+    rows, count = -(-batch.sequences // dp), batch.microbatches(dp)
+    full = min(batch.microbatch, rows)
+    return _Step(full, rows - (count - 1) * full, batch.length, count)
 
 
-def _microbatch(recipe: Recipe) -> tuple[int, int]:
-    return recipe.batch.microbatch, recipe.batch.length
+def _passes(sorts: Sequence[Mapping[Action, Sort]]) -> set[tuple[str, int]]:
+    """Return the kinds of actions of each stage: of few microbatches, some may have no W passes."""
+    return {sort[:2] for own in sorts for sort in own.values()}

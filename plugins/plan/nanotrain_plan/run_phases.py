@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import attrs
 
@@ -34,8 +34,9 @@ class RunPhase:
 def run_phases(recipe: Recipe, registry: Registry, phases: PhaseStages) -> tuple[RunPhase, ...]:
     """Return what the phases of a run take, those that it does not reach left out.
 
-    A step is simulated at the first and the last batch size of a phase; between them its time grows by as
-    much for each sequence, since every microbatch takes as long as another.
+    A step is simulated at the first and the last batch size of a phase, and at the size between them with
+    which a rank has one full microbatch. Up to there microbatches grow, and after it their number: between
+    these sizes a step's time grows by as much for each sequence.
 
     Args:
         recipe: with its phases.
@@ -44,6 +45,7 @@ def run_phases(recipe: Recipe, registry: Registry, phases: PhaseStages) -> tuple
     """
     timeline = PhaseTimeline(recipe)
     known: dict[int, float] = {}
+    dp = phases.stages.layout.size("dp")
 
     def seconds(now: Recipe) -> float:
         stages = phases.of(now)
@@ -54,7 +56,7 @@ def run_phases(recipe: Recipe, registry: Registry, phases: PhaseStages) -> tuple
     found: dict[int, list[PhaseStretch]] = {}
     for stretch in timeline.stretches(recipe.run.steps) if recipe.phase else ():
         found.setdefault(stretch.phase, []).append(stretch)
-    return tuple(_phase(timeline, own, registry, seconds) for own in found.values())
+    return tuple(_phase(timeline, own, registry, seconds, dp) for own in found.values())
 
 
 def _phase(
@@ -62,11 +64,15 @@ def _phase(
     stretches: Sequence[PhaseStretch],
     registry: Registry,
     seconds: Callable[[Recipe], float],
+    dp: int,
 ) -> RunPhase:
     number, first, last = stretches[0].phase, stretches[0].sequences, stretches[-1].sequences
-    begin, end = (timeline.with_batch(number, size) for size in (first, last))
-    one, other = seconds(begin), seconds(end)
-    growth = (other - one) / (last - first) if last != first else 0.0
+    begin = timeline.with_batch(number, first)
+    sizes = {first, last}
+    full = begin.batch.microbatch * dp
+    if min(sizes) < full < max(sizes):
+        sizes.add(full)
+    known = {size: seconds(timeline.with_batch(number, size)) for size in sorted(sizes)}
     return RunPhase(
         name=timeline.recipe.phase[number].name or f"phase {number}",
         steps=sum(each.steps for each in stretches),
@@ -74,6 +80,13 @@ def _phase(
         length=begin.batch.length,
         flops_per_token=count_flops(begin, registry).model,
         sequences=(first, last),
-        step=(one, other),
-        seconds=sum(each.steps * (one + growth * (each.sequences - first)) for each in stretches),
+        step=(known[first], known[last]),
+        seconds=sum(each.steps * _between(known, each.sequences) for each in stretches),
     )
+
+
+def _between(known: Mapping[int, float], size: int) -> float:
+    """Return the value at ``size`` on the lines through those that are known."""
+    low, high = max(each for each in known if each <= size), min(each for each in known if each >= size)
+    share = (size - low) / (high - low) if high > low else 0.0
+    return known[low] + share * (known[high] - known[low])

@@ -4,7 +4,7 @@ import pytest
 from nanotrain_plan.hardware import find_hardware
 from nanotrain_plan.plan import make_plan, to_json
 
-from nanotrain_core.api import resolve_recipe
+from nanotrain_core.api import PhaseTimeline, resolve_recipe
 
 RECIPE = """
 [run]
@@ -102,3 +102,44 @@ def test_a_whole_backward_pass_takes_as_long_as_its_halves(plan, pp):
     for stage in both:
         parts = seconds[stage, "B", True] + seconds[stage, "W", True]
         assert parts == pytest.approx(seconds[stage, "B", False], rel=0.1)
+
+
+RAMP = """
+[[phase]]
+name = "ramp"
+until_tokens = 200_000
+batch.sequences = {start = 2, end = 24, by = 2}
+[[phase]]
+name = "rest"
+"""
+
+
+def test_a_phase_with_less_than_a_microbatch_takes_as_long_as_by_itself(plan):
+    ramp = plan(24, 8, ranks=2, more=RAMP)
+    alone = {size: plan(size, 8, ranks=2).time.seconds for size in range(2, 26, 2)}
+    first, last = ramp.phases[0].sequences
+    assert ramp.phases[0].step == pytest.approx((alone[first], alone[last]))
+    stretches = [each for each in PhaseTimeline(ramp.recipe).stretches(20) if each.phase == 0]
+    seconds = sum(each.steps * alone[each.sequences] for each in stretches)
+    assert ramp.phases[0].seconds == pytest.approx(seconds, rel=0.03)
+
+
+MORE_PASSES = """
+[[phase]]
+until_tokens = 50_000
+batch.length = 512
+batch.sequences = {start = 4, end = 16, by = 1}
+[[phase]]
+batch.length = 2048
+batch.sequences = 16
+"""
+
+
+def test_a_phase_may_grow_into_a_schedule_with_more_w_passes(plan):
+    """DualPipe-V with 4 microbatches on 4 ranks has stages without W passes; the phase begins so."""
+    more = PIPELINE.format(schedule="dualpipe_v").replace("pp = 2", "pp = 4")
+    sizes = {"batch__length": 2048, "model__layers": 8}
+    phase = plan(16, 1, ranks=4, more=more + MORE_PASSES, **sizes).phases[0]
+    short = {**sizes, "batch__length": 512}
+    alone = [plan(size, 1, ranks=4, more=more, **short).time.seconds for size in phase.sequences]
+    assert phase.step == pytest.approx(alone, rel=0.01)
