@@ -68,7 +68,7 @@ class StepTime:
     busiest: PhaseTime
     """What the pipeline rank with most to do spends its actions on."""
     timeline: Timeline
-    durations: SortDurations
+    durations: Durations
     """Of the actions."""
 
 
