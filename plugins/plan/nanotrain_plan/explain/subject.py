@@ -65,7 +65,7 @@ class Subject:
         return sorted(self.stages.steps)
 
     def rank(self, pp_rank: int) -> int:
-        """Return the first global rank of a pipeline rank that is told."""
+        """Return the global rank whose step was taken, of a pipeline rank that is told."""
         return self.stages.steps[pp_rank].rank
 
     def looked(self, pp_rank: int) -> Looked:
