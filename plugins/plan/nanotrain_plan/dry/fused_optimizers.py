@@ -10,7 +10,7 @@ import torch
 from torch.library import Library
 from torch.optim import optimizer
 
-_META = Library("aten", "IMPL", "Meta")  # kept: torch forgets kernels with their library
+_META = Library("aten", "IMPL", "Meta")  # type: ignore[no-untyped-call]  # kept: torch forgets it otherwise
 
 
 def _updates(*args: Any, **kwargs: Any) -> None:
@@ -19,7 +19,7 @@ def _updates(*args: Any, **kwargs: Any) -> None:
 
 for _name in ("_fused_sgd_", "_fused_sgd_.tensor_lr", "_fused_adagrad_"):
     if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{_name}", "Meta"):
-        _META.impl(_name, _updates)
+        _META.impl(_name, _updates)  # type: ignore[no-untyped-call]
 
 
 @contextmanager
