@@ -32,7 +32,7 @@ class DryKernels(Kernels):
             return TORCH
         if self.config.host:
             return replace(TORCH, attention=attention_on_host)
-        loss = partial(TORCH.linear_cross_entropy, matmul=matmul)
+        loss = partial(TORCH.linear_cross_entropy, matmul=matmul, multiple=128)  # as plain_ops on a GPU
         return replace(
             TORCH, attention=attention, rms_norm=rms_norm, experts=experts, linear_cross_entropy=loss
         )
