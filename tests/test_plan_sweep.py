@@ -1,5 +1,7 @@
 """Layouts that are put together from blocks, against plans of the same layouts; what a sweep leaves out."""
 
+from collections import Counter
+
 import attrs
 import pytest
 import torch
@@ -13,8 +15,9 @@ from nanotrain_plan.advice import (
 )
 from nanotrain_plan.blocks.composer import Composer
 from nanotrain_plan.blocks.probe import NotComposable, choose
-from nanotrain_plan.compare import _held
+from nanotrain_plan.compare import Comparison, Known, _held, describe
 from nanotrain_plan.dry.operators import key_of
+from nanotrain_plan.grid import Family, families
 from nanotrain_plan.hardware import find_hardware
 from nanotrain_plan.sweep import WHOLE, sweep
 
@@ -64,6 +67,23 @@ def dense(tmp_path):
     return resolve_recipe(str(path))
 
 
+#: Of the ten steps four have small microbatches.
+PHASES = """
+[[phase]]
+until_tokens = 100_000
+[[phase]]
+batch.microbatch = 2
+batch.sequences = 128
+"""
+
+
+@pytest.fixture
+def with_phases(tmp_path):
+    path = tmp_path / "phases.toml"
+    path.write_text(DENSE + PHASES)
+    return resolve_recipe(str(path))
+
+
 def changed(found, pp=None, tp=None, ep=None, microbatch=None, recompute="", stage=None, schedule=None):
     recipe, registry = found.recipe, found.registry
     for dim, degree in (("pp", pp), ("tp", tp), ("ep", ep)):
@@ -109,6 +129,29 @@ def test_operators_are_remembered_apart_by_default_dtype():
         assert key_of(add, (torch.empty(2, dtype=torch.float32, device="meta"), 1), {}) != key
     finally:
         torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize("microbatch", [1, 4])
+def test_rates_of_a_recipe_with_phases_are_those_of_its_whole_run(with_phases, microbatch):
+    """With microbatches of 4 the first phase has the largest, and the recipe's own has the second phase."""
+    plan = try_plan(with_phases.recipe, with_phases.registry, find_hardware("h100"))
+    recipe = with_microbatch(plan.recipe, microbatch)
+    found = Comparison(plan, with_phases.registry, Known(), WHOLE).of(Family(recipe, (2,), most=1))
+    ((_, candidate),) = found.layouts
+    whole = try_plan(recipe, with_phases.registry, plan.hardware)
+    tokens = (4 * 64 + 6 * 128) * 512
+    assert [phase.steps for phase in whole.phases] == [4, 6]
+    rate = tokens / sum(phase.seconds for phase in whole.phases)
+    assert candidate.tokens_per_second == pytest.approx(rate, rel=SMALL)
+    mfu = rate * plan.flops.model / 16 / 1e12 / plan.peak_tflops
+    assert candidate.mfu == pytest.approx(mfu, rel=SMALL)
+
+
+def test_microbatches_that_phases_set_are_not_varied(with_phases):
+    plan = try_plan(with_phases.recipe, with_phases.registry, find_hardware("h100"))
+    grid = families(plan, with_phases.registry, Counter())
+    assert {family.recipe.batch.microbatch for family in grid} == {1}
+    assert "microbatch 1 and 2," in describe(plan.recipe, plan.layout)
 
 
 @pytest.mark.full

@@ -10,9 +10,10 @@ import attrs
 
 from nanotrain_core.api import Layout, NanotrainError, Recipe, find_problems
 from nanotrain_plan.advice import find, try_plan
-from nanotrain_plan.blocks.composer import Bound, Composer, Estimate
+from nanotrain_plan.blocks.composer import Bound, Composer, Estimate, busy_seconds
 from nanotrain_plan.blocks.probe import NotComposable
 from nanotrain_plan.grid import Family, of_family
+from nanotrain_plan.phase_stages import reached
 from nanotrain_plan.plan import Plan
 
 #: By how much 1F1B, which holds least activations, may exceed the memory for other schedules to be examined.
@@ -48,6 +49,7 @@ class Candidate:
     """Bytes of the rank with the highest peak."""
     bubble: float
     tokens_per_second: float
+    """The mean over the run, as :attr:`mfu`: layouts may differ in which phase has the largest microbatches."""
     mfu: float
     planned_in_full: bool = False
     """Whether it was; the others are put together from blocks."""
@@ -167,8 +169,7 @@ class Comparison:
             fitting[_key(recipe)] = candidate.tokens_per_second
         if candidate.peak > MARGIN * self.plan.hardware.usable:
             return MISSED
-        busy = estimate.time.pipeline * (1 - estimate.time.bubble) + estimate.time.after
-        return SLOWER if self._is_slow(busy, 0.0) else None
+        return SLOWER if self._is_slow(estimate.busy, 0.0) else None
 
     def _other(self, recipe: Recipe, fitting: dict[tuple[int, str], float], least: float) -> None:
         """Estimate a layout in another schedule, if it can be of use: faster than ``least`` tokens/s."""
@@ -209,13 +210,13 @@ class Comparison:
         return most
 
     def _is_slow(self, seconds: float, least: float) -> bool:
-        """Return whether a step of no less than so many seconds cannot be among the fastest."""
+        """Return whether a run of no less than so many seconds cannot be among the fastest."""
         rates = self.known.plus([self.found], self.most).rates
         if self.plan.fits:
-            least = max(least, self.plan.tokens_per_second)
+            least = max(least, self.plan.run_tokens_per_second)
         if len(rates) == self.most:
             least = max(least, rates[-1])
-        return TOLERANCE * self.plan.data.tokens_per_step / seconds < least
+        return TOLERANCE * self.plan.data.tokens < least * seconds
 
     def _is_full(self, recipe: Recipe, layout: Layout) -> bool:
         """Return whether layouts before, with no more tokens in a microbatch, had too many activations."""
@@ -240,18 +241,18 @@ class Comparison:
             if whole is None:
                 left_out["cannot be planned"] += 1
                 return None
-            estimate = Estimate(list(whole.memory), whole.time, whole.worst.peak)
+            estimate = _estimate_of(whole)
         except (NanotrainError, NotImplementedError, RuntimeError):
             left_out["cannot be planned"] += 1
             return None
-        rate = plan.data.tokens_per_step / estimate.time.seconds
+        rate = plan.data.tokens / estimate.seconds
         found = Candidate(
             layout=describe(recipe, layout),
             fits=estimate.peak <= plan.hardware.usable,
             peak=estimate.peak,
             bubble=estimate.time.bubble,
             tokens_per_second=rate,
-            mfu=rate * plan.flops.model / plan.ranks / 1e12 / plan.peak_tflops,
+            mfu=_mfu(plan, rate),
         )
         self.found.layouts.append((recipe, found))
         held = _held(recipe, layout, max(rank.held["activations"] for rank in estimate.memory))
@@ -294,7 +295,9 @@ def describe(recipe: Recipe, layout: Layout) -> str:
     words = [f"{dim} {n}" for dim, n in degrees.items()]
     recomputed = find(recipe, "recompute")
     ranks = layout.size("dp") if "dp" in layout.dims else 1
-    words.append(f"microbatch {min(recipe.batch.microbatch, -(-recipe.batch.sequences // ranks))}")
+    batches = [now.batch for _, now in reached(recipe)] or [recipe.batch]
+    sizes = dict.fromkeys(min(batch.microbatch, -(-batch.sequences // ranks)) for batch in batches)
+    words.append(f"microbatch {' and '.join(map(str, sizes))}")
     words.append(f"recompute {recomputed.config.granularity}" if recomputed else "no recompute")
     stage = getattr(recipe.optimizer.config, "stage", None)
     words.append(f"{recipe.optimizer.use}{f' {stage}' if stage else ''}")
@@ -310,10 +313,27 @@ def as_planned(planned: Plan, *, own: bool = False) -> Candidate:
         fits=planned.fits,
         peak=planned.worst.peak,
         bubble=planned.time.bubble,
-        tokens_per_second=planned.tokens_per_second,
-        mfu=planned.tflops() / planned.peak_tflops,
+        tokens_per_second=planned.run_tokens_per_second,
+        mfu=_mfu(planned, planned.run_tokens_per_second),
         planned_in_full=True,
     )
+
+
+def _estimate_of(planned: Plan) -> Estimate:
+    """Return what a full plan says, in place of an estimate from blocks."""
+    busy = 0.0 if planned.phases else busy_seconds(planned.time) * planned.recipe.run.steps
+    return Estimate(
+        memory=list(planned.memory),
+        time=planned.time,
+        peak=planned.worst.peak,
+        seconds=planned.seconds,
+        busy=busy,
+    )
+
+
+def _mfu(plan: Plan, rate: float) -> float:
+    """Return the MFU of a run of the plan's recipe at a rate of so many tokens/s."""
+    return rate * plan.run_flops / plan.ranks / 1e12 / plan.peak_tflops
 
 
 def plan_whole(recipe: Recipe, plan: Plan, registry: Any) -> Candidate | None:

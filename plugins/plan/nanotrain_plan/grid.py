@@ -61,13 +61,21 @@ def _changes(plan: Plan, registry: Registry) -> Iterator[tuple[Callable[[Recipe]
     for tp in _degrees(plan, registry, "tp", plan.hardware.devices_per_node):
         for ep in _degrees(plan, registry, "ep", getattr(recipe.model.config, "experts", 1) or 1):
             for cp in _degrees(plan, registry, "cp", plan.hardware.devices_per_node):
-                for size in sorted({*MICROBATCHES, recipe.batch.microbatch}):
+                for size in _microbatches(recipe):
                     for stage in _zero_stages(recipe, registry):
                         degrees = {"tp": tp, "ep": ep, "cp": cp}
                         away = sum(abs(log2(n / own[dim])) for dim, n in degrees.items())
                         away += abs(log2(size / recipe.batch.microbatch))
                         away += float(stage is not None and stage != _zero_stage(recipe))
                         yield _Change(registry, degrees, size, stage), away
+
+
+def _microbatches(recipe: Recipe) -> list[int]:
+    """Return the microbatches to compare; those that phases set are not changed."""
+    own = recipe.batch.microbatch
+    if any("batch.microbatch" in phase.changes for phase in recipe.phase):
+        return [own]
+    return sorted({*MICROBATCHES, own})
 
 
 @attrs.define(frozen=True)

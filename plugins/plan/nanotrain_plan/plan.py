@@ -80,6 +80,18 @@ class Plan:
         """Of the whole run."""
         return self.data.tokens_per_step / self.time.seconds
 
+    @property
+    def run_tokens_per_second(self) -> float:
+        """The mean over the steps of the whole run, with all of its phases."""
+        return self.data.tokens / self.seconds if self.phases else self.tokens_per_second
+
+    @property
+    def run_flops(self) -> float:
+        """Model FLOPs of a token, the mean over the run: phases may have sequences of other lengths."""
+        if not self.phases:
+            return self.flops.model
+        return sum(each.tokens * each.flops_per_token for each in self.phases) / self.data.tokens
+
     def tflops(self, *, causal: bool = True) -> float:
         """Model TFLOP/s of one device, further tokens (MTP) included."""
         flops = self.flops.model if causal else self.flops.non_causal + self.flops.mtp

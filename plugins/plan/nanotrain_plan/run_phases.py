@@ -53,10 +53,45 @@ def run_phases(recipe: Recipe, registry: Registry, phases: PhaseStages) -> tuple
             known[id(stages)] = step_time(stages, phases.hardware).seconds
         return known[id(stages)]
 
+    own = _by_phase(timeline) if recipe.phase else []
+    return tuple(_phase(timeline, stretches, registry, seconds, dp) for stretches in own)
+
+
+def run_seconds(recipe: Recipe, seconds: Callable[[Recipe], float], dp: int) -> float:
+    """Return what the steps of a run take together, as those of :func:`run_phases`.
+
+    Args:
+        recipe: with its phases, or without any.
+        seconds: of a step of a phase's recipe.
+        dp: data-parallel ranks.
+    """
+    timeline = PhaseTimeline(recipe)
+    return sum(_of_steps(timeline, stretches, seconds, dp)[1] for stretches in _by_phase(timeline))
+
+
+def _by_phase(timeline: PhaseTimeline) -> list[list[PhaseStretch]]:
+    """Return the steps of each phase that the run reaches."""
     found: dict[int, list[PhaseStretch]] = {}
-    for stretch in timeline.stretches(recipe.run.steps) if recipe.phase else ():
+    for stretch in timeline.stretches(timeline.recipe.run.steps):
         found.setdefault(stretch.phase, []).append(stretch)
-    return tuple(_phase(timeline, own, registry, seconds, dp) for own in found.values())
+    return list(found.values())
+
+
+def _of_steps(
+    timeline: PhaseTimeline,
+    stretches: Sequence[PhaseStretch],
+    seconds: Callable[[Recipe], float],
+    dp: int,
+) -> tuple[tuple[float, float], float]:
+    """Return the seconds of a phase's first and last step, and of all its steps."""
+    number, first, last = stretches[0].phase, stretches[0].sequences, stretches[-1].sequences
+    sizes = {first, last}
+    full = timeline.with_batch(number, first).batch.microbatch * dp
+    if min(sizes) < full < max(sizes):
+        sizes.add(full)
+    known = {size: seconds(timeline.with_batch(number, size)) for size in sorted(sizes)}
+    total = sum(each.steps * _between(known, each.sequences) for each in stretches)
+    return (known[first], known[last]), total
 
 
 def _phase(
@@ -68,11 +103,7 @@ def _phase(
 ) -> RunPhase:
     number, first, last = stretches[0].phase, stretches[0].sequences, stretches[-1].sequences
     begin = timeline.with_batch(number, first)
-    sizes = {first, last}
-    full = begin.batch.microbatch * dp
-    if min(sizes) < full < max(sizes):
-        sizes.add(full)
-    known = {size: seconds(timeline.with_batch(number, size)) for size in sorted(sizes)}
+    step, total = _of_steps(timeline, stretches, seconds, dp)
     return RunPhase(
         name=timeline.recipe.phase[number].name or f"phase {number}",
         steps=sum(each.steps for each in stretches),
@@ -80,8 +111,8 @@ def _phase(
         length=begin.batch.length,
         flops_per_token=count_flops(begin, registry).model,
         sequences=(first, last),
-        step=(known[first], known[last]),
-        seconds=sum(each.steps * _between(known, each.sequences) for each in stretches),
+        step=step,
+        seconds=total,
     )
 
 

@@ -41,7 +41,7 @@ def show_sweep(swept: Swept, plan: Plan, console: Console) -> None:
     told = (
         f"{swept.examined} layouts: {swept.planned} planned, {swept.bounded} left out by bounds, "
         f"{swept.refused} refused. With the recipe as it is, {fitting} of {len(swept.candidates)} fit. "
-        "The fastest, by tokens/s:"
+        f"The fastest, by tokens/s{' of the whole run' if plan.phases else ''}:"
     )
     console.print(Text(told, style="bold"))
     table = _table("layout", "tokens/s", "MFU", "peak", "", "bubble")

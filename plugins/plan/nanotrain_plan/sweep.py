@@ -80,10 +80,10 @@ def sweep(
             examined += each.examined
             tell(examined)
         found.sort(key=lambda pair: (not pair[1].fits, -pair[1].tokens_per_second, pair[1].layout))
-        best = workers.plan_whole([recipe for recipe, _ in found[:WHOLE]])
+        as_it_is = describe(plan.recipe, plan.layout)
+        best = workers.plan_whole([recipe for recipe, each in found[:WHOLE] if each.layout != as_it_is])
     own = as_planned(plan, own=True)
-    as_it_is = describe(plan.recipe, plan.layout)
-    others = [each for each in best if each is not None and each.layout != as_it_is]
+    others = [each for each in best if each is not None]
     described = {each.layout for each in others} | {as_it_is}
     rest = [candidate for _, candidate in found if candidate.layout not in described]
     candidates = [own, *others, *rest]

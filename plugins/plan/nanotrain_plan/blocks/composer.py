@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import lcm
 
 import attrs
@@ -29,6 +30,7 @@ from nanotrain_plan.dry.recorder import Phase
 from nanotrain_plan.hardware import Hardware
 from nanotrain_plan.memory import RankMemory, all_ranks
 from nanotrain_plan.phase_stages import highest_memory
+from nanotrain_plan.run_phases import run_seconds
 from nanotrain_plan.stages import Kind, Stages, compiles_layers, kind_of
 from nanotrain_plan.timing import StepTime, least_time, step_time
 
@@ -36,7 +38,7 @@ from nanotrain_plan.timing import StepTime, least_time, step_time
 WITHIN = ("tp", "cp", "ep", "etp")
 
 
-@attrs.define(frozen=True)
+@attrs.define(frozen=True, kw_only=True)
 class Estimate:
     """What a layout takes, put together from blocks."""
 
@@ -45,6 +47,10 @@ class Estimate:
     time: StepTime
     peak: int
     """Bytes of the rank with the highest peak, in any phase."""
+    seconds: float
+    """Of the whole run, as :attr:`~nanotrain_plan.plan.Plan.seconds`."""
+    busy: float
+    """Of them, those in which pipeline ranks wait for no other, on average; 0 if this is not known."""
 
 
 @attrs.define(frozen=True)
@@ -54,7 +60,7 @@ class Bound:
     peaks: tuple[int, ...]
     """Bytes of each pipeline rank."""
     seconds: float
-    """Of a step."""
+    """Of the whole run."""
 
 
 class Composer:
@@ -75,10 +81,25 @@ class Composer:
             NotComposable: it must be planned in full.
         """
         planned = self.stages(recipe, layout)
-        highest = highest_memory(recipe, planned, lambda now: self.stages(now, layout, parts=planned.parts))
+        of = self._of_phases(planned)
+        highest = highest_memory(recipe, planned, of)
         memory = list(all_ranks(planned, recipe)) if highest.phase else highest.ranks
-        peak = max(rank.peak for rank in highest.ranks)
-        return Estimate(memory, step_time(planned, self.hardware, collective_time), peak)
+        times: dict[int, StepTime] = {}
+        dp = layout.size("dp")
+
+        def time(now: Recipe) -> StepTime:
+            stages = of(now)
+            if id(stages) not in times:
+                times[id(stages)] = step_time(stages, self.hardware, collective_time)
+            return times[id(stages)]
+
+        return Estimate(
+            memory=memory,
+            time=time(planned.recipe),
+            peak=max(rank.peak for rank in highest.ranks),
+            seconds=run_seconds(recipe, lambda now: time(now).seconds, dp),
+            busy=run_seconds(recipe, lambda now: busy_seconds(time(now)), dp),
+        )
 
     def bound(self, recipe: Recipe, layout: Layout) -> Bound:
         """Return what a layout takes at least, without measuring W passes apart.
@@ -90,7 +111,27 @@ class Composer:
         """
         stages = self.stages(recipe, layout, apart=False)
         peaks = tuple(rank.peak for rank in all_ranks(stages, recipe))
-        return Bound(peaks, least_time(stages, self.hardware, collective_time))
+        of = self._of_phases(stages, apart=False)
+        dp = layout.size("dp")
+        seconds = run_seconds(recipe, lambda now: least_time(of(now), self.hardware, collective_time), dp)
+        return Bound(peaks, seconds)
+
+    def _of_phases(self, planned: Stages, *, apart: bool = True) -> Callable[[Recipe], Stages]:
+        """Return what gives the stages of a phase's recipe: the same object for steps that are alike."""
+        layout = planned.layout
+
+        def key(now: Recipe) -> tuple[int, int, int]:
+            batch = now.batch
+            return batch.microbatch, batch.length, batch.microbatches(layout.size("dp"))
+
+        known = {key(planned.recipe): planned}
+
+        def of(now: Recipe) -> Stages:
+            if key(now) not in known:
+                known[key(now)] = self.stages(now, layout, apart=apart, parts=planned.parts)
+            return known[key(now)]
+
+        return of
 
     def stages(
         self, recipe: Recipe, layout: Layout, *, apart: bool = True, parts: tuple[Part, ...] = ()
@@ -197,6 +238,11 @@ class Composer:
             schedule=Selection("schedule", "accumulate", self._accumulate),  # which a probe's replaces
         )
         return attrs.evolve(found, run=attrs.evolve(found.run, ranks=pp * within))
+
+
+def busy_seconds(time: StepTime) -> float:
+    """Return the seconds of a step without those in which pipeline ranks wait, on average."""
+    return time.pipeline * (1 - time.bubble) + time.after
 
 
 def collective_time(phase: Phase) -> CollectiveTime:
