@@ -6,6 +6,8 @@ import attrs
 import pytest
 import torch
 from nanotrain_plan.advice import (
+    Change,
+    advise,
     try_plan,
     with_component,
     with_degree,
@@ -15,13 +17,13 @@ from nanotrain_plan.advice import (
 )
 from nanotrain_plan.blocks.composer import Composer
 from nanotrain_plan.blocks.probe import NotComposable, choose
-from nanotrain_plan.compare import Comparison, Known, _held, describe
+from nanotrain_plan.compare import Comparison, Known, _held, as_planned, describe
 from nanotrain_plan.dry.operators import key_of
 from nanotrain_plan.grid import Family, families
 from nanotrain_plan.hardware import find_hardware
 from nanotrain_plan.sweep import WHOLE, sweep
 
-from nanotrain_core.api import Costs, find_problems, resolve_recipe
+from nanotrain_core.api import Costs, Selection, find_problems, resolve_recipe
 
 DENSE = """
 [run]
@@ -152,6 +154,48 @@ def test_microbatches_that_phases_set_are_not_varied(with_phases):
     grid = families(plan, with_phases.registry, Counter())
     assert {family.recipe.batch.microbatch for family in grid} == {1}
     assert "microbatch 1 and 2," in describe(plan.recipe, plan.layout)
+
+
+def test_layouts_fit_if_their_hosts_have_the_memory_too(dense):
+    config = dense.registry.get("parallel", "activation_offload").config(min_mb=0.01)
+    offload = Selection("parallel", "activation_offload", config)
+    recipe = changed(dense, pp=1, tp=1, schedule="accumulate")
+    recipe = attrs.evolve(recipe, parallel=[offload])
+    plan = try_plan(recipe, dense.registry, find_hardware("h100"))
+    assert plan.host.activations > 10**6
+    hardware = attrs.evolve(plan.hardware, host_memory_gb=(plan.host.total + 1000) / 1e9)
+    comparison = Comparison(attrs.evolve(plan, hardware=hardware), dense.registry, Known(), WHOLE)
+    for size, fits in ((1, True), (2, False)):  # with twice the activations on the host
+        layout = with_microbatch(recipe, size)
+        whole = try_plan(layout, dense.registry, hardware)
+        assert (whole.fits, whole.host.fits, as_planned(whole).fits) == (True, fits, fits)
+        host = comparison.composer.estimate(layout, whole.layout).host
+        assert host.activations == whole.host.activations
+        assert host.checkpoint == pytest.approx(whole.host.checkpoint, rel=0.01)
+        found = comparison.of(Family(layout, (1,), most=1))
+        assert found.layouts[-1][1].fits is fits
+
+
+def test_advice_that_is_enough_for_devices_and_hosts_comes_first(dense, monkeypatch):
+    plan = try_plan(dense.recipe, dense.registry, find_hardware("h100"))
+    less = [attrs.evolve(rank, peak=rank.peak // 2) for rank in plan.memory]
+    slow = attrs.evolve(plan, memory=less, time=attrs.evolve(plan.time, seconds=2 * plan.time.seconds))
+    fast = attrs.evolve(plan, memory=less, host=attrs.evolve(plan.host, available=0))
+    assert fast.fits
+    changes = [Change("fast", lambda recipe: fast), Change("slow", lambda recipe: slow)]
+    monkeypatch.setattr("nanotrain_plan.advice.changes", lambda *_: changes)
+    monkeypatch.setattr("nanotrain_plan.advice.try_plan", lambda planned, *_: planned)
+    assert [each.told for each in advise(plan, dense.registry)] == ["slow", "fast"]
+
+
+def test_a_pipeline_with_offloaded_activations_is_planned_whole(dense):
+    config = dense.registry.get("parallel", "activation_offload").config(min_mb=0.01)
+    offload = Selection("parallel", "activation_offload", config)
+    recipe = attrs.evolve(dense.recipe, parallel=[*dense.recipe.parallel, offload])
+    layout, problems = find_problems(recipe, dense.registry)
+    assert not problems
+    with pytest.raises(NotComposable, match="last layers of a stage"):
+        Composer(dense.registry, find_hardware("h100")).estimate(recipe, layout)
 
 
 @pytest.mark.full

@@ -43,12 +43,12 @@ def advise(plan: Plan, registry: Registry) -> list[Advice]:
             found.append((change, planned))
     found.sort(
         key=lambda pair: (
-            not pair[1].fits,
-            -pair[1].tokens_per_second if pair[1].fits else pair[1].worst.peak,
+            not pair[1].fits_everywhere,
+            -pair[1].tokens_per_second if pair[1].fits_everywhere else pair[1].worst.peak,
         )
     )
     told = [_advice(change.told, planned) for change, planned in found]
-    if any(planned.fits for _, planned in found):
+    if any(planned.fits_everywhere for _, planned in found):
         return told
     return told + _together(plan, found, registry)
 
@@ -61,7 +61,7 @@ def _together(plan: Plan, found: Sequence[tuple[Change, Plan]], registry: Regist
             continue
         recipe, best = planned.recipe, planned
         words.append(change.told)
-        if best.fits or len(words) == MOST:
+        if best.fits_everywhere or len(words) == MOST:
             break
     return [_advice(" and ".join(words), best)] if len(words) > 1 else []
 

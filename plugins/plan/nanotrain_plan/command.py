@@ -189,7 +189,7 @@ def run(args: argparse.Namespace) -> int:
 
             show_simulation(simulated, plan, console)
     tell_page(args)
-    return Exit.DONE if plan.fits and plan.host.fits else Exit.USER
+    return Exit.DONE if plan.fits_everywhere else Exit.USER
 
 
 def _sweep(limit: int | None, plan: Plan, registry: Registry) -> Swept | None:

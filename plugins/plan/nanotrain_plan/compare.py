@@ -45,11 +45,12 @@ class Candidate:
     layout: str
     """Its degrees and options in words, as short as it tells it from others."""
     fits: bool
+    """Whether its devices and its hosts have the memory."""
     peak: int
     """Bytes of the rank with the highest peak."""
     bubble: float
     tokens_per_second: float
-    """The mean over the run, as :attr:`mfu`: layouts may differ in which phase has the largest microbatches."""
+    """The mean over the run, as :attr:`mfu`: which phase has the largest microbatches may differ."""
     mfu: float
     planned_in_full: bool = False
     """Whether it was; the others are put together from blocks."""
@@ -212,7 +213,7 @@ class Comparison:
     def _is_slow(self, seconds: float, least: float) -> bool:
         """Return whether a run of no less than so many seconds cannot be among the fastest."""
         rates = self.known.plus([self.found], self.most).rates
-        if self.plan.fits:
+        if self.plan.fits_everywhere:
             least = max(least, self.plan.run_tokens_per_second)
         if len(rates) == self.most:
             least = max(least, rates[-1])
@@ -248,7 +249,7 @@ class Comparison:
         rate = plan.data.tokens / estimate.seconds
         found = Candidate(
             layout=describe(recipe, layout),
-            fits=estimate.peak <= plan.hardware.usable,
+            fits=estimate.peak <= plan.hardware.usable and estimate.host.fits,
             peak=estimate.peak,
             bubble=estimate.time.bubble,
             tokens_per_second=rate,
@@ -310,7 +311,7 @@ def as_planned(planned: Plan, *, own: bool = False) -> Candidate:
     """Return a layout that was planned in full; ``own``: whether it is the recipe's."""
     return Candidate(
         layout=describe(planned.recipe, planned.layout) + (" (as it is)" if own else ""),
-        fits=planned.fits,
+        fits=planned.fits_everywhere,
         peak=planned.worst.peak,
         bubble=planned.time.bubble,
         tokens_per_second=planned.run_tokens_per_second,
@@ -326,6 +327,7 @@ def _estimate_of(planned: Plan) -> Estimate:
         memory=list(planned.memory),
         time=planned.time,
         peak=planned.worst.peak,
+        host=planned.host,
         seconds=planned.seconds,
         busy=busy,
     )

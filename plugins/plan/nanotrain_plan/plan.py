@@ -76,6 +76,11 @@ class Plan:
         return self.worst.peak <= self.hardware.usable
 
     @property
+    def fits_everywhere(self) -> bool:
+        """Whether the run has the memory that it takes, on devices and on hosts."""
+        return self.fits and self.host.fits
+
+    @property
     def tokens_per_second(self) -> float:
         """Of the whole run."""
         return self.data.tokens_per_step / self.time.seconds

@@ -50,6 +50,8 @@ def show_sweep(swept: Swept, plan: Plan, console: Console) -> None:
             continue
         style = "green" if each.fits else "red"
         share = f"{each.peak / plan.hardware.usable:.0%}"
+        if not each.fits and each.peak <= plan.hardware.usable:
+            share += ", too little host memory"
         table.add_row(
             each.layout,
             f"{each.tokens_per_second:,.0f}",

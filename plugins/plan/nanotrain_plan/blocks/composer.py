@@ -24,6 +24,7 @@ from nanotrain_plan.blocks.probe import (
 )
 from nanotrain_plan.blocks.schedules import Lists, lists_of
 from nanotrain_plan.blocks.stages import Seconds, SummedPhase, make_step
+from nanotrain_plan.budget import HostMemory, host_memory
 from nanotrain_plan.comms import CollectiveTime, Links
 from nanotrain_plan.dry.rank import RankStep, Share, dry_recipe
 from nanotrain_plan.dry.recorder import Phase
@@ -47,6 +48,7 @@ class Estimate:
     time: StepTime
     peak: int
     """Bytes of the rank with the highest peak, in any phase."""
+    host: HostMemory
     seconds: float
     """Of the whole run, as :attr:`~nanotrain_plan.plan.Plan.seconds`."""
     busy: float
@@ -97,6 +99,14 @@ class Composer:
             memory=memory,
             time=time(planned.recipe),
             peak=max(rank.peak for rank in highest.ranks),
+            host=host_memory(
+                recipe,
+                self.registry,
+                planned,
+                self.hardware,
+                activations=highest.on_host,
+                peaks=[rank.peak for rank in highest.ranks],
+            ),
             seconds=run_seconds(recipe, lambda now: time(now).seconds, dp),
             busy=run_seconds(recipe, lambda now: busy_seconds(time(now)), dp),
         )
@@ -144,9 +154,9 @@ class Composer:
             apart: whether weight gradients that have a pass of their own are computed there.
             parts: stages that another phase of the run has; by default the schedule cuts them.
         """
-        _expect_independent_layers(recipe)
         recipe = PhaseTimeline(recipe).largest()
         pp = layout.size("pp") if "pp" in layout.dims else 1
+        _expect_independent_layers(recipe, pp)
         model: Model = self.registry.build(recipe.model)
         schedule: Schedule = self.registry.build(recipe.schedule)
         costs = model.flops(recipe.batch.length)
@@ -270,7 +280,12 @@ def _less(share: Share, other: Share) -> Share:
     )
 
 
-def _expect_independent_layers(recipe: Recipe) -> None:
+def _expect_independent_layers(recipe: Recipe, pp: int) -> None:
     for selection in recipe.parallel:
         if getattr(selection.config, "every", 1) != 1:
             raise NotComposable(f"{selection.use}: every {selection.config.every} layers are alike, not each")
+        keep = getattr(selection.config, "keep", 0)  # of activation_offload: layers at a stage's end
+        if isinstance(keep, int) and keep > (
+            1 if pp == 1 else 0
+        ):  # one stage was measured with its last layer
+            raise NotComposable(f"{selection.use}: the last layers of a stage are not like the others")

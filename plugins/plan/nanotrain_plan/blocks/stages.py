@@ -115,15 +115,16 @@ def make_step(
         dims: share.elements / _shards(blocks, dims, layout, stages=1 if dims in tied else 2)
         for dims, share in held.items()
     }
+    state = _state(blocks, held, own)
     return RankStep(
         rank=0,
         coordinates={},
-        state=_state(blocks, held, own),
+        state=state,
         parameters={},
         global_parameters={},
         measured=measured,
         around={name: _around(blocks, each, held, own, seconds) for name, each in blocks.around.items()},
-        saved=0.0,
+        saved=_saved(state, held, own, layout, tied),
         descriptions={},
     )
 
@@ -181,6 +182,7 @@ def _phase(name: str, work: Work, peak: float, seconds: Seconds) -> SummedPhase:
         peak=round(peak),
         after=round(work.change),
         made=round(work.made),
+        host=round(work.host),
         gemm_flops=Counter({kind: max(0.0, flops) for kind, flops in work.gemm.items()}),
         moved=round(max(0.0, work.moved)),
         kernels=round(max(0.0, work.kernels)),
@@ -212,6 +214,23 @@ def _state(
         "gradients": round(gradients),
         "other": round(blocks.other),
     }
+
+
+def _saved(
+    state: Mapping[str, int],
+    held: Mapping[tuple[str, ...], Share],
+    own: Mapping[tuple[str, ...], float],
+    layout: Layout,
+    tied: Mapping[tuple[str, ...], Share],
+) -> float:
+    """Return :attr:`RankStep.saved`, as if all ranks that hold the same parameters summed their gradients."""
+    weights = elements = 0.0
+    for dims, share in held.items():
+        stages = 2 if "pp" in dims and dims not in tied else 1
+        replicas = stages * layout.size(*(dim for dim in dims if dim != "pp"))
+        weights += share.weights / replicas
+        elements += share.elements / replicas
+    return weights + (state["masters"] + state["optimizer"]) * elements / max(1.0, sum(own.values()))
 
 
 def _around(

@@ -19,6 +19,8 @@ class Work:
     """Bytes alive after it, less those before."""
     made: float = 0.0
     """Bytes made within that are alive after it."""
+    host: float = 0.0
+    """As :attr:`change`, of the host's memory."""
     moved: float = 0.0
     kernels: float = 0.0
     gemm: Counter[str] = attrs.field(factory=Counter)
@@ -33,6 +35,7 @@ class Work:
         return Work(
             change=self.change + times * other.change,
             made=self.made + times * other.made,
+            host=self.host + times * other.host,
             moved=self.moved + times * other.moved,
             kernels=self.kernels + times * other.kernels,
             gemm=_plus(self.gemm, other.gemm, times),
@@ -46,6 +49,7 @@ class Work:
         found = cls(
             change=phase.after - phase.before,
             made=phase.made,
+            host=phase.host,
             moved=phase.moved,
             kernels=phase.kernels,
             gemm=Counter(phase.gemm_flops),
