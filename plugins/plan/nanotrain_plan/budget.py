@@ -121,11 +121,10 @@ def host_memory(
         activations: bytes that wait on the host, of each pipeline rank.
         peaks: bytes of each pipeline rank's own tensors, which are on the host where ranks compute on CPUs.
     """
-    gathers, nodes = _gathers(recipe, registry), list(_nodes(stages, hardware))
+    gathers = _gathers(recipe, registry)
+    first, *others = _nodes(stages, hardware)
     found = []
-    for number, pp_ranks in enumerate(nodes):
-        if number and pp_ranks in nodes[1:number]:
-            continue
+    for number, pp_ranks in enumerate([first, *dict.fromkeys(others)]):
         steps = [stages.step_of(rank) for rank in pp_ranks]
         checkpoint = checkpoint_bytes(stages) if gathers and number == 0 else 0
         state = sum(step.state["masters"] + step.state["optimizer"] for step in steps)
