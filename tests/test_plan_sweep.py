@@ -198,6 +198,27 @@ def test_a_pipeline_with_offloaded_activations_is_planned_whole(dense):
         Composer(dense.registry, find_hardware("h100")).estimate(recipe, layout)
 
 
+def test_zero2_takes_no_more_memory_with_more_microbatches(dense):
+    """Those after the first find the buffers of gradient sync, and end where they began."""
+    recipe = changed(dense, tp=1, stage=2)
+    layout, problems = find_problems(recipe, dense.registry)
+    assert not problems
+    composer = Composer(dense.registry, find_hardware("h100"))
+    batches = (attrs.evolve(recipe.batch, sequences=size) for size in (64, 1024))
+    few, many = (composer.estimate(attrs.evolve(recipe, batch=batch), layout).peak for batch in batches)
+    assert few == many
+    assert few == pytest.approx(try_plan(recipe, dense.registry, composer.hardware).worst.peak, rel=0.02)
+
+
+def test_layers_smaller_than_a_bucket_are_planned_whole(dense):
+    config = attrs.evolve(dense.recipe.optimizer.config, bucket_mb=25.0)
+    recipe = attrs.evolve(dense.recipe, optimizer=attrs.evolve(dense.recipe.optimizer, config=config))
+    layout, problems = find_problems(recipe, dense.registry)
+    assert not problems
+    with pytest.raises(NotComposable, match="smaller than a bucket"):
+        Composer(dense.registry, find_hardware("h100")).estimate(recipe, layout)
+
+
 @pytest.mark.full
 def test_optimizer_state_on_the_host_is_on_no_device(dense):
     config = attrs.evolve(dense.recipe.optimizer.config, offload=True)
@@ -226,14 +247,17 @@ def test_blocks_of_a_small_model(dense, change):
 def test_blocks_of_v3():
     changes = [
         {"schedule": "1f1b"},
-        {"pp": 8, "tp": 2, "ep": 32, "stage": 2, "schedule": "1f1b"},
         {"pp": 8, "tp": 4, "schedule": "1f1b"},
         {"tp": 2, "recompute": "selective", "schedule": "1f1b"},
         {"recompute": None, "schedule": "1f1b"},
         {"schedule": "dualpipe_v"},
         {"schedule": "interleaved_1f1b", "stage": 2, "microbatch": 2},
     ]
-    assert_as_planned_whole(resolve_recipe("deepseek_v3_671b"), "h800", changes)
+    found = resolve_recipe("deepseek_v3_671b")
+    assert_as_planned_whole(found, "h800", changes)
+    # On the last rank a gradient of MTP's experts waits for a bucket that it shares with the layer before.
+    zero2 = {"pp": 8, "tp": 2, "ep": 32, "stage": 2, "schedule": "1f1b"}
+    assert_as_planned_whole(found, "h800", [zero2], 0.02)
 
 
 @pytest.mark.full

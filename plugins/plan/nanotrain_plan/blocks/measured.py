@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import attrs
 
 from nanotrain_core.api import Costs, Part
+from nanotrain_plan.blocks.buffers import Buffers, find_buffers
 from nanotrain_plan.blocks.probe import Probe
 from nanotrain_plan.blocks.work import Work
 from nanotrain_plan.dry.rank import Owned, RankStep, Share
@@ -63,6 +64,8 @@ class Blocks:
     gradients: float
     """Bytes that gradient sync keeps between steps, for an element that a rank owns."""
     other: float
+    buffers: Buffers
+    """Those of gradient sync."""
     shards: Mapping[tuple[str, ...], int]
     """Over how many ranks of the probe each range of a parameter's state is sharded: 1 if it is not."""
 
@@ -82,7 +85,7 @@ def tell_apart(probe: Probe, costs: Costs) -> Blocks:
         edge[kind, place, split] = a.plus(b).plus(both.work[usual], -1.0)
     layers = {cost: _without(block, edge) for cost, block in alone.items()}
     common = list(layers)[-1]
-    once = _settle(layers, common, both, neighbors, edge)
+    _settle(layers, common, both, neighbors, edge)
     head = _stage(last, probe, len(probe.parts) - 1, _passes(last))
     for key, work in edge.items():
         if key[0] == "F" and key in head.above:
@@ -100,7 +103,8 @@ def tell_apart(probe: Probe, costs: Costs) -> Blocks:
         owned=owned,
         held=_sum_shares(first.shares.items()),
         gradients=of_gradients / max(1, sum(each.elements for each in owned.values())),
-        other=first.state["other"] + once,
+        other=first.state["other"],
+        buffers=find_buffers(first, probe.axis, ("+".join(dims) for dims in held)),
         shards={
             dims: max(1, round(held[dims].elements / each.elements)) if each.elements else 1
             for dims, each in owned.items()
@@ -114,12 +118,9 @@ def _settle(
     both: Block,
     neighbors: Sequence[float],
     edge: Mapping[Pass, Work],
-) -> float:
-    """Replace the most common layer's work by that in the pair, which ran after all one-time allocations.
-
-    Return the bytes that are allocated once: buffers of gradient sync.
-    """
-    block, once = layers[common], 0.0
+) -> None:
+    """Replace the most common layer's work by that in the pair, which ran after all one-time allocations."""
+    block = layers[common]
     times = neighbors.count(common)
     other = next((layers[cost] for cost in neighbors if cost != common), None)
     for key, work in both.work.items():
@@ -127,14 +128,9 @@ def _settle(
         if other is not None:
             own = own.plus(other.work[key], -1.0)
         own = Work().plus(own, 1 / times)
-        made_once = block.work[key].change - own.change if key[0] != "F" and key[1] == 0 else 0.0
-        once = max(once, made_once)
         block.work[key] = own
-        above = both.above[key] - max(0.0, own.change if key[0] != "F" else 0.0)
-        if key[0] == "F":
-            continue
-        block.above[key] = max(block.above[key] - max(0.0, made_once), above)
-    return once
+        if key[0] != "F":
+            block.above[key] = max(block.above[key], both.above[key] - max(0.0, own.change))
 
 
 def together(several: Sequence[Blocks]) -> Blocks:
@@ -173,6 +169,11 @@ def _stage(step: RankStep, probe: Probe, stage: int, passes: Sequence[Pass]) -> 
     own = [n for n, part in enumerate(probe.parts) if part.rank == probe.parts[stage].rank]
     number = own.index(stage)
     work = {key: Work.of(phase, axis) for key, phase in phases.items()}
+    # Buffers that later steps find there are no layer's: see Buffers.
+    lasting = {key: phase.lasting if key[0] != "F" else 0 for key, phase in phases.items()}
+    for key, found in work.items():
+        found.change -= lasting[key]
+        found.made -= lasting[key]
     carry = max(
         work["F", 1, split].made - work["F", 1, split].change for split in SPLITS if ("F", 1, split) in work
     )
@@ -184,7 +185,7 @@ def _stage(step: RankStep, probe: Probe, stage: int, passes: Sequence[Pass]) -> 
             found.change -= usual.made
     return Block(
         work=work,
-        above={key: phase.transient for key, phase in phases.items()},
+        above={key: max(0, phase.transient - lasting[key]) for key, phase in phases.items()},
         shares={dims: share for (part, dims), share in step.shares.items() if part == number},
         carry=carry,
         carry_back=usual.made,

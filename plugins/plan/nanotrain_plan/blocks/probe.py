@@ -92,8 +92,8 @@ class ProbeSchedule:
         """Yield actions stage by stage, so that what a pass leaves to the next one belongs to its own stage.
 
         The embedding's forward passes come first: the other stages get a shape from its messages. The stage
-        of the most common kind of layer comes before the embedding's backward passes: buffers that gradient
-        sync allocates once are then attributed to that stage.
+        of the most common kind of layer comes before the embedding's backward passes: what is allocated once
+        is then attributed to that stage, and not to the pair, whose layers stand for others.
         """
         own = [n for n, part in enumerate(self.stages) if part.rank == rank]
         if not own:

@@ -9,11 +9,15 @@ import attrs
 
 from nanotrain_core.api import Costs, Layout, Part
 from nanotrain_plan.blocks.measured import Around, Block, Blocks, Pass, add_shares, layers_of
+from nanotrain_plan.blocks.probe import NotComposable
 from nanotrain_plan.blocks.work import Work
 from nanotrain_plan.comms import CollectiveTime, Links, ranks_along
 from nanotrain_plan.dry.collectives import Collective
 from nanotrain_plan.dry.rank import RankStep, Share, Sort
 from nanotrain_plan.dry.recorder import Phase
+
+#: Of a rank's state, bytes of buffers that may be a guess.
+MOST_GUESSED = 0.01
 
 
 @attrs.define(eq=False)
@@ -87,7 +91,9 @@ def make_step(
     tied = _tied_in_rank(blocks, parts) if whole is None else {}
     held: dict[tuple[str, ...], Share] = {}
     measured: dict[Sort, Phase] = {}
+    sent: list[Counter[tuple[str, str]]] = []
     for stage, part in parts.items():
+        sent.append(Counter())
         found = _blocks_of(blocks, part, costs)
         shares = [block.shares for block in found]
         if whole is not None:
@@ -110,12 +116,16 @@ def make_step(
                 work.made -= gradient
             peak = _highest(blocks, part, found, key)
             measured[kind, stage, place, split] = _phase(str(key), work, peak, seconds)
+            sent[-1] |= work.sent
     held.update(tied)
     own = {
         dims: share.elements / _shards(blocks, dims, layout, stages=1 if dims in tied else 2)
         for dims, share in held.items()
     }
     state = _state(blocks, held, own)
+    around = {name: _around(blocks, each, held, own, seconds) for name, each in blocks.around.items()}
+    buffers = _buffers(blocks, sent, layout, sum(state.values()))
+    around["sync"] = _with_buffers(around["sync"], buffers)
     return RankStep(
         rank=0,
         coordinates={},
@@ -123,7 +133,7 @@ def make_step(
         parameters={},
         global_parameters={},
         measured=measured,
-        around={name: _around(blocks, each, held, own, seconds) for name, each in blocks.around.items()},
+        around=around,
         saved=_saved(state, held, own, layout, tied),
         descriptions={},
     )
@@ -214,6 +224,25 @@ def _state(
         "gradients": round(gradients),
         "other": round(blocks.other),
     }
+
+
+def _buffers(
+    blocks: Blocks, sent: Sequence[Mapping[tuple[str, str], float]], layout: Layout, state: int
+) -> int:
+    """Return the bytes of a rank's buffers of gradient sync.
+
+    Raises:
+        NotComposable: the rank may have larger buckets than were measured, which count beside its ``state``.
+    """
+    size, guessed = blocks.buffers.size(sent, lambda key: len(ranks_along(*key, layout)))
+    if guessed > MOST_GUESSED * state:
+        raise NotComposable("layers are smaller than a bucket of gradient sync")
+    return round(size)
+
+
+def _with_buffers(phase: SummedPhase, size: int) -> SummedPhase:
+    """Return what a rank does around its actions, with buffers that are there in later steps too."""
+    return attrs.evolve(phase, peak=phase.peak + size, after=phase.after + size, lasting=phase.lasting + size)
 
 
 def _saved(
