@@ -27,7 +27,7 @@ from nanotrain_plan.stages import Stages, dry_stages
 from nanotrain_plan.timing import StepTime, step_time, uses_float8
 
 #: Of what ``--json`` prints: grows by a minor number with a key, by a major one when a key changes meaning.
-VERSION = "3.2"
+VERSION = "4.0"
 
 
 @attrs.define(frozen=True, kw_only=True, eq=False)
