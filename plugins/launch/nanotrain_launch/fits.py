@@ -79,7 +79,7 @@ def _most(host: Mapping[str, Any]) -> str:
         "processes": "its ranks' processes",
         "tensors": "its ranks' tensors",
     }
-    return told[max(told, key=host.__getitem__)]
+    return told[max(told, key=lambda name: host.get(name, 0))]  # older plans have no tensors
 
 
 def summary(found: Mapping[str, Any], hardware: str) -> str:
