@@ -133,6 +133,7 @@ def test_operators_are_remembered_apart_by_default_dtype():
         torch.set_default_dtype(before)
 
 
+@pytest.mark.full_cases("1")
 @pytest.mark.parametrize("microbatch", [1, 4])
 def test_rates_of_a_recipe_with_phases_are_those_of_its_whole_run(with_phases, microbatch):
     """With microbatches of 4 the first phase has the largest, and the recipe's own has the second phase."""
