@@ -133,6 +133,40 @@ def test_operators_are_remembered_apart_by_default_dtype():
         torch.set_default_dtype(before)
 
 
+FEW_SEQUENCES = """
+[[phase]]
+until_tokens = 50_000
+batch.sequences = 8
+[[phase]]
+batch.sequences = 64
+"""
+
+
+@pytest.mark.parametrize(
+    ("pp", "sequences", "microbatch", "phases", "tolerance"),
+    [(2, 132, 8, "", 0.05), (1, 64, 4, FEW_SEQUENCES, 0.02)],
+    ids=["ragged", "phases"],
+)
+def test_fewer_sequences_than_a_microbatch_take_less_time(
+    tmp_path, pp, sequences, microbatch, phases, tolerance
+):
+    """33 sequences for each rank in microbatches of 8; and 1, then 8, in microbatches of 4."""
+    path = tmp_path / "few.toml"
+    text = DENSE.replace("sequences = 64", f"sequences = {sequences}").replace(
+        "length = 512", "length = 2048"
+    )
+    text = text.replace("microbatch = 1", f"microbatch = {microbatch}").replace("width = 256", "width = 2048")
+    text = text.replace('use = "zero12"\nbucket_mb = 0.25', 'use = "adamw"')
+    if pp == 1:
+        text = text.replace("pp = 2", "pp = 1").replace("1f1b", "accumulate")
+    path.write_text(text + phases)
+    found = resolve_recipe(str(path))
+    composer = Composer(found.registry, find_hardware("h100"))
+    estimate = composer.estimate(found.recipe, found.layout)
+    whole = try_plan(found.recipe, found.registry, composer.hardware)
+    assert estimate.seconds == pytest.approx(whole.seconds, rel=tolerance)
+
+
 @pytest.mark.full_cases("1")
 @pytest.mark.parametrize("microbatch", [1, 4])
 def test_rates_of_a_recipe_with_phases_are_those_of_its_whole_run(with_phases, microbatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 
 import attrs
 
@@ -25,18 +26,18 @@ class PhaseStages:
         """``stages``: of the phase with most tokens in a microbatch."""
         self.stages, self.registry, self.hardware = stages, registry, hardware
         self.schedule: Schedule = registry.build(stages.recipe.schedule)
-        step = _step_of(stages.recipe, stages)
+        step = step_of(stages.recipe, stages.layout.size("dp"))
         self._measured = {step.measured_as: stages}
         self._known = {step: stages}
 
     def of(self, now: Recipe) -> Stages:
         """Return the stages of a phase's recipe, the same object for microbatches alike."""
-        step = _step_of(now, self.stages)
+        step = step_of(now, self.stages.layout.size("dp"))
         if step not in self._known:
             self._known[step] = self._find(now, step)
         return self._known[step]
 
-    def _find(self, now: Recipe, step: _Step) -> Stages:
+    def _find(self, now: Recipe, step: Step) -> Stages:
         first, count = self.stages, step.microbatches
         actions = tuple(map(tuple, self.schedule.actions(first.pp, count)))
         sorts = [sorts_of(own, count) for own in actions]
@@ -51,7 +52,7 @@ class PhaseStages:
 
 
 @attrs.define(frozen=True)
-class _Step:
+class Step:
     """What tells a phase's step from others."""
 
     sequences: int
@@ -68,6 +69,15 @@ class _Step:
         The first one, if it is the only one, also has what the last one has: gradient sync.
         """
         return self.sequences, self.last, self.length, min(self.microbatches, 3)
+
+    def held_as(self, pp: int) -> tuple[int, int, int, int]:
+        """Steps for which this is the same hold as many microbatches at once on ``pp`` pipeline ranks.
+
+        Once there are several for each rank, more of them wait for no longer; but interleaved schedules take
+        them in groups of ``pp``, of which the last one may be smaller.
+        """
+        count = self.microbatches
+        return self.sequences, self.last, self.length, count if count < 4 * pp else 4 * pp + count % pp
 
 
 @attrs.define(frozen=True, kw_only=True)
@@ -94,11 +104,13 @@ def highest_memory(recipe: Recipe, planned: Stages, of: Callable[[Recipe], Stage
         of: returns the stages of a phase's recipe.
     """
     best, name, on_host = list(all_ranks(planned, recipe)), "", most_on_host(planned)
-    seen = {_step_of(planned.recipe, planned)}
-    for number, now in reached(recipe):
-        if _step_of(now, planned) in seen:
+    dp, pp = planned.layout.size("dp"), planned.pp
+    seen = {step_of(planned.recipe, dp).held_as(pp)}
+    for number, now in chain(reached(recipe), _within_ramps(recipe)):
+        held = step_of(now, dp).held_as(pp)
+        if held in seen:
             continue
-        seen.add(_step_of(now, planned))
+        seen.add(held)
         stages = of(now)
         found = list(all_ranks(stages, recipe))
         on_host = list(map(max, on_host, most_on_host(stages)))
@@ -114,13 +126,23 @@ def reached(recipe: Recipe) -> Iterator[tuple[int, Recipe]]:
     yield from ((number, now) for number, now in timeline.corners() if number < last)
 
 
-def _step_of(now: Recipe, stages: Stages) -> _Step:
-    batch, dp = now.batch, stages.layout.size("dp")
+def _within_ramps(recipe: Recipe) -> Iterator[tuple[int, Recipe]]:
+    """Yield each phase whose batch grows or shrinks, with the recipes of the sizes in between."""
+    timeline = PhaseTimeline(recipe)
+    last = timeline.reached(recipe.run.steps) if recipe.phase else 0
+    for number, sizes in timeline.ramps():
+        if number < last:
+            yield from ((number, timeline.with_batch(number, size)) for size in sizes)
+
+
+def step_of(now: Recipe, dp: int) -> Step:
+    """Return the step of a phase's recipe, whose batch so many data-parallel ranks share."""
+    batch = now.batch
     rows, count = -(-batch.sequences // dp), batch.microbatches(dp)
     full = min(batch.microbatch, rows)
-    return _Step(full, rows - (count - 1) * full, batch.length, count)
+    return Step(full, rows - (count - 1) * full, batch.length, count)
 
 
-def _passes(sorts: Sequence[Mapping[Action, Sort]]) -> set[tuple[str, int]]:
-    """Return the kinds of actions of each stage: of few microbatches, some may have no W passes."""
-    return {sort[:2] for own in sorts for sort in own.values()}
+def _passes(sorts: Sequence[Mapping[Action, Sort]]) -> set[Sort]:
+    """Return the sorts of actions: with few microbatches other backward passes may be whole."""
+    return {sort for own in sorts for sort in own.values()}

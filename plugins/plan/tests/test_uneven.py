@@ -20,8 +20,6 @@ layers = 2
 width = 512
 heads = 4
 vocab = 1024
-[[parallel]]
-use = "ddp"
 [precision]
 use = "bf16"
 [data]
@@ -33,6 +31,8 @@ vocab = 256
 @pytest.fixture
 def plan(tmp_path):
     def plan_of(sequences, microbatch, *, ranks=1, more="", **changes):
+        if "schedule" in more:
+            pytest.importorskip("nanotrain_pp_1f1b")
         path = tmp_path / "recipe.toml"
         text = RECIPE.format(sequences=sequences, microbatch=microbatch, ranks=ranks)
         path.write_text(text + more)
@@ -143,3 +143,43 @@ def test_a_phase_may_grow_into_a_schedule_with_more_w_passes(plan):
     short = {**sizes, "batch__length": 512}
     alone = [plan(size, 1, ranks=4, more=more, **short).time.seconds for size in phase.sequences]
     assert phase.step == pytest.approx(alone, rel=0.01)
+
+
+FEW_THEN_MANY = """
+[[parallel]]
+use = "ddp"
+[[phase]]
+until_tokens = 30_000
+batch.sequences = 6
+[[phase]]
+batch.sequences = 32
+"""
+
+
+def test_a_phase_of_few_microbatches_has_its_gradient_sync(plan):
+    """Of 3 microbatches DualPipe-V ends with a whole backward pass where of 16 it ends with a split one."""
+    pytest.importorskip("nanotrain_ddp")
+    more = PIPELINE.format(schedule="dualpipe_v").replace("pp = 2", "pp = 4")
+    sizes = {"batch__length": 512, "model__layers": 8}
+    phases = plan(32, 1, ranks=8, more=more + FEW_THEN_MANY, **sizes).phases
+    alone = plan(6, 1, ranks=8, more=more + FEW_THEN_MANY.partition("[[phase]]")[0], **sizes)
+    assert phases[0].step[0] == pytest.approx(alone.time.seconds, rel=1e-6)
+
+
+THROUGH_AN_ODD_NUMBER = """
+[[phase]]
+until_tokens = 400_000
+batch.sequences = {start = 4, end = 16, by = 2}
+[[phase]]
+batch.sequences = 16
+"""
+
+
+def test_memory_of_a_growing_batch_is_that_of_the_size_that_needs_most(plan):
+    """Interleaved on 2 ranks, 5 microbatches, which are no multiple of 2, hold more than 4 or 6."""
+    more = PIPELINE.format(schedule="interleaved_1f1b")
+    sizes = {"model__layers": 8, "batch__length": 512}
+    ramp = plan(16, 2, ranks=2, more=more + THROUGH_AN_ODD_NUMBER, **sizes)
+    alone = {n: plan(n, 2, ranks=2, more=more, **sizes).worst.peak for n in range(4, 18, 2)}
+    assert ramp.worst.peak == max(alone.values()) > max(alone[4], alone[16])
+    assert ramp.memory_phase == "phase 0"

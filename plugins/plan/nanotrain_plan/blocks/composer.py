@@ -30,7 +30,7 @@ from nanotrain_plan.dry.rank import RankStep, Share, dry_recipe
 from nanotrain_plan.dry.recorder import Phase
 from nanotrain_plan.hardware import Hardware
 from nanotrain_plan.memory import RankMemory, all_ranks
-from nanotrain_plan.phase_stages import highest_memory
+from nanotrain_plan.phase_stages import highest_memory, step_of
 from nanotrain_plan.run_phases import run_seconds
 from nanotrain_plan.stages import Kind, Stages, compiles_layers, kind_of
 from nanotrain_plan.timing import StepTime, least_time, step_time
@@ -107,8 +107,8 @@ class Composer:
                 activations=highest.on_host,
                 peaks=[rank.peak for rank in highest.ranks],
             ),
-            seconds=run_seconds(recipe, lambda now: time(now).seconds, dp),
-            busy=run_seconds(recipe, lambda now: busy_seconds(time(now)), dp),
+            seconds=run_seconds(recipe, _ragged(lambda now: time(now).seconds, dp), dp),
+            busy=run_seconds(recipe, _ragged(lambda now: busy_seconds(time(now)), dp), dp),
         )
 
     def bound(self, recipe: Recipe, layout: Layout) -> Bound:
@@ -123,23 +123,20 @@ class Composer:
         peaks = tuple(rank.peak for rank in all_ranks(stages, recipe))
         of = self._of_phases(stages, apart=False)
         dp = layout.size("dp")
-        seconds = run_seconds(recipe, lambda now: least_time(of(now), self.hardware, collective_time), dp)
+        least = _ragged(lambda now: least_time(of(now), self.hardware, collective_time), dp)
+        seconds = run_seconds(recipe, least, dp)
         return Bound(peaks, seconds)
 
     def _of_phases(self, planned: Stages, *, apart: bool = True) -> Callable[[Recipe], Stages]:
         """Return what gives the stages of a phase's recipe: the same object for steps that are alike."""
-        layout = planned.layout
-
-        def key(now: Recipe) -> tuple[int, int, int]:
-            batch = now.batch
-            return batch.microbatch, batch.length, batch.microbatches(layout.size("dp"))
-
-        known = {key(planned.recipe): planned}
+        layout, dp = planned.layout, planned.layout.size("dp")
+        known = {step_of(planned.recipe, dp): planned}
 
         def of(now: Recipe) -> Stages:
-            if key(now) not in known:
-                known[key(now)] = self.stages(now, layout, apart=apart, parts=planned.parts)
-            return known[key(now)]
+            step = step_of(now, dp)
+            if step not in known:
+                known[step] = self.stages(now, layout, apart=apart, parts=planned.parts)
+            return known[step]
 
         return of
 
@@ -154,7 +151,7 @@ class Composer:
             apart: whether weight gradients that have a pass of their own are computed there.
             parts: stages that another phase of the run has; by default the schedule cuts them.
         """
-        recipe = PhaseTimeline(recipe).largest()
+        recipe = _with_own_microbatch(PhaseTimeline(recipe).largest(), layout)
         pp = layout.size("pp") if "pp" in layout.dims else 1
         _expect_independent_layers(recipe, pp)
         model: Model = self.registry.build(recipe.model)
@@ -259,6 +256,30 @@ def collective_time(phase: Phase) -> CollectiveTime:
     """Return what the collectives of a phase take."""
     assert isinstance(phase, SummedPhase)
     return phase.collective_time
+
+
+def _with_own_microbatch(recipe: Recipe, layout: Layout) -> Recipe:
+    """Return a recipe with the microbatch that ranks have, which is smaller if they get fewer sequences."""
+    own = step_of(recipe, layout.size("dp")).sequences
+    return attrs.evolve(recipe, batch=attrs.evolve(recipe.batch, microbatch=own))
+
+
+def _ragged(seconds: Callable[[Recipe], float], dp: int) -> Callable[[Recipe], float]:
+    """Return ``seconds`` of a step, also if its last microbatch has fewer sequences.
+
+    No block is measured of it: it is taken to need their share of what one more full one would add.
+    """
+
+    def of(now: Recipe) -> float:
+        step = step_of(now, dp)
+        if step.last == step.sequences:
+            return seconds(now)
+        counts = (step.microbatches, step.microbatches + 1)
+        batches = (attrs.evolve(now.batch, sequences=n * step.sequences * dp) for n in counts)
+        full, more = (seconds(attrs.evolve(now, batch=batch)) for batch in batches)
+        return full - (more - full) * (1 - step.last / step.sequences)
+
+    return of
 
 
 def _halves_of(lists: Lists, microbatches: int) -> list[Halves]:
