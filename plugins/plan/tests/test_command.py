@@ -267,6 +267,7 @@ def test_what_does_not_fit_is_told_what_would(recipe, tmp_path, capsys):
 
 def test_a_node_has_as_many_ranks_as_nproc_says(recipe, capsys):
     """Two ranks on each of four nodes sum gradients through two NICs of a node, and share its memory."""
+    pytest.importorskip("nanotrain_ddp")
     both = ("--set", 'parallel=[{use="ddp"}]', "--hardware", "h100")
     seconds, ranks = [], []
     for words in (("--nproc", "8", "--nnodes", "1"), ("--nproc", "2", "--nnodes", "4")):
@@ -310,6 +311,7 @@ def test_a_sweep_ranks_layouts_by_tokens_per_second(recipe, capsys):
 
 def test_a_sweep_counts_the_recipe_and_names_the_microbatches_that_ranks_have(recipe, capsys):
     """The recipe's layout is that of the grid with microbatches of 2: a rank of 8 has no more of 16."""
+    pytest.importorskip("nanotrain_ddp")
     words = ["--ranks", "8", "--set", "batch.microbatch=16", "--set", "batch.sequences=16", "--sweep", "1"]
     layers = ["--set", "model.layers=1", "--set", 'parallel=[{use="ddp"}]']
     assert main(["plan", recipe, "--hardware", "cpu", *words, *layers]) == 0
