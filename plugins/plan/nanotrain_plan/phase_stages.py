@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain
 
 import attrs
 
@@ -70,15 +69,6 @@ class Step:
         """
         return self.sequences, self.last, self.length, min(self.microbatches, 3)
 
-    def held_as(self, pp: int) -> tuple[int, int, int, int]:
-        """Steps for which this is the same hold as many microbatches at once on ``pp`` pipeline ranks.
-
-        Once there are several for each rank, more of them wait for no longer; but interleaved schedules take
-        them in groups of ``pp``, of which the last one may be smaller.
-        """
-        count = self.microbatches
-        return self.sequences, self.last, self.length, count if count < 4 * pp else 4 * pp + count % pp
-
 
 @attrs.define(frozen=True, kw_only=True)
 class HighestMemory:
@@ -104,13 +94,13 @@ def highest_memory(recipe: Recipe, planned: Stages, of: Callable[[Recipe], Stage
         of: returns the stages of a phase's recipe.
     """
     best, name, on_host = list(all_ranks(planned, recipe)), "", most_on_host(planned)
-    dp, pp = planned.layout.size("dp"), planned.pp
-    seen = {step_of(planned.recipe, dp).held_as(pp)}
-    for number, now in chain(reached(recipe), _within_ramps(recipe)):
-        held = step_of(now, dp).held_as(pp)
-        if held in seen:
+    dp = planned.layout.size("dp")
+    seen = {step_of(planned.recipe, dp)}
+    for number, now in reached(recipe):
+        step = step_of(now, dp)
+        if step in seen:
             continue
-        seen.add(held)
+        seen.add(step)
         stages = of(now)
         found = list(all_ranks(stages, recipe))
         on_host = list(map(max, on_host, most_on_host(stages)))
@@ -126,15 +116,6 @@ def reached(recipe: Recipe) -> Iterator[tuple[int, Recipe]]:
     yield from ((number, now) for number, now in timeline.corners() if number < last)
 
 
-def _within_ramps(recipe: Recipe) -> Iterator[tuple[int, Recipe]]:
-    """Yield each phase whose batch grows or shrinks, with the recipes of the sizes in between."""
-    timeline = PhaseTimeline(recipe)
-    last = timeline.reached(recipe.run.steps) if recipe.phase else 0
-    for number, sizes in timeline.ramps():
-        if number < last:
-            yield from ((number, timeline.with_batch(number, size)) for size in sizes)
-
-
 def step_of(now: Recipe, dp: int) -> Step:
     """Return the step of a phase's recipe, whose batch so many data-parallel ranks share."""
     batch = now.batch
@@ -143,6 +124,6 @@ def step_of(now: Recipe, dp: int) -> Step:
     return Step(full, rows - (count - 1) * full, batch.length, count)
 
 
-def _passes(sorts: Sequence[Mapping[Action, Sort]]) -> set[Sort]:
-    """Return the sorts of actions: with few microbatches other backward passes may be whole."""
-    return {sort for own in sorts for sort in own.values()}
+def _passes(sorts: Sequence[Mapping[Action, Sort]]) -> set[tuple[str, int]]:
+    """Return the kinds of actions of each stage: of few microbatches, some may have no W passes."""
+    return {sort[:2] for own in sorts for sort in own.values()}
