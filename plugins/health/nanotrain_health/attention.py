@@ -79,9 +79,7 @@ def attended(
         before_BRS = torch.arange(length, device=begins_BR.device) < begins_BR.unsqueeze(-1)
         hidden_BGNRS = hidden_BGNRS.masked_fill(before_BRS[:, None, None], -torch.inf)
         share_BR1 = share(at.rows_R - begins_BR + 1, wide)[:, None, :, None]
-    shares_BGNRS = torch.softmax(hidden_BGNRS, -1)
-    # As torch.special.entr, which takes four times as long on a CPU: a share of 0 adds 0.
-    entropy_BGNR = -shares_BGNRS.clamp(min=torch.finfo(wide).tiny).log_().mul_(shares_BGNRS).sum(-1)
+    entropy_BGNR = torch.special.entr(torch.softmax(hidden_BGNRS, -1)).sum(-1)
     return hidden_BGNRS.amax(), entropy_BGNR.mean(), (entropy_BGNR @ share_BR1).mean()
 
 

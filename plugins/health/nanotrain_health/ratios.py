@@ -60,7 +60,7 @@ class Ratios(Watcher):
         self.clips.append(clip)
         found = {"gradients/clip_coefficient": clip, "gradients/clipped": float(clip < 1)}
         if len(self.clips) == CLIPS:
-            found["gradients/clip_rate"] = sum(map((1.0).__gt__, self.clips)) / CLIPS
+            found["gradients/clip_rate"] = sum(each < 1 for each in self.clips) / CLIPS
             found["gradients/clip_mean"] = sum(self.clips) / CLIPS
         return found
 
