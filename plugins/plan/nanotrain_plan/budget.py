@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from math import gcd
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import attrs
 
 from nanotrain_core.api import Recipe, Registry
 from nanotrain_plan.hardware import Hardware
 from nanotrain_plan.stages import Stages
+
+if TYPE_CHECKING:
+    from nanotrain_plan.phase_stages import HighestMemory
 
 #: Resident bytes of a rank's Python with torch, without a device's context: measured with torch 2.13.
 PROCESS = 1.2e9
@@ -103,13 +107,7 @@ def _gathers(recipe: Recipe, registry: Registry) -> bool:
 
 
 def host_memory(
-    recipe: Recipe,
-    registry: Registry,
-    stages: Stages,
-    hardware: Hardware,
-    *,
-    activations: Sequence[int],
-    peaks: Sequence[int],
+    recipe: Recipe, registry: Registry, stages: Stages, hardware: Hardware, highest: HighestMemory
 ) -> HostMemory:
     """Return what the processes of the fullest node take; of a run of fewer ranks than a node has, of these.
 
@@ -118,8 +116,7 @@ def host_memory(
         registry: the plugins.
         stages: of the run.
         hardware: whose nodes they are.
-        activations: bytes that wait on the host, of each pipeline rank.
-        peaks: bytes of each pipeline rank's own tensors, which are on the host where ranks compute on CPUs.
+        highest: activations that wait on the host, and the ranks' own tensors, which are there on CPUs.
     """
     gathers = _gathers(recipe, registry)
     first, *others = _nodes(stages, hardware)
@@ -131,9 +128,9 @@ def host_memory(
         one = HostMemory(
             ranks=len(pp_ranks),
             processes=round(PROCESS * len(pp_ranks)),
-            tensors=sum(peaks[rank] for rank in pp_ranks) if hardware.gloo else 0,
+            tensors=sum(highest.ranks[rank].peak for rank in pp_ranks) if hardware.gloo else 0,
             offloaded=state if offloads_state(recipe) else 0,
-            activations=sum(activations[rank] for rank in pp_ranks),
+            activations=sum(highest.on_host[rank] for rank in pp_ranks),
             checkpoint=checkpoint if gathers else round(sum(step.saved for step in steps)),
             available=round(hardware.host_memory_gb * 1e9),
         )

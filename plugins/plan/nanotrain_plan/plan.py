@@ -182,14 +182,7 @@ def make_plan(
         traffic={pp_rank: traffic(stages, pp_rank, links) for pp_rank in sorted(stages.steps)},
         checkpoints=checkpoints(recipe, registry, stages, hardware),
         data=data_use(recipe, registry),
-        host=host_memory(
-            recipe,
-            registry,
-            stages,
-            hardware,
-            activations=highest.on_host,
-            peaks=[rank.peak for rank in highest.ranks],
-        ),
+        host=host_memory(recipe, registry, stages, hardware, highest),
         assumptions=assumptions(recipe, registry, stages, hardware, parameters),
     )
 

@@ -57,16 +57,17 @@ def run_phases(recipe: Recipe, registry: Registry, phases: PhaseStages) -> tuple
     return tuple(_phase(timeline, stretches, registry, seconds, dp) for stretches in own)
 
 
-def run_seconds(recipe: Recipe, seconds: Callable[[Recipe], float], dp: int) -> float:
-    """Return what the steps of a run take together, as those of :func:`run_phases`.
+def run_seconds(recipe: Recipe, dp: int, *seconds: Callable[[Recipe], float]) -> list[float]:
+    """Return what the steps of a run take together, as those of :func:`run_phases`, by each of ``seconds``.
 
     Args:
         recipe: with its phases, or without any.
-        seconds: of a step of a phase's recipe.
         dp: data-parallel ranks.
+        seconds: functions of a phase's recipe, of one of its steps.
     """
     timeline = PhaseTimeline(recipe)
-    return sum(_of_steps(timeline, stretches, seconds, dp)[1] for stretches in _by_phase(timeline))
+    phases = _by_phase(timeline)
+    return [sum(_of_steps(timeline, phase, each, dp)[1] for phase in phases) for each in seconds]
 
 
 def _by_phase(timeline: PhaseTimeline) -> list[list[PhaseStretch]]:

@@ -95,20 +95,15 @@ class Composer:
                 times[id(stages)] = step_time(stages, self.hardware, collective_time)
             return times[id(stages)]
 
+        whole = _ragged(lambda now: time(now).seconds, dp)
+        seconds, busy = run_seconds(recipe, dp, whole, _ragged(lambda now: busy_seconds(time(now)), dp))
         return Estimate(
             memory=memory,
             time=time(planned.recipe),
             peak=max(rank.peak for rank in highest.ranks),
-            host=host_memory(
-                recipe,
-                self.registry,
-                planned,
-                self.hardware,
-                activations=highest.on_host,
-                peaks=[rank.peak for rank in highest.ranks],
-            ),
-            seconds=run_seconds(recipe, _ragged(lambda now: time(now).seconds, dp), dp),
-            busy=run_seconds(recipe, _ragged(lambda now: busy_seconds(time(now)), dp), dp),
+            host=host_memory(recipe, self.registry, planned, self.hardware, highest),
+            seconds=seconds,
+            busy=busy,
         )
 
     def bound(self, recipe: Recipe, layout: Layout) -> Bound:
@@ -124,18 +119,22 @@ class Composer:
         of = self._of_phases(stages, apart=False)
         dp = layout.size("dp")
         least = _ragged(lambda now: least_time(of(now), self.hardware, collective_time), dp)
-        seconds = run_seconds(recipe, least, dp)
+        (seconds,) = run_seconds(recipe, dp, least)
         return Bound(peaks, seconds)
 
     def _of_phases(self, planned: Stages, *, apart: bool = True) -> Callable[[Recipe], Stages]:
-        """Return what gives the stages of a phase's recipe: the same object for steps that are alike."""
+        """Return what gives the stages of a phase's recipe: the same object for steps that are alike.
+
+        What a phase sets besides its batch changes no step; with it, blocks would be measured again.
+        """
         layout, dp = planned.layout, planned.layout.size("dp")
         known = {step_of(planned.recipe, dp): planned}
 
         def of(now: Recipe) -> Stages:
             step = step_of(now, dp)
             if step not in known:
-                known[step] = self.stages(now, layout, apart=apart, parts=planned.parts)
+                recipe = attrs.evolve(planned.recipe, batch=now.batch)
+                known[step] = self.stages(recipe, layout, apart=apart, parts=planned.parts)
             return known[step]
 
         return of
@@ -306,7 +305,6 @@ def _expect_independent_layers(recipe: Recipe, pp: int) -> None:
         if getattr(selection.config, "every", 1) != 1:
             raise NotComposable(f"{selection.use}: every {selection.config.every} layers are alike, not each")
         keep = getattr(selection.config, "keep", 0)  # of activation_offload: layers at a stage's end
-        if isinstance(keep, int) and keep > (
-            1 if pp == 1 else 0
-        ):  # one stage was measured with its last layer
+        measured = 1 if pp == 1 else 0  # a single stage, with its last layer
+        if isinstance(keep, int) and keep > measured:
             raise NotComposable(f"{selection.use}: the last layers of a stage are not like the others")

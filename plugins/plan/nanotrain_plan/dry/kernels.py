@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from nanotrain_core.api.torch import TORCH, Kernels, Ops, grouped_linear_on_gpu
+from nanotrain_core.api.torch import TORCH, Kernels, Ops, grouped_linear_on_gpu, plain_ops
 from nanotrain_plan import DryKernelsConfig
 
 Tensor = torch.Tensor
@@ -32,7 +32,7 @@ class DryKernels(Kernels):
             return TORCH
         if self.config.host:
             return replace(TORCH, attention=attention_on_host)
-        loss = partial(TORCH.linear_cross_entropy, matmul=matmul, multiple=128)  # as plain_ops on a GPU
+        loss = partial(plain_ops(torch.device("cuda")).linear_cross_entropy, matmul=matmul)
         return replace(
             TORCH, attention=attention, rms_norm=rms_norm, experts=experts, linear_cross_entropy=loss
         )

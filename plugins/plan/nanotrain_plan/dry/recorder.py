@@ -32,7 +32,6 @@ _FREE = ("aten::empty", "aten::new_empty", "aten::detach", "aten::view", "aten::
 _GEMMS_IN_PLACE = {
     "aten::addmm_": torch.ops.aten.addmm,
     "aten::baddbmm_": torch.ops.aten.baddbmm,
-    "aten::addmv_": torch.ops.aten.addmv,
 }
 
 #: Operators that read a few rows or elements of their first argument.
