@@ -15,6 +15,7 @@ from nanotrain_plan.advice import (
     with_recompute,
     with_zero,
 )
+from nanotrain_plan.blocks import buffers
 from nanotrain_plan.blocks.composer import Composer
 from nanotrain_plan.blocks.probe import NotComposable, choose
 from nanotrain_plan.compare import Comparison, Known, _held, as_planned, describe
@@ -140,6 +141,10 @@ batch.sequences = 8
 [[phase]]
 batch.sequences = 64
 """
+
+
+def test_as_many_buckets_have_buffers_as_the_runtime_lends():
+    assert buffers.IN_FLIGHT == buckets.DEPTH + 1
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from nanotrain_plan.dry.rank import AROUND, RankStep
 #: Axis and operation of a collective.
 Key = tuple[str, str]
 
-#: Buckets in flight, as those of ``GroupBuckets``.
+#: Buckets that have buffers at once: those in flight in ``layout/buckets.py``, and the one that is written.
 IN_FLIGHT = 3
 
 
