@@ -25,6 +25,7 @@ from nanotrain_plan.hardware import find_hardware
 from nanotrain_plan.sweep import WHOLE, sweep
 
 from nanotrain_core.api import Costs, Selection, find_problems, resolve_recipe
+from nanotrain_core.layout import buckets
 
 DENSE = """
 [run]
