@@ -219,3 +219,87 @@ def test_of_a_sequence_that_ranks_share_a_plan_has_the_largest_part(length, rank
 def test_of_sequences_that_ranks_share_a_plan_has_the_largest_share(sequences, ranks):
     layout = Layout({"dense": View(("pp", "dp", "cp"), (2, 2, 2))}, sequence_dims=("cp",))
     assert pipeline_of_most_tokens(layout, 2, 6, sequences) == ranks  # the second of two has four of seven
+
+
+SYNCED = """
+[run]
+steps = 20
+ranks = 32
+[batch]
+sequences = 24
+microbatch = 1
+length = 1024
+[model]
+use = "transformer"
+layers = 8
+width = 1024
+heads = 16
+vocab = 1024
+[topology]
+use = "grid"
+pp = 4
+[schedule]
+use = "dualpipe_v"
+{more}
+[precision]
+use = "bf16"
+[data]
+use = "synthetic"
+vocab = 256
+"""
+
+DDP = """
+[[parallel]]
+use = "ddp"
+"""
+
+FEW_AND_MANY = """
+[[phase]]
+name = "few"
+until_tokens = 49_152
+batch.sequences = 24
+[[phase]]
+name = "many"
+batch.sequences = 192
+"""
+
+
+@pytest.fixture
+def synced(tmp_path):
+    def plan_of(more, **changes):
+        path = tmp_path / "synced.toml"
+        path.write_text(SYNCED.replace("{more}", more))
+        sets = [f"{key.replace('__', '.')}={value}" for key, value in changes.items()]
+        found = resolve_recipe(str(path), overrides=sets)
+        return make_plan(found.recipe, found.registry, found.layout, find_hardware("h100"))
+
+    return plan_of
+
+
+def test_few_microbatches_beside_many_have_the_gradient_sync_of_their_last_one(synced):
+    """With 3 microbatches on 4 ranks DualPipe-V has other W passes than with 24, which are measured."""
+    phases, alone = synced(DDP + FEW_AND_MANY), synced(DDP)
+    assert phases.phases[0].step[0] == pytest.approx(alone.time.seconds, rel=0.01)
+
+
+def test_no_stage_waits_for_the_gradient_sync_of_another(synced):
+    """What an only microbatch syncs delays a step once, however many stages it passes through."""
+    overlapped = synced(DDP, schedule__use="1f1b", batch__sequences=8).time
+    without = synced("", schedule__use="1f1b", batch__sequences=1, run__ranks=4).time
+    assert overlapped.after > 0.1 * without.pipeline
+    assert overlapped.pipeline < without.pipeline + overlapped.after
+
+
+def test_gradient_sync_after_all_passes_is_not_hidden(synced):
+    """``adamw`` alone sums gradients after backward; ``ddp`` during it."""
+    plans = {
+        name: synced(more, schedule__use="1f1b", batch__sequences=64)
+        for name, more in (("", ""), ("ddp", DDP))
+    }
+    sums = {
+        name: max(sum(each.seconds for each in own if each.axis == "dp") for own in plan.traffic.values())
+        for name, plan in plans.items()
+    }
+    assert sums[""] == pytest.approx(sums["ddp"], rel=0.1)
+    assert plans["ddp"].time.after < sums["ddp"] + plans[""].time.after - sums[""]
+    assert plans[""].time.after > sums[""]

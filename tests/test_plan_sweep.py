@@ -114,6 +114,42 @@ def test_blocks_make_the_layouts_that_are_planned_whole(dense):
     assert_as_planned_whole(dense, "h100", [{}, {"pp": 4, "schedule": "zb_h1"}], SMALL)
 
 
+DDP = """
+[[parallel]]
+use = "ddp"
+[optimizer]
+use = "adamw"
+"""
+
+
+@pytest.mark.parametrize(
+    ("dp", "pp", "schedule", "microbatches", "sync"),
+    [
+        (8, 1, "accumulate", 2, DDP),
+        (8, 4, "1f1b", 1, DDP),
+        (8, 2, "dualpipe_v", 4, DDP),
+        (1, 2, "1f1b", 4, DDP),
+        (8, 2, "1f1b", 1, '[optimizer]\nuse = "zero12"\n'),
+        (8, 2, "1f1b", 3, '[optimizer]\nuse = "adamw"\n'),
+    ],
+)
+def test_few_microbatches_sync_gradients_as_in_a_whole_plan(tmp_path, dp, pp, schedule, microbatches, sync):
+    text = (
+        DENSE.replace("tp = 2", "").replace('[[parallel]]\nuse = "tp"\n', "").replace("pp = 2", f"pp = {pp}")
+    )
+    text = text.replace('[optimizer]\nuse = "zero12"\nbucket_mb = 0.25\n', sync)
+    text = text.replace("ranks = 16", f"ranks = {dp * pp}").replace("width = 256", "width = 1024")
+    text = text.replace("sequences = 64", f"sequences = {dp * microbatches}").replace("1f1b", schedule)
+    path = tmp_path / "few.toml"
+    path.write_text(text.replace("length = 512", "length = 1024"))
+    found = resolve_recipe(str(path))
+    composer = Composer(found.registry, find_hardware("h100"))
+    estimate = composer.estimate(found.recipe, found.layout)
+    whole = try_plan(found.recipe, found.registry, composer.hardware)
+    assert estimate.seconds == pytest.approx(whole.seconds, rel=SMALL)
+    assert estimate.peak == pytest.approx(whole.worst.peak, rel=0.01)
+
+
 @pytest.mark.parametrize(("sequence_parallel", "tokens"), [(True, 256), (False, 512)])
 def test_activations_count_as_split_along_tp_with_sequence_parallelism_alone(
     dense, sequence_parallel, tokens
@@ -150,7 +186,7 @@ def test_as_many_buckets_have_buffers_as_the_runtime_lends():
 
 @pytest.mark.parametrize(
     ("pp", "sequences", "microbatch", "phases", "tolerance"),
-    [(2, 132, 8, "", 0.05), (1, 64, 4, FEW_SEQUENCES, 0.02)],
+    [(2, 132, 8, "", 0.02), (1, 64, 4, FEW_SEQUENCES, 0.02)],
     ids=["ragged", "phases"],
 )
 def test_fewer_sequences_than_a_microbatch_take_less_time(
@@ -171,6 +207,7 @@ def test_fewer_sequences_than_a_microbatch_take_less_time(
     estimate = composer.estimate(found.recipe, found.layout)
     whole = try_plan(found.recipe, found.registry, composer.hardware)
     assert estimate.seconds == pytest.approx(whole.seconds, rel=tolerance)
+    assert estimate.peak == pytest.approx(whole.worst.peak, rel=tolerance)
 
 
 @pytest.mark.full_cases("1")

@@ -84,6 +84,8 @@ class CollectiveTime:
     """Time that is not hidden by computation, by the shares of ``[overlap]``."""
     hidden: float = 0.0
     """The rest of gradient sync, which is hidden if the phase computes for at least as long."""
+    sync: float = 0.0
+    """Of :attr:`exposed`, that of gradient sync, for which no other pipeline stage waits."""
     message: float = 0.0
     """Time of the longest message to another pipeline rank, from its start to its arrival."""
 
@@ -183,16 +185,16 @@ class Links:
         and all-to-alls where a schedule such as DualPipe overlaps two microbatches, also overlap other
         actions.
         """
-        return self.seconds(found) * self._hidden_share(found) if self._is_sync(found) else 0.0
+        return self.seconds(found) * self._hidden_share(found) if self.is_sync(found) else 0.0
 
     def _hidden_share(self, found: Collective) -> float:
-        if self._is_sync(found):
+        if self.is_sync(found):
             return self.hardware.overlap.dp
         axes = [OVERLAP.get(axis, "") for axis in self.axis(found).split("+")]
         shares = [getattr(self.hardware.overlap, axis) for axis in axes if axis]
         return min(shares, default=0.0)
 
-    def _is_sync(self, found: Collective) -> bool:
+    def is_sync(self, found: Collective) -> bool:
         """Return whether a collective sums gradients, or gathers weights: along data-parallel ranks.
 
         Where ``cp`` is the only such dimension, its sums are taken for those of gradients, too: attention is
@@ -207,10 +209,12 @@ class Links:
 
     def time(self, phase: Phase) -> CollectiveTime:
         """Return what the collectives of a recorded phase take."""
+        sync = filter(self.is_sync, phase.collectives)
         sends = (self.seconds(found) for found in phase.collectives if found.op == "send")
         return CollectiveTime(
             exposed=sum(map(self.exposed, phase.collectives)),
             hidden=sum(map(self.hidden, phase.collectives)),
+            sync=sum(map(self.exposed, sync)),
             message=max(sends, default=0.0),
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import gt, sub
 
 import attrs
 
@@ -85,18 +86,21 @@ class HighestMemory:
     """Bytes of activations of every pipeline rank that wait in its host's memory, at most, in any phase."""
 
 
-def highest_memory(recipe: Recipe, planned: Stages, of: Callable[[Recipe], Stages]) -> HighestMemory:
+def highest_memory(
+    recipe: Recipe, planned: Stages, of: Callable[[Recipe], Stages], schedule: Schedule
+) -> HighestMemory:
     """Return the memory of the phase with the highest peak.
 
     Args:
         recipe: with its phases.
         planned: the stages of the phase that is planned.
         of: returns the stages of a phase's recipe.
+        schedule: of the recipe.
     """
     best, name, on_host = list(all_ranks(planned, recipe)), "", most_on_host(planned)
     dp = planned.layout.size("dp")
     seen = {step_of(planned.recipe, dp)}
-    for number, now in reached(recipe):
+    for number, now in (*reached(recipe), *_fullest_of_ramps(recipe, schedule, planned.pp, dp)):
         step = step_of(now, dp)
         if step in seen:
             continue
@@ -112,8 +116,37 @@ def highest_memory(recipe: Recipe, planned: Stages, of: Callable[[Recipe], Stage
 def reached(recipe: Recipe) -> Iterator[tuple[int, Recipe]]:
     """Yield each phase that the run reaches, by number, with its recipe at the beginning and the end."""
     timeline = PhaseTimeline(recipe)
-    last = timeline.reached(recipe.run.steps) if recipe.phase else 0
+    last = _reached(timeline)
     yield from ((number, now) for number, now in timeline.corners() if number < last)
+
+
+def _fullest_of_ramps(recipe: Recipe, schedule: Schedule, pp: int, dp: int) -> Iterator[tuple[int, Recipe]]:
+    """Yield the batch of each ramp for which a rank holds most sequences, if more than at both of its ends.
+
+    Its last microbatch is taken to be as large as the others: of this shape steps have been measured.
+    """
+    timeline = PhaseTimeline(recipe)
+    last = _reached(timeline)
+    in_flight = getattr(schedule, "in_flight", None)  # which a schedule may have
+    if in_flight is None or pp == 1:
+        return
+    for number, between in timeline.ramps():
+        if number >= last:
+            break
+        first, *others = sizes = [between.start - between.step, *between, between.stop]
+        steps = {size: step_of(timeline.with_batch(number, size), dp) for size in sizes}
+        held = {
+            size: [step.sequences * count for count in in_flight(pp, step.microbatches)]
+            for size, step in steps.items()
+        }
+        at_ends = [max(ends) for ends in zip(held[first], held[others[-1]], strict=True)]
+        most = max(sizes, key=lambda size: max(map(sub, held[size], at_ends)))
+        if any(map(gt, held[most], at_ends)):
+            yield number, timeline.with_batch(number, steps[most].sequences * steps[most].microbatches * dp)
+
+
+def _reached(timeline: PhaseTimeline) -> int:
+    return timeline.reached(timeline.recipe.run.steps) if timeline.recipe.phase else 0
 
 
 def step_of(now: Recipe, dp: int) -> Step:

@@ -165,7 +165,7 @@ def make_plan(
         text = str(problem).splitlines()[0] if str(problem) else type(problem).__name__
         raise NanotrainError(f"this recipe cannot be planned: {text}") from problem
     phases = PhaseStages(stages, registry, hardware)
-    highest = highest_memory(recipe, stages, phases.of)
+    highest = highest_memory(recipe, stages, phases.of, phases.schedule)
     links = Links(hardware, layout)
     parameters = count_parameters(recipe, registry)
     return Plan(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import attrs
 
-from nanotrain_core.api import PhaseStretch, PhaseTimeline, Recipe, Registry
+from nanotrain_core.api import Layout, PhaseStretch, PhaseTimeline, Recipe, Registry
 from nanotrain_plan.model import count_flops
 from nanotrain_plan.phase_stages import PhaseStages
 from nanotrain_plan.timing import step_time
@@ -34,9 +34,10 @@ class RunPhase:
 def run_phases(recipe: Recipe, registry: Registry, phases: PhaseStages) -> tuple[RunPhase, ...]:
     """Return what the phases of a run take, those that it does not reach left out.
 
-    A step is simulated at the first and the last batch size of a phase, and at the size between them with
-    which a rank has one full microbatch. Up to there microbatches grow, and after it their number: between
-    these sizes a step's time grows by as much for each sequence.
+    A step is simulated at the first and the last batch size of a phase, and at sizes between them: that with
+    which a rank has one full microbatch (up to there microbatches grow, and after it their number), and those
+    with as many microbatches as pipeline ranks, and twice as many, from which on a schedule is in its steady
+    state. Between these sizes a step's time grows by as much for each sequence.
 
     Args:
         recipe: with its phases.
@@ -45,7 +46,7 @@ def run_phases(recipe: Recipe, registry: Registry, phases: PhaseStages) -> tuple
     """
     timeline = PhaseTimeline(recipe)
     known: dict[int, float] = {}
-    dp = phases.stages.layout.size("dp")
+    layout = phases.stages.layout
 
     def seconds(now: Recipe) -> float:
         stages = phases.of(now)
@@ -54,20 +55,22 @@ def run_phases(recipe: Recipe, registry: Registry, phases: PhaseStages) -> tuple
         return known[id(stages)]
 
     own = _by_phase(timeline) if recipe.phase else []
-    return tuple(_phase(timeline, stretches, registry, seconds, dp) for stretches in own)
+    return tuple(_phase(timeline, stretches, registry, seconds, layout) for stretches in own)
 
 
-def run_seconds(recipe: Recipe, dp: int, *seconds: Callable[[Recipe], float]) -> list[float]:
-    """Return what the steps of a run take together, as those of :func:`run_phases`, by each of ``seconds``.
+def run_seconds(recipe: Recipe, layout: Layout, *seconds: Callable[[Recipe], float]) -> list[float]:
+    """Return what the steps of a run take together, by each of ``seconds``.
+
+    Fewer sizes of a ramp are looked at than by :func:`run_phases`: not those of a pipeline.
 
     Args:
         recipe: with its phases, or without any.
-        dp: data-parallel ranks.
+        layout: of its ranks.
         seconds: functions of a phase's recipe, of one of its steps.
     """
     timeline = PhaseTimeline(recipe)
-    phases = _by_phase(timeline)
-    return [sum(_of_steps(timeline, phase, each, dp)[1] for phase in phases) for each in seconds]
+    phases, full = _by_phase(timeline), [layout.size("dp")]
+    return [sum(_of_steps(timeline, phase, each, full)[1] for phase in phases) for each in seconds]
 
 
 def _by_phase(timeline: PhaseTimeline) -> list[list[PhaseStretch]]:
@@ -82,14 +85,16 @@ def _of_steps(
     timeline: PhaseTimeline,
     stretches: Sequence[PhaseStretch],
     seconds: Callable[[Recipe], float],
-    dp: int,
+    between: Sequence[int],
 ) -> tuple[tuple[float, float], float]:
-    """Return the seconds of a phase's first and last step, and of all its steps."""
+    """Return the seconds of a phase's first and last step, and of all its steps.
+
+    ``between``: numbers of microbatches of a batch, on all ranks, to look at if they are between its ends.
+    """
     number, first, last = stretches[0].phase, stretches[0].sequences, stretches[-1].sequences
-    sizes = {first, last}
-    full = timeline.with_batch(number, first).batch.microbatch * dp
-    if min(sizes) < full < max(sizes):
-        sizes.add(full)
+    microbatch = timeline.with_batch(number, first).batch.microbatch
+    inside = (count * microbatch for count in between)
+    sizes = {first, last, *(size for size in inside if min(first, last) < size < max(first, last))}
     known = {size: seconds(timeline.with_batch(number, size)) for size in sorted(sizes)}
     total = sum(each.steps * _between(known, each.sequences) for each in stretches)
     return (known[first], known[last]), total
@@ -100,11 +105,12 @@ def _phase(
     stretches: Sequence[PhaseStretch],
     registry: Registry,
     seconds: Callable[[Recipe], float],
-    dp: int,
+    layout: Layout,
 ) -> RunPhase:
     number, first, last = stretches[0].phase, stretches[0].sequences, stretches[-1].sequences
     begin = timeline.with_batch(number, first)
-    step, total = _of_steps(timeline, stretches, seconds, dp)
+    dp, pp = layout.size("dp"), layout.size("pp") if "pp" in layout.dims else 1
+    step, total = _of_steps(timeline, stretches, seconds, [dp, pp * dp, 2 * pp * dp] if pp > 1 else [dp])
     return RunPhase(
         name=timeline.recipe.phase[number].name or f"phase {number}",
         steps=sum(each.steps for each in stretches),

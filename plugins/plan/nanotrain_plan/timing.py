@@ -105,7 +105,7 @@ def step_time(
     stages: Stages, hardware: Hardware, collectives: Callable[[Phase], CollectiveTime] | None = None
 ) -> StepTime:
     """Simulate a step; ``collectives``: what those of a phase take, if not the recorded ones."""
-    of = _timer(stages, hardware, collectives)
+    of = _Timer(stages, hardware, collectives)
     times, busiest = _of_actions(stages, of)
     message = _longest_message(stages, collectives or Links(hardware, stages.layout).time)
     of_actions = SortDurations(times=times, microbatches=stages.microbatches, p2p=message)
@@ -126,41 +126,49 @@ def least_time(
     stages: Stages, hardware: Hardware, collectives: Callable[[Phase], CollectiveTime] | None = None
 ) -> float:
     """Return the seconds of a step whose busiest pipeline rank never waits."""
-    of = _timer(stages, hardware, collectives)
+    of = _Timer(stages, hardware, collectives)
     return _of_actions(stages, of)[1].total + _longest_after(stages, of)
 
 
-def _timer(
-    stages: Stages, hardware: Hardware, collectives: Callable[[Phase], CollectiveTime] | None
-) -> Callable[[Phase], PhaseTime]:
-    """Return what gives the time of a phase, and remembers it.
+class _Timer:
+    """Gives the time of a phase, and remembers it.
 
-    Gradient sync that a backward pass hides is limited by its own computation. The update's all-gathers are
-    not: they overlap with the next forward pass.
+    Gradient sync that a backward pass hides is limited by its own computation, and after all passes nothing
+    hides it. The update's all-gathers are not limited: they overlap with the next forward pass.
 
     Operators that are not compiled are not fused. Passes that are replayed as a CUDA graph wait for no host.
     """
-    if not stages.compiled:
-        hardware = attrs.evolve(hardware, memory=attrs.evolve(hardware.memory, fusion=1.0))
-    of_graphs = attrs.evolve(hardware, launch_us=0.0)
-    seconds = collectives or Links(hardware, stages.layout).time
-    measured = [pair for step in stages.steps.values() for pair in step.measured.items()]
-    backward = {id(phase) for (kind, *_), phase in measured if kind != "F"}
-    captured = {id(phase) for _, phase in measured} if stages.captured else set()
-    known: dict[int, PhaseTime] = {}
 
-    def of(phase: Phase) -> PhaseTime:
-        if id(phase) not in known:
-            found = seconds(phase)
-            if id(phase) not in backward:
+    def __init__(
+        self, stages: Stages, hardware: Hardware, collectives: Callable[[Phase], CollectiveTime] | None
+    ) -> None:
+        if not stages.compiled:
+            hardware = attrs.evolve(hardware, memory=attrs.evolve(hardware.memory, fusion=1.0))
+        self.hardware, self.of_graphs = hardware, attrs.evolve(hardware, launch_us=0.0)
+        self.collectives = collectives or Links(hardware, stages.layout).time
+        steps = stages.steps.values()
+        self.captured = stages.captured
+        self.around = {id(phase) for step in steps for phase in step.around.values()}
+        forward = {id(p) for step in steps for (kind, *_), p in step.measured.items() if kind == "F"}
+        self.not_limited = forward | self.around - {id(step.around["sync"]) for step in steps}
+        self._known: dict[tuple[int, bool], PhaseTime] = {}
+
+    def __call__(self, phase: Phase, *, synced: bool = True) -> PhaseTime:
+        """Return what a phase takes; if not ``synced``, without the seconds of its gradient sync."""
+        key = id(phase), synced
+        if key not in self._known:
+            found = self.collectives(phase)
+            if id(phase) in self.not_limited:
                 found = attrs.evolve(found, hidden=0.0)
-            known[id(phase)] = phase_time(phase, of_graphs if id(phase) in captured else hardware, found)
-        return known[id(phase)]
+            if not synced:
+                found = attrs.evolve(found, exposed=found.exposed - found.sync, hidden=0.0)
+            replayed = self.captured and id(phase) not in self.around
+            hardware = self.of_graphs if replayed else self.hardware
+            self._known[key] = phase_time(phase, hardware, found)
+        return self._known[key]
 
-    return of
 
-
-def _of_actions(stages: Stages, of: Callable[[Phase], PhaseTime]) -> tuple[dict[Sort, float], PhaseTime]:
+def _of_actions(stages: Stages, of: _Timer) -> tuple[dict[Sort, float], PhaseTime]:
     """Return seconds by sort of action, and what the pipeline rank with most to do spends."""
     times: dict[Sort, float] = {}
     busiest = PhaseTime()
@@ -174,15 +182,18 @@ def _of_actions(stages: Stages, of: Callable[[Phase], PhaseTime]) -> tuple[dict[
     return times, busiest
 
 
-def _in_pipeline(stages: Stages, pp_rank: int, sort: Sort, of: Callable[[Phase], PhaseTime]) -> PhaseTime:
-    """Return what an action takes in the schedule: less in the last microbatch if that has fewer sequences.
+def _in_pipeline(stages: Stages, pp_rank: int, sort: Sort, of: _Timer) -> PhaseTime:
+    """Return what an action takes in the schedule.
 
-    What it takes longer there, as gradient sync does, comes after the schedule: see :func:`_after`.
+    For gradient sync in the last microbatch's no other stage waits: it comes after the schedule, as far as
+    the pass does not hide it. See :func:`_after`.
     """
-    middle = of(_between(stages, pp_rank, sort))
-    if sort[2] != 2:
-        return middle
-    return min(middle, of(stages.phase_of(pp_rank, sort)), key=lambda time: time.total)
+    return of(stages.phase_of(pp_rank, sort), synced=not _is_last(stages, sort))
+
+
+def _is_last(stages: Stages, sort: Sort) -> bool:
+    """Return whether it is an action of the last microbatch, or of the only one."""
+    return sort[2] == 2 or stages.microbatches == 1
 
 
 def _longest_message(stages: Stages, collectives: Callable[[Phase], CollectiveTime]) -> float:
@@ -191,7 +202,7 @@ def _longest_message(stages: Stages, collectives: Callable[[Phase], CollectiveTi
         id(phase): phase
         for pp_rank, sorts in enumerate(stages.sorts)
         for sort in set(sorts.values())
-        for phase in [_between(stages, pp_rank, sort)]
+        for phase in [stages.phase_of(pp_rank, (*sort[:2], 1, sort[3]))]
     }
     return max((collectives(phase).message for phase in phases.values()), default=0.0)
 
@@ -201,30 +212,22 @@ def _sum(spent: Iterable[tuple[PhaseTime, int]]) -> PhaseTime:
     return PhaseTime(**{kind: sum(n * getattr(time, kind) for time, n in spent) for kind in KINDS})
 
 
-def _longest_after(stages: Stages, of: Callable[[Phase], PhaseTime]) -> float:
+def _longest_after(stages: Stages, of: _Timer) -> float:
     return max(
         _after(stages, pp_rank, {key: of(phase).total for key, phase in _around(stages, pp_rank).items()}, of)
         for pp_rank in range(stages.pp)
     )
 
 
-def _between(stages: Stages, pp_rank: int, sort: Sort) -> Phase:
-    """Return the phase of a microbatch in the middle, which has no gradient sync."""
-    kind, stage, _, split = sort
-    return stages.phase_of(pp_rank, (kind, stage, 1, split))
-
-
 def _around(stages: Stages, pp_rank: int) -> Mapping[str, Phase]:
     return stages.step_of(pp_rank).around
 
 
-def _after(
-    stages: Stages, pp_rank: int, around: Mapping[str, float], of: Callable[[Phase], PhaseTime]
-) -> float:
+def _after(stages: Stages, pp_rank: int, around: Mapping[str, float], of: _Timer) -> float:
     """Return what follows a rank's actions, and what the last microbatch adds to a backward pass."""
     extra = 0.0
     for sort in stages.sorts[pp_rank].values():
-        if sort[2] == 2:
+        if _is_last(stages, sort):
             here = of(stages.phase_of(pp_rank, sort)).total
             extra += here - _in_pipeline(stages, pp_rank, sort, of).total
     return extra + sum(around.values())

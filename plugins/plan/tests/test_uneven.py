@@ -93,6 +93,8 @@ def test_a_whole_backward_pass_takes_as_long_as_its_halves(plan, pp):
         assert sum(slot.end - slot.start for slot in row) <= time.busiest.total * (1 + 1e-9)
         split = {(s.action.stage, s.action.microbatch) for s in row if s.action.kind == "W"}
         for slot in row:
+            if slot.action.microbatch == 0:  # writes gradients, to which others add
+                continue
             key = slot.action.stage, slot.action.kind, (slot.action.stage, slot.action.microbatch) in split
             seconds.setdefault(key, slot.end - slot.start)
     both = [stage for stage in range(2 * pp) if {(stage, "B", True), (stage, "B", False)} <= {*seconds}]
@@ -143,3 +145,20 @@ def test_a_phase_may_grow_into_a_schedule_with_more_w_passes(plan):
     short = {**sizes, "batch__length": 512}
     alone = [plan(size, 1, ranks=4, more=more, **short).time.seconds for size in phase.sequences]
     assert phase.step == pytest.approx(alone, rel=0.01)
+
+
+GROWING = """
+[[phase]]
+name = "growing"
+until_tokens = 400_000
+batch.sequences = {start = 8, end = 16, by = 1}
+"""
+
+
+def test_a_growing_batch_may_need_most_memory_between_its_ends(plan):
+    """Interleaved stages hold most with microbatches that are no multiple of the pipeline ranks: 11, on 4."""
+    more = PIPELINE.format(schedule="interleaved_1f1b").replace("pp = 2", "pp = 4")
+    growing = plan(8, 1, ranks=4, more=more + GROWING, model__layers=8)
+    peaks = {size: plan(size, 1, ranks=4, more=more, model__layers=8).worst.peak for size in (8, 11, 16)}
+    assert peaks[11] > 1.05 * max(peaks[8], peaks[16])
+    assert (growing.worst.peak, growing.memory_phase) == (peaks[11], "growing")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import lcm
 
 import attrs
@@ -84,10 +84,9 @@ class Composer:
         """
         planned = self.stages(recipe, layout)
         of = self._of_phases(planned)
-        highest = highest_memory(recipe, planned, of)
+        highest = highest_memory(recipe, planned, of, self.registry.build(recipe.schedule))
         memory = list(all_ranks(planned, recipe)) if highest.phase else highest.ranks
         times: dict[int, StepTime] = {}
-        dp = layout.size("dp")
 
         def time(now: Recipe) -> StepTime:
             stages = of(now)
@@ -95,8 +94,9 @@ class Composer:
                 times[id(stages)] = step_time(stages, self.hardware, collective_time)
             return times[id(stages)]
 
-        whole = _ragged(lambda now: time(now).seconds, dp)
-        seconds, busy = run_seconds(recipe, dp, whole, _ragged(lambda now: busy_seconds(time(now)), dp))
+        seconds, busy = run_seconds(
+            recipe, layout, lambda now: time(now).seconds, lambda now: busy_seconds(time(now))
+        )
         return Estimate(
             memory=memory,
             time=time(planned.recipe),
@@ -117,9 +117,9 @@ class Composer:
         stages = self.stages(recipe, layout, apart=False)
         peaks = tuple(rank.peak for rank in all_ranks(stages, recipe))
         of = self._of_phases(stages, apart=False)
-        dp = layout.size("dp")
-        least = _ragged(lambda now: least_time(of(now), self.hardware, collective_time), dp)
-        (seconds,) = run_seconds(recipe, dp, least)
+        (seconds,) = run_seconds(
+            recipe, layout, lambda now: least_time(of(now), self.hardware, collective_time)
+        )
         return Bound(peaks, seconds)
 
     def _of_phases(self, planned: Stages, *, apart: bool = True) -> Callable[[Recipe], Stages]:
@@ -150,7 +150,9 @@ class Composer:
             apart: whether weight gradients that have a pass of their own are computed there.
             parts: stages that another phase of the run has; by default the schedule cuts them.
         """
-        recipe = _with_own_microbatch(PhaseTimeline(recipe).largest(), layout)
+        recipe = PhaseTimeline(recipe).largest()
+        step = step_of(recipe, layout.size("dp"))
+        recipe = _with_microbatch(recipe, step.sequences)
         pp = layout.size("pp") if "pp" in layout.dims else 1
         _expect_independent_layers(recipe, pp)
         model: Model = self.registry.build(recipe.model)
@@ -166,8 +168,14 @@ class Composer:
             self._lists[asked] = lists_of(schedule, pp, microbatches, apart=apart)
         actions, sorts = self._lists[asked].actions, self._lists[asked].sorts
         halves = _halves_of(self._lists[asked], microbatches)
-        blocks = together([self._measure(recipe, layout, each, costs) for each in halves])
-        whole = self._measure_whole(recipe, layout, halves[0], costs, blocks) if pp == 1 else None
+        blocks, whole = self._measure_all(recipe, layout, halves, costs)
+        if microbatches == 1:
+            blocks, whole = blocks.alone(), whole and whole.alone()
+        elif step.last < step.sequences:
+            last = _with_microbatch(recipe, step.last)
+            of_last, whole_of_last = self._measure_all(last, layout, halves, costs)
+            blocks = blocks.ending(of_last)
+            whole = whole and whole_of_last and whole.ending(whole_of_last)
         seconds = Seconds(Links(self.hardware, layout))
         kinds: dict[Kind, int] = {}
         steps: dict[int, RankStep] = {}
@@ -192,6 +200,15 @@ class Composer:
             compiled=compiles_layers(recipe, host=self.hardware.gloo),
             captured=recipe.run.cuda_graphs,
         )
+
+    def _measure_all(
+        self, recipe: Recipe, layout: Layout, halves: Sequence[Halves], costs: Costs
+    ) -> tuple[Blocks, Block | None]:
+        """Return blocks with all passes, and without a pipeline the ends of its stage."""
+        blocks = together([self._measure(recipe, layout, each, costs) for each in halves])
+        if "pp" in layout.dims and layout.size("pp") > 1:
+            return blocks, None
+        return blocks, self._measure_whole(recipe, layout, halves[0], costs, blocks)
 
     def _measure(self, recipe: Recipe, layout: Layout, halves: Halves, costs: Costs) -> Blocks:
         probing = self._probe_recipe(recipe, layout, halves, pp=PIPELINE)
@@ -229,12 +246,13 @@ class Composer:
     def _probe_recipe(self, recipe: Recipe, layout: Layout, halves: Halves, *, pp: int) -> Recipe:
         """Return the recipe of a probe: as few data-parallel ranks, and microbatches, as tell the same.
 
-        It has two blocks of the ranks that the inner degrees need, so that dp and edp are above 1: where they
-        are not, there is nobody to exchange with, and what is sent costs nothing.
+        It has two blocks of the ranks that the inner degrees need, so that dp and edp are above 1, unless
+        both are 1: then nobody exchanges gradients, and no buffers are kept for it.
         """
         sizes = {dim: layout.size(dim) if dim in layout.dims else 1 for dim in WITHIN}
         unit = lcm(sizes["tp"] * sizes["cp"], sizes["ep"] * sizes["etp"])
-        within = 2 * unit
+        ones = layout.size("dp") == 1 and unit == sizes["tp"] * sizes["cp"] == sizes["ep"] * sizes["etp"]
+        within = unit if ones else 2 * unit
         microbatches = 4 if halves.any else 3
         sequences = microbatches * recipe.batch.microbatch * within // (sizes["tp"] * sizes["cp"])
         found = attrs.evolve(
@@ -257,28 +275,9 @@ def collective_time(phase: Phase) -> CollectiveTime:
     return phase.collective_time
 
 
-def _with_own_microbatch(recipe: Recipe, layout: Layout) -> Recipe:
-    """Return a recipe with the microbatch that ranks have, which is smaller if they get fewer sequences."""
-    own = step_of(recipe, layout.size("dp")).sequences
-    return attrs.evolve(recipe, batch=attrs.evolve(recipe.batch, microbatch=own))
-
-
-def _ragged(seconds: Callable[[Recipe], float], dp: int) -> Callable[[Recipe], float]:
-    """Return ``seconds`` of a step, also if its last microbatch has fewer sequences.
-
-    No block is measured of it: it is taken to need their share of what one more full one would add.
-    """
-
-    def of(now: Recipe) -> float:
-        step = step_of(now, dp)
-        if step.last == step.sequences:
-            return seconds(now)
-        counts = (step.microbatches, step.microbatches + 1)
-        batches = (attrs.evolve(now.batch, sequences=n * step.sequences * dp) for n in counts)
-        full, more = (seconds(attrs.evolve(now, batch=batch)) for batch in batches)
-        return full - (more - full) * (1 - step.last / step.sequences)
-
-    return of
+def _with_microbatch(recipe: Recipe, sequences: int) -> Recipe:
+    """Return a recipe with microbatches of so many sequences: ranks with few sequences have smaller ones."""
+    return attrs.evolve(recipe, batch=attrs.evolve(recipe.batch, microbatch=sequences))
 
 
 def _halves_of(lists: Lists, microbatches: int) -> list[Halves]:

@@ -9,12 +9,10 @@ import attrs
 from nanotrain_core.api import Costs, Part
 from nanotrain_plan.blocks.buffers import Buffers, find_buffers
 from nanotrain_plan.blocks.probe import Probe
+from nanotrain_plan.blocks.sync import GradientSync, Pass
 from nanotrain_plan.blocks.work import Work
 from nanotrain_plan.dry.rank import Owned, RankStep, Share
 from nanotrain_plan.dry.recorder import Phase
-
-#: Kind of an action, whether its microbatch is the first, another or the last, and whether it has a W pass.
-Pass = tuple[str, int, bool]
 
 SPLITS = (False, True)
 
@@ -32,6 +30,28 @@ class Block:
     """Bytes that a forward pass leaves until the next one of the stage, where this block is its last."""
     carry_back: float = 0.0
     """The same of a backward pass that this block ends."""
+
+    def alone(self) -> Block:
+        """Return it with passes of an only microbatch, which is both the first and the last.
+
+        It writes gradients as the first one does, and sends them as the last.
+        """
+        work, above = dict(self.work), dict(self.above)
+        for kind, place, split in self.work:
+            usual, last = (kind, 1, split), (kind, 2, split)
+            if place == 0 and usual in self.work and last in self.work:
+                both = self.work[kind, 0, split].plus(self.work[last])
+                work[kind, 0, split] = both.plus(self.work[usual], -1.0)
+                above[kind, 0, split] = self.above[last]
+        return attrs.evolve(self, work=work, above=above)
+
+    def ending(self, other: Block) -> Block:
+        """Return it with the last microbatch of ``other``, which has another number of sequences."""
+        return attrs.evolve(
+            self,
+            work={key: other.work[key] if key[1] == 2 else own for key, own in self.work.items()},
+            above={key: other.above[key] if key[1] == 2 else own for key, own in self.above.items()},
+        )
 
 
 @attrs.define(eq=False)
@@ -69,6 +89,25 @@ class Blocks:
     shards: Mapping[tuple[str, ...], int]
     """Over how many ranks of the probe each range of a parameter's state is sharded: 1 if it is not."""
 
+    def alone(self) -> Blocks:
+        """Return them with passes of an only microbatch."""
+        return attrs.evolve(
+            self,
+            embedding=self.embedding.alone(),
+            layers={cost: block.alone() for cost, block in self.layers.items()},
+            head=self.head.alone(),
+        )
+
+    def ending(self, other: Blocks) -> Blocks:
+        """Return them with the last microbatch of ``other``, which has another number of sequences."""
+        return attrs.evolve(
+            self,
+            embedding=self.embedding.ending(other.embedding),
+            layers={cost: block.ending(other.layers[cost]) for cost, block in self.layers.items()},
+            head=self.head.ending(other.head),
+            edge={key: other.edge[key] if key[1] == 2 else own for key, own in self.edge.items()},
+        )
+
 
 def tell_apart(probe: Probe, costs: Costs) -> Blocks:
     """Return the blocks of a pipeline's probe: see :mod:`nanotrain_plan.blocks.probe`."""
@@ -90,6 +129,11 @@ def tell_apart(probe: Probe, costs: Costs) -> Blocks:
     for key, work in edge.items():
         if key[0] == "F" and key in head.above:
             head.above[key] -= work.change
+    around = around_of(first, probe)
+    sync = GradientSync(first, probe.axis)
+    for block in (embedding, *layers.values(), head):
+        sync.give(block.work, block.shares)
+    sync.take(around["sync"].work)
     owned = _sum_owned(probe.steps)
     held = _sum_shares(share for step in probe.steps for share in step.shares.items())
     of_gradients = sum(step.state["gradients"] for step in probe.steps)
@@ -99,7 +143,7 @@ def tell_apart(probe: Probe, costs: Costs) -> Blocks:
         head=head,
         edge=edge,
         message=max(0.0, *(work.sent["pp", "send"] for work in embedding.work.values())),
-        around=around_of(first, probe),
+        around=around,
         owned=owned,
         held=_sum_shares(first.shares.items()),
         gradients=of_gradients / max(1, sum(each.elements for each in owned.values())),
@@ -155,8 +199,10 @@ def around_of(step: RankStep, probe: Probe) -> dict[str, Around]:
 
 
 def stage_of(step: RankStep, probe: Probe, stage: int) -> Block:
-    """Return a whole stage of a probe."""
-    return _stage(step, probe, stage, _passes(step))
+    """Return a whole stage of a probe that has no other."""
+    found = _stage(step, probe, stage, _passes(step))
+    GradientSync(step, probe.axis).give(found.work, found.shares)
+    return found
 
 
 def _passes(step: RankStep) -> list[Pass]:

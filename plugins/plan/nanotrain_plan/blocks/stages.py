@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 import attrs
 
 from nanotrain_core.api import Costs, Layout, Part
-from nanotrain_plan.blocks.measured import Around, Block, Blocks, Pass, add_shares, layers_of
+from nanotrain_plan.blocks.measured import Around, Block, Blocks, add_shares, layers_of
 from nanotrain_plan.blocks.probe import NotComposable
+from nanotrain_plan.blocks.sync import Pass
 from nanotrain_plan.blocks.work import Work
 from nanotrain_plan.comms import CollectiveTime, Links, ranks_along
 from nanotrain_plan.dry.collectives import Collective
@@ -48,16 +49,24 @@ class Seconds:
 
     def time(self, work: Work) -> CollectiveTime:
         """Return what the collectives of an action take."""
-        exposed = hidden = message = 0.0
+        exposed = hidden = sync = message = 0.0
         for key, count in work.count.items():
             of_exposed, of_hidden = self._of(key)
-            exposed += of_exposed(count, work.sent[key])
+            own = of_exposed(count, work.sent[key])
+            exposed += own
+            sync += own if self._is_sync(key) else 0.0
             hidden += of_hidden(count, work.sent[key])
             if key[1] == "send" and count > 0.5:  # not what rounding leaves of a difference
                 ranks = ranks_along(*key, self.links.layout)
                 found = Collective("send", ranks, round(work.sent[key] / count))
                 message = max(message, self.links.seconds(found))
-        return CollectiveTime(exposed=max(0.0, exposed), hidden=max(0.0, hidden), message=message)
+        return CollectiveTime(
+            exposed=max(0.0, exposed), hidden=max(0.0, hidden), sync=max(0.0, sync), message=message
+        )
+
+    def _is_sync(self, key: tuple[str, str]) -> bool:
+        axis, op = key
+        return self.links.is_sync(Collective(op, ranks_along(axis, op, self.links.layout), 0))
 
     def _of(self, key: tuple[str, str]) -> tuple[Linear, Linear]:
         """Return the exposed and the hidden seconds of an operation along an axis."""

@@ -43,6 +43,12 @@ class Work:
             sent=_plus(self.sent, other.sent, times),
         )
 
+    def set(self, key: tuple[str, str], base: Work, *, count: float, sent: float) -> None:
+        """Replace the collectives of a kind by those of ``base`` and so many more."""
+        counts: Any = self.count
+        bytes_: Any = self.sent
+        counts[key], bytes_[key] = base.count[key] + count, base.sent[key] + sent
+
     @classmethod
     def of(cls, phase: Phase, axis: Callable[[tuple[int, ...]], str]) -> Work:
         """Return what was recorded; ``axis`` names the mesh dimensions along which ranks differ."""

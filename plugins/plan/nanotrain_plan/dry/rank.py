@@ -88,14 +88,19 @@ class RankStep:
     """By those dimensions."""
     looked: Any = None
     """What ``look`` of :func:`dry_rank` returned."""
+    _derived: dict[Sort, Phase | None] = attrs.field(factory=dict, init=False)
 
     def phase(self, sort: Sort) -> Phase:
         """Return what was measured for an action, or for one as near as there is.
 
         A backward pass without weight gradients stands for no whole one, wherever in a step. A forward pass
-        is the same with either, but may differ by its place.
+        is the same with either, but may differ by its place. In the last microbatch the pass that computes
+        weight gradients has the gradient sync that was measured in the other such pass.
         """
         kind, stage, place, split = sort
+        derived = None if sort in self.measured else self._with_sync(sort)
+        if derived is not None:
+            return derived
         places, halves = (place, 1, 0, 2), (split, not split)
         if kind == "F":
             wanted = [(near, half) for near in places for half in halves]
@@ -105,6 +110,25 @@ class RankStep:
             if (kind, stage, near, half) in self.measured:
                 return self.measured[kind, stage, near, half]
         raise KeyError(sort)
+
+    def _with_sync(self, sort: Sort) -> Phase | None:
+        """Return a pass of a microbatch in the middle with the gradient sync of the last one.
+
+        It is None if this is not what is missing, or not known either. The same object is returned each time.
+        """
+        kind, stage, place, split = sort
+        if place != 2 or kind == "F" or (kind == "B" and split):
+            return None
+        if sort not in self._derived:
+            other: tuple[str, int] = ("B" if kind == "W" else "W"), stage
+            usual = self.measured.get((kind, stage, 1, split))
+            last, *before = (self.measured.get((*other, at, not split)) for at in (2, 1, 0))
+            between = next((phase for phase in before if phase is not None), None)
+            if usual is None or last is None or (between is None and kind == "W"):
+                self._derived[sort] = None
+            else:
+                self._derived[sort] = usual.with_sync_of(last, between)
+        return self._derived[sort]
 
 
 def place_of(microbatch: int, microbatches: int) -> int:

@@ -109,6 +109,18 @@ class Phase:
         """Bytes needed within, on top of those at its beginning."""
         return self.peak - self.before
 
+    def with_sync_of(self, last: Phase, usual: Phase | None) -> Phase:
+        """Return it with what ``last`` does and ``usual``, of another microbatch, does not: gradient sync."""
+        if usual is None:  # of W passes, which have no other collectives
+            return attrs.evolve(self, collectives=[*self.collectives, *last.collectives])
+        added = Counter(last.collectives) - Counter(usual.collectives)
+        return attrs.evolve(
+            self,
+            collectives=[*self.collectives, *added.elements()],
+            moved=self.moved + max(0, last.moved - usual.moved),
+            kernels=self.kernels + max(0, last.kernels - usual.kernels),
+        )
+
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records operators, collectives and memory, see the module. Only tensors on ``device`` count."""
