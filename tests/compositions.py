@@ -236,9 +236,16 @@ def choices() -> torch.Tensor:
 @cache
 def everything() -> tuple[Composition, ...]:
     """Return every composition there is."""
-    rows = (dict(zip(AXES, row, strict=True)) for row in product(*AXES.values()))
-    few = (row for row in rows if 1 < row["tp"] * row["pp"] * row["cp"] * row["dp"] <= 8)
-    return tuple(found for row in few if (found := Composition(**row)).valid())
+    of_layout, of_run = list(AXES)[:8], list(AXES)[8:]
+    plain = {name: AXES[name][0] for name in of_run}
+    layouts = [row for row in _rows(of_layout) if Composition(**row, **plain).valid()]
+    runs = _rows(of_run)
+    every = (Composition(**layout, **run) for layout in layouts for run in runs)
+    return tuple(found for found in every if found.valid())
+
+
+def _rows(axes: list[str]) -> list[dict[str, Any]]:
+    return [dict(zip(axes, row, strict=True)) for row in product(*(AXES[name] for name in axes))]
 
 
 def train_each(case: Case, optimizers: dict[str, Any]) -> dict[str, Trace]:
