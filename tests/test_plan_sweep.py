@@ -146,19 +146,20 @@ def test_few_microbatches_sync_gradients_as_in_a_whole_plan(tmp_path, dp, pp, sc
     composer = Composer(found.registry, find_hardware("h100"))
     estimate = composer.estimate(found.recipe, found.layout)
     whole = try_plan(found.recipe, found.registry, composer.hardware)
-    assert estimate.seconds == pytest.approx(whole.seconds, rel=SMALL)
+    assert estimate.seconds == pytest.approx(whole.seconds, rel=0.06)
     assert estimate.peak == pytest.approx(whole.worst.peak, rel=0.01)
 
 
-@pytest.mark.parametrize(("sequence_parallel", "tokens"), [(True, 256), (False, 512)])
-def test_activations_count_as_split_along_tp_with_sequence_parallelism_alone(
-    dense, sequence_parallel, tokens
+@pytest.mark.parametrize(("sequence_parallel", "tp_alike"), [(True, 1), (False, 2)])
+def test_activations_are_compared_over_degrees_of_tp_with_sequence_parallelism_alone(
+    dense, sequence_parallel, tp_alike
 ):
+    """Without it tp splits some of them, and neither all nor none."""
     (tp,) = dense.recipe.parallel
     tp = attrs.evolve(tp, config=attrs.evolve(tp.config, sequence_parallel=sequence_parallel))
     recipe = attrs.evolve(dense.recipe, parallel=[tp])
     held = _held(recipe, find_problems(recipe, dense.registry)[0], 0)
-    assert (held.tokens, held.pp) == (tokens, 2)
+    assert (held.tokens, held.alike) == (256, (2, tp_alike))
 
 
 def test_operators_are_remembered_apart_by_default_dtype():
@@ -376,6 +377,14 @@ def test_a_sweep_tells_what_it_leaves_out_and_plans_the_best_whole(dense, monkey
     ]
     assert swept.refused == sum(refused)
     assert swept.planned == swept.examined - swept.refused - swept.bounded > 0
+
+
+def test_layouts_whose_layers_stay_eager_are_marked(dense):
+    plans = [
+        try_plan(changed(dense, schedule=each), dense.registry, find_hardware("h100"))
+        for each in ("1f1b", "zb_h1")
+    ]
+    assert [as_planned(plan).stays_eager for plan in plans] == [False, True]
 
 
 @pytest.mark.full

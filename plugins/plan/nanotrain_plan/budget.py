@@ -46,7 +46,7 @@ class HostMemory:
     tensors: int
     """The ranks' own tensors at their peaks, if they compute on CPUs; else 0."""
     offloaded: int
-    """Optimizer state that is kept on the host."""
+    """Optimizer state that is kept on the host, and copies of weights from which devices read new ones."""
     activations: int
     """Activations that wait on the host for their backward pass."""
     checkpoint: int
@@ -124,7 +124,7 @@ def host_memory(
     for number, pp_ranks in enumerate([first, *dict.fromkeys(others)]):
         steps = [stages.step_of(rank) for rank in pp_ranks]
         checkpoint = checkpoint_bytes(stages) if gathers and number == 0 else 0
-        state = sum(step.state["masters"] + step.state["optimizer"] for step in steps)
+        state = sum(step.state["masters"] + step.state["optimizer"] + step.copied for step in steps)
         one = HostMemory(
             ranks=len(pp_ranks),
             processes=round(PROCESS * len(pp_ranks)),

@@ -147,7 +147,7 @@ def run(args: argparse.Namespace) -> int:
     )
     _check_failures(args, found.layout.world_size)
     hardware = hardware or find_hardware("cpu" if found.recipe.run.device == "cpu" else "h100")
-    if args.nproc is not None and args.nproc < hardware.devices_per_node:
+    if args.nproc is not None:
         hardware = attrs.evolve(hardware, devices_per_node=args.nproc)
     for note in found.notes:
         print(f"nanotrain: note: {note}", file=sys.stderr)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import attrs
 
@@ -27,8 +27,8 @@ class AxisTraffic:
     bytes: int
     seconds: float
     exposed: float
-    """Seconds of these that are not hidden by the shares of ``[overlap]``. A backward pass that computes for
-    less time than that takes exposes more: see :func:`~nanotrain_plan.timing.phase_time`."""
+    """Seconds of these that are not hidden: by the shares of ``[overlap]``, and by computation that is too
+    short for gradient sync."""
 
 
 def axis_of(ranks: Sequence[int], layout: Layout, *, of_experts: bool = False) -> str:
@@ -229,16 +229,23 @@ def phases_of(stages: Stages, pp_rank: int) -> Iterator[Phase]:
         yield around[name]
 
 
-def traffic(stages: Stages, pp_rank: int, links: Links) -> list[AxisTraffic]:
-    """Return a rank's collectives of a step, summed by axis and operation."""
+def traffic(
+    stages: Stages, pp_rank: int, links: Links, excess: Callable[[Phase], float]
+) -> list[AxisTraffic]:
+    """Return a rank's collectives of a step, summed by axis and operation.
+
+    ``excess``: the seconds of gradient sync that a phase should hide, but computes for too short a time.
+    """
     total: dict[tuple[str, str, int], list[float]] = defaultdict(lambda: [0, 0, 0.0, 0.0])
     for phase in phases_of(stages, pp_rank):
+        more = excess(phase)
+        share = more / sum(map(links.hidden, phase.collectives)) if more else 0.0
         for found in phase.collectives:
             sums = total[links.axis(found), found.op, len(found.ranks)]
             sums[0] += 1
             sums[1] += found.bytes
             sums[2] += links.seconds(found)
-            sums[3] += links.exposed(found)
+            sums[3] += links.exposed(found) + (share * links.hidden(found) if share else 0.0)
     return [
         AxisTraffic(axis=axis, op=op, size=size, count=int(n), bytes=int(b), seconds=seconds, exposed=exposed)
         for (axis, op, size), (n, b, seconds, exposed) in sorted(total.items())

@@ -14,7 +14,7 @@ from nanotrain_plan.blocks.composer import Bound, Composer, Estimate, busy_secon
 from nanotrain_plan.blocks.probe import NotComposable
 from nanotrain_plan.grid import Family, of_family
 from nanotrain_plan.phase_stages import reached
-from nanotrain_plan.plan import Plan
+from nanotrain_plan.plan import STAY_EAGER, Plan
 
 #: By how much 1F1B, which holds least activations, may exceed the memory for other schedules to be examined.
 MARGIN = 1.1
@@ -54,6 +54,8 @@ class Candidate:
     mfu: float
     planned_in_full: bool = False
     """Whether it was; the others are put together from blocks."""
+    stays_eager: bool = False
+    """Whether its layers do, of those planned in full: they are timed as if compiled, which takes less."""
 
 
 @attrs.define(frozen=True)
@@ -61,8 +63,9 @@ class Held:
     """Activations of a layout of which each layer had a microbatch in flight."""
 
     granularity: str | None
-    pp: int
-    """Pipeline ranks: only layouts of as many are compared."""
+    alike: tuple[int, int]
+    """Only layouts of as many pipeline ranks are compared, and of the same degree of tp where that splits
+    some of the activations alone, as it does without sequence parallelism."""
     tokens: float
     """In a microbatch, of a rank."""
     bytes: int
@@ -73,6 +76,8 @@ class Deferred:
     """The additional memory that a schedule takes because its weight gradients have a separate pass."""
 
     schedule: str
+    alike: tuple[int, int]
+    """As :attr:`Held.alike`."""
     tokens: float
     """In a microbatch, of a rank."""
     bytes: tuple[int, ...]
@@ -195,7 +200,7 @@ class Comparison:
         own = _held(recipe, layout, 0)
         if bound is not None and own is not None:
             more = (m.peak - low for m, low in zip(found[1].memory, bound.peaks, strict=True))
-            self.found.deferred.append(Deferred(recipe.schedule.use, own.tokens, tuple(more)))
+            self.found.deferred.append(Deferred(recipe.schedule.use, own.alike, own.tokens, tuple(more)))
 
     def _least(self, recipe: Recipe, layout: Layout, bound: Bound) -> float:
         """Return the bytes that a layout takes at least.
@@ -204,7 +209,7 @@ class Comparison:
         """
         own, most = _held(recipe, layout, 0), float(max(bound.peaks))
         for each in (*self.known.deferred, *self.found.deferred):
-            alike = each.schedule == recipe.schedule.use and len(each.bytes) == len(bound.peaks)
+            alike = own is not None and (each.schedule, each.alike) == (recipe.schedule.use, own.alike)
             if own is not None and alike and each.tokens <= own.tokens:
                 peaks = (a + LEAST * b for a, b in zip(bound.peaks, each.bytes, strict=True))
                 most = max(most, *peaks)
@@ -228,7 +233,8 @@ class Comparison:
             and any(
                 LEAST * held.bytes > self.plan.hardware.usable
                 for held in self.known.held
-                if (held.granularity, held.pp) == (own.granularity, own.pp) and held.tokens <= own.tokens
+                if (held.granularity, held.alike) == (own.granularity, own.alike)
+                and held.tokens <= own.tokens
             )
         )
 
@@ -285,9 +291,10 @@ def _held(recipe: Recipe, layout: Layout, size: int) -> Held | None:
         return None
     recomputed = find(recipe, "recompute")
     tp = find(recipe, "tp")
-    split = sizes["tp"] if getattr(tp and tp.config, "sequence_parallel", False) else 1
-    tokens = recipe.batch.microbatch * recipe.batch.length / (split * sizes["cp"])
-    return Held(recomputed.config.granularity if recomputed else None, sizes["pp"], tokens, size)
+    whole = tp is None or getattr(tp.config, "sequence_parallel", False)
+    alike = sizes["pp"], 1 if whole else sizes["tp"]
+    tokens = recipe.batch.microbatch * recipe.batch.length / (sizes["tp"] * sizes["cp"])
+    return Held(recomputed.config.granularity if recomputed else None, alike, tokens, size)
 
 
 def describe(recipe: Recipe, layout: Layout) -> str:
@@ -317,6 +324,7 @@ def as_planned(planned: Plan, *, own: bool = False) -> Candidate:
         tokens_per_second=planned.run_tokens_per_second,
         mfu=_mfu(planned, planned.run_tokens_per_second),
         planned_in_full=True,
+        stays_eager=any(each.startswith(STAY_EAGER) for each in planned.assumptions),
     )
 
 

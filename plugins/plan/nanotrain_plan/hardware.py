@@ -134,7 +134,12 @@ class Hardware:
     @property
     def traffic(self) -> float:
         """Bytes a second that operators other than matrix products move, as if each ran by itself."""
-        return self.memory.bandwidth_gb_s * 1e9 * self.achieved.memory * self.memory.fusion
+        return self.eager_traffic * self.memory.fusion
+
+    @property
+    def eager_traffic(self) -> float:
+        """The same of operators that are not compiled."""
+        return self.memory.bandwidth_gb_s * 1e9 * self.achieved.memory
 
 
 _TABLES = {"achieved": Achieved, "memory": MemoryTraffic, "links": Links, "overlap": Overlap}

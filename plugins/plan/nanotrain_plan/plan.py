@@ -24,10 +24,14 @@ from nanotrain_plan.number_format import size
 from nanotrain_plan.phase_stages import PhaseStages, highest_memory
 from nanotrain_plan.run_phases import RunPhase, run_phases
 from nanotrain_plan.stages import Stages, dry_stages
-from nanotrain_plan.timing import StepTime, step_time, uses_float8
+from nanotrain_plan.timing import StepTime, Timer, step_time, uses_float8
 
 #: Of what ``--json`` prints: grows by a minor number with a key, by a major one when a key changes meaning.
 VERSION = "4.0"
+
+
+#: An assumption, whose reason follows.
+STAY_EAGER = "layers are timed as compiled, but stay eager"
 
 
 @attrs.define(frozen=True, kw_only=True, eq=False)
@@ -166,7 +170,7 @@ def make_plan(
         raise NanotrainError(f"this recipe cannot be planned: {text}") from problem
     phases = PhaseStages(stages, registry, hardware)
     highest = highest_memory(recipe, stages, phases.of, phases.schedule)
-    links = Links(hardware, layout)
+    links, timer = Links(hardware, layout), Timer(stages, hardware)
     parameters = count_parameters(recipe, registry)
     return Plan(
         recipe=recipe,
@@ -179,7 +183,7 @@ def make_plan(
         memory_phase=highest.phase,
         time=step_time(stages, hardware),
         phases=run_phases(recipe, registry, phases),
-        traffic={pp_rank: traffic(stages, pp_rank, links) for pp_rank in sorted(stages.steps)},
+        traffic={pp_rank: traffic(stages, pp_rank, links, timer.excess) for pp_rank in sorted(stages.steps)},
         checkpoints=checkpoints(recipe, registry, stages, hardware),
         data=data_use(recipe, registry),
         host=host_memory(recipe, registry, stages, hardware, highest),
@@ -234,7 +238,7 @@ def assumptions(
     if not eager:
         found.append("activations are those of eager layers: torch.compile keeps as many or fewer")
         kept = kept_eager(recipe, registry, stages.layout, "cuda")
-        found += [f"layers are timed as compiled, but stay eager: {e}" for e in kept if e.role is Role.BLOCK]
+        found += [f"{STAY_EAGER}: {each}" for each in kept if each.role is Role.BLOCK]
     return found
 
 

@@ -53,7 +53,7 @@ def show_sweep(swept: Swept, plan: Plan, console: Console) -> None:
         if not each.fits and each.peak <= plan.hardware.usable:
             share += ", too little host memory"
         table.add_row(
-            each.layout,
+            each.layout + (" *" if each.stays_eager else ""),
             f"{each.tokens_per_second:,.0f}",
             f"{each.mfu:.1%}",
             Text(size(each.peak), style=style),
@@ -61,6 +61,10 @@ def show_sweep(swept: Swept, plan: Plan, console: Console) -> None:
             f"{each.bubble:.1%}" if each.bubble > 1e-6 else "",
         )
     console.print(Padding(table, (0, 0, 0, 2)))
+    if any(each.stays_eager for each in swept.candidates):
+        console.print(
+            Text("* layers stay eager, but are timed as compiled: expect fewer tokens/s", style="dim")
+        )
     if swept.left_out:
         console.print(Text("not planned, and why:", style="dim"))
         for reason, number in swept.left_out.items():

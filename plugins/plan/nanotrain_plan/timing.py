@@ -88,7 +88,7 @@ def phase_time(phase: Phase, hardware: Hardware, collectives: CollectiveTime) ->
     found = PhaseTime(
         gemm=gemm,
         attention=attention,
-        memory=phase.moved / hardware.traffic,
+        memory=(phase.moved - phase.eager) / hardware.traffic + phase.eager / hardware.eager_traffic,
     )
     not_hidden = max(0.0, collectives.hidden - found.total)
     found = attrs.evolve(found, communication=collectives.exposed + not_hidden)
@@ -105,7 +105,7 @@ def step_time(
     stages: Stages, hardware: Hardware, collectives: Callable[[Phase], CollectiveTime] | None = None
 ) -> StepTime:
     """Simulate a step; ``collectives``: what those of a phase take, if not the recorded ones."""
-    of = _Timer(stages, hardware, collectives)
+    of = Timer(stages, hardware, collectives)
     times, busiest = _of_actions(stages, of)
     message = _longest_message(stages, collectives or Links(hardware, stages.layout).time)
     of_actions = SortDurations(times=times, microbatches=stages.microbatches, p2p=message)
@@ -126,28 +126,33 @@ def least_time(
     stages: Stages, hardware: Hardware, collectives: Callable[[Phase], CollectiveTime] | None = None
 ) -> float:
     """Return the seconds of a step whose busiest pipeline rank never waits."""
-    of = _Timer(stages, hardware, collectives)
+    of = Timer(stages, hardware, collectives)
     return _of_actions(stages, of)[1].total + _longest_after(stages, of)
 
 
-class _Timer:
+class Timer:
     """Gives the time of a phase, and remembers it.
 
     Gradient sync that a backward pass hides is limited by its own computation, and after all passes nothing
     hides it. The update's all-gathers are not limited: they overlap with the next forward pass.
 
-    Operators that are not compiled are not fused. Passes that are replayed as a CUDA graph wait for no host.
+    Operators that are not compiled are not fused, as those of the optimizer and of gradient sync. Passes that
+    are replayed as a CUDA graph wait for no host.
     """
 
     def __init__(
-        self, stages: Stages, hardware: Hardware, collectives: Callable[[Phase], CollectiveTime] | None
+        self,
+        stages: Stages,
+        hardware: Hardware,
+        collectives: Callable[[Phase], CollectiveTime] | None = None,
     ) -> None:
-        if not stages.compiled:
-            hardware = attrs.evolve(hardware, memory=attrs.evolve(hardware.memory, fusion=1.0))
-        self.hardware, self.of_graphs = hardware, attrs.evolve(hardware, launch_us=0.0)
+        """``collectives``: see :func:`step_time`."""
+        self.eager = attrs.evolve(hardware, memory=attrs.evolve(hardware.memory, fusion=1.0))
+        self.of_passes = hardware if stages.compiled else self.eager
+        if stages.captured:
+            self.of_passes = attrs.evolve(self.of_passes, launch_us=0.0)
         self.collectives = collectives or Links(hardware, stages.layout).time
         steps = stages.steps.values()
-        self.captured = stages.captured
         self.around = {id(phase) for step in steps for phase in step.around.values()}
         forward = {id(p) for step in steps for (kind, *_), p in step.measured.items() if kind == "F"}
         self.not_limited = forward | self.around - {id(step.around["sync"]) for step in steps}
@@ -162,13 +167,16 @@ class _Timer:
                 found = attrs.evolve(found, hidden=0.0)
             if not synced:
                 found = attrs.evolve(found, exposed=found.exposed - found.sync, hidden=0.0)
-            replayed = self.captured and id(phase) not in self.around
-            hardware = self.of_graphs if replayed else self.hardware
+            hardware = self.eager if id(phase) in self.around else self.of_passes
             self._known[key] = phase_time(phase, hardware, found)
         return self._known[key]
 
+    def excess(self, phase: Phase) -> float:
+        """Return the seconds of gradient sync that a phase should hide, but computes for too short a time."""
+        return max(0.0, self(phase).communication - self.collectives(phase).exposed)
 
-def _of_actions(stages: Stages, of: _Timer) -> tuple[dict[Sort, float], PhaseTime]:
+
+def _of_actions(stages: Stages, of: Timer) -> tuple[dict[Sort, float], PhaseTime]:
     """Return seconds by sort of action, and what the pipeline rank with most to do spends."""
     times: dict[Sort, float] = {}
     busiest = PhaseTime()
@@ -182,7 +190,7 @@ def _of_actions(stages: Stages, of: _Timer) -> tuple[dict[Sort, float], PhaseTim
     return times, busiest
 
 
-def _in_pipeline(stages: Stages, pp_rank: int, sort: Sort, of: _Timer) -> PhaseTime:
+def _in_pipeline(stages: Stages, pp_rank: int, sort: Sort, of: Timer) -> PhaseTime:
     """Return what an action takes in the schedule.
 
     For gradient sync in the last microbatch's no other stage waits: it comes after the schedule, as far as
@@ -212,7 +220,7 @@ def _sum(spent: Iterable[tuple[PhaseTime, int]]) -> PhaseTime:
     return PhaseTime(**{kind: sum(n * getattr(time, kind) for time, n in spent) for kind in KINDS})
 
 
-def _longest_after(stages: Stages, of: _Timer) -> float:
+def _longest_after(stages: Stages, of: Timer) -> float:
     return max(
         _after(stages, pp_rank, {key: of(phase).total for key, phase in _around(stages, pp_rank).items()}, of)
         for pp_rank in range(stages.pp)
@@ -223,7 +231,7 @@ def _around(stages: Stages, pp_rank: int) -> Mapping[str, Phase]:
     return stages.step_of(pp_rank).around
 
 
-def _after(stages: Stages, pp_rank: int, around: Mapping[str, float], of: _Timer) -> float:
+def _after(stages: Stages, pp_rank: int, around: Mapping[str, float], of: Timer) -> float:
     """Return what follows a rank's actions, and what the last microbatch adds to a backward pass."""
     extra = 0.0
     for sort in stages.sorts[pp_rank].values():

@@ -134,6 +134,16 @@ def test_a_checkpoint_that_is_gathered_takes_the_memory_and_the_time_of_one_host
         assert ("too little; a checkpoint of which every rank writes a share" in out) == (code == 2)
 
 
+def test_a_checkpoint_has_the_weights_that_are_packed_in_memory(recipe, capsys):
+    """Each in 2 bytes, beside what the precision and the optimizer keep."""
+    pytest.importorskip("nanotrain_fp4_master")
+    _, plan = planned(capsys, recipe, "--set", "precision.use=fp4_master")
+    held = plan["memory"]["ranks"][0]["between_steps"]
+    weights = 2 * plan["parameters"]["total"]
+    assert held["weights"] < 0.6 * weights
+    assert plan["checkpoints"]["bytes"] == weights + held["masters"] + held["optimizer"]
+
+
 def test_offloaded_activations_wait_in_the_hosts_memory(recipe, tmp_path, capsys):
     pytest.importorskip("nanotrain_activation_offload")
     moved = tmp_path / "moved.toml"
@@ -268,14 +278,14 @@ def test_what_does_not_fit_is_told_what_would(recipe, tmp_path, capsys):
 def test_a_node_has_as_many_ranks_as_nproc_says(recipe, capsys):
     """Two ranks on each of four nodes sum gradients through two NICs of a node, and share its memory."""
     pytest.importorskip("nanotrain_ddp")
-    both = ("--set", 'parallel=[{use="ddp"}]', "--hardware", "h100")
+    both = ("--set", 'parallel=[{use="ddp"}]', "--set", "batch.sequences=16", "--hardware", "h100")
     seconds, ranks = [], []
-    for words in (("--nproc", "8", "--nnodes", "1"), ("--nproc", "2", "--nnodes", "4")):
+    for words in (("--nproc", "8"), ("--nproc", "2", "--nnodes", "4"), ("--nproc", "16")):  # of 8
         _, plan = planned(capsys, recipe, *both, *words)
         synced = [each for each in plan["collectives"]["of_a_step"] if each["axis"] == "dp"]
         seconds.append(sum(each["seconds"] for each in synced))
         ranks.append(plan["host_memory"]["ranks"])
-    assert ranks == [8, 2]
+    assert ranks == [8, 2, 16]
     assert seconds[1] > seconds[0]
 
 
@@ -506,14 +516,19 @@ def test_eager_layers_move_more_and_graphs_wait_for_no_host(recipe, tmp_path, ca
 
     def busiest(launch, *words):
         path.write_text(f"launch_us = {launch}\n" + shipped()["h100"].read_text())
-        return planned(capsys, recipe, "--hardware", str(path), *words)[1]["time"]["busiest"]
+        time = planned(capsys, recipe, "--hardware", str(path), *words)[1]["time"]
+        after.append(time["after_backward"])
+        return time["busiest"]
 
-    compiled, eager = (busiest(0, "--set", f"run.compile={each}") for each in ("true", "false"))
+    after: list[float] = []
+    one = ("--set", "batch.microbatch=8")  # to which no gradients are added, which is never compiled
+    compiled, eager = (busiest(0, *one, "--set", f"run.compile={each}") for each in ("true", "false"))
     assert eager["memory"] == pytest.approx(2.5 * compiled["memory"], rel=1e-9)
     assert eager["gemm"] == compiled["gemm"]
+    assert after[0] == pytest.approx(after[1])  # the optimizer, which is never compiled
     hosts = [busiest(1e6, "--set", f"run.compile={each}")["host"] for each in ("true", "false")]
     assert hosts[1] == pytest.approx(2.5 * hosts[0], rel=1e-3)
-    replayed = busiest(1e6, "--set", "run.cuda_graphs=true")
+    replayed = busiest(1e6, *one, "--set", "run.cuda_graphs=true")
     assert replayed["host"] == 0.0
     assert replayed["memory"] == compiled["memory"]
 

@@ -6,7 +6,7 @@ import torch
 from nanotrain_plan.comms import CollectiveTime, Links
 from nanotrain_plan.dry.collectives import Collective
 from nanotrain_plan.dry.kernels import attention
-from nanotrain_plan.dry.recorder import Phase, Recorder
+from nanotrain_plan.dry.recorder import Phase, Recorder, pinned
 from nanotrain_plan.dry.values import Values
 from nanotrain_plan.hardware import find_hardware
 from nanotrain_plan.timing import phase_time
@@ -86,3 +86,46 @@ def test_attention_is_timed_at_the_peak_of_its_inputs_dtype(dtype, peak):
     found = phase_time(recorder.phase, H100, CollectiveTime())
     assert found.attention == pytest.approx(products / 2 / (peak * 0.55), rel=1e-9)
     assert found.gemm == 0
+
+
+def test_an_update_of_fused_adamw_writes_all_that_it_changes():
+    """It reads weight, gradient and two moments, and writes all but the gradient: 28 bytes."""
+    n, recorder = 1000, Recorder("meta", Values())
+    weight, gradient, first, second = (torch.empty(n, device="meta") for _ in range(4))
+    options = {"lr": 0.1, "beta1": 0.9, "beta2": 0.9, "weight_decay": 0.0, "eps": 1e-8}
+    with recorder:
+        torch._fused_adamw_(
+            [weight], [gradient], [first], [second], [], [], amsgrad=False, maximize=False, **options
+        )
+    assert recorder.phase.moved == 28 * n
+
+
+def test_what_only_writes_does_not_read_before():
+    recorder = Recorder("meta", Values())
+    master, weight = torch.empty(1000, device="meta"), torch.empty(1000, dtype=torch.bfloat16, device="meta")
+    with recorder:
+        weight.copy_(master)
+        torch._foreach_mul_([master, master.clone()], 0.5)
+    assert recorder.phase.moved == 1000 * (6 + 8 + 16)
+
+
+def test_gradients_are_added_to_earlier_ones_by_no_compiled_operator():
+    """A cast reads 2 bytes and writes 4; the addition reads 8 and writes 4."""
+    recorder, total = Recorder("meta", Values()), torch.empty(1000, device="meta")
+    with recorder:
+        recorder.take(total)
+        recorder.enter("B0.1")
+        gradient = torch.ones(1000, dtype=torch.bfloat16, device="meta")
+        total.add_(gradient.float())
+        (gradient + 1).add_(1)
+        found = recorder.phase
+    assert found.eager == 18 * 1000
+    seconds = [
+        phase_time(attrs.evolve(found, eager=eager), H100, CollectiveTime()).memory
+        for eager in (found.eager, 0)
+    ]
+    assert seconds[0] - seconds[1] == pytest.approx(18e3 / (3350e9 * 0.8) * (1 - 1 / 2.5))
+
+
+def test_pinned_memory_is_allocated_in_powers_of_two():
+    assert [pinned(size) for size in (0, 1, 3, 2**20, 2**20 + 1)] == [0, 1, 4, 2**20, 2**21]

@@ -295,6 +295,7 @@ def _less(share: Share, other: Share) -> Share:
         share,
         elements=share.elements - other.elements,
         weights=share.weights - other.weights,
+        saved=share.saved - other.saved,
         tensors=share.tensors - other.tensors,
     )
 

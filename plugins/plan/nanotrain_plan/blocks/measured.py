@@ -257,7 +257,10 @@ def _sum_shares(
 def add_shares(a: Share, b: Share, times: int = 1) -> Share:
     """Return both together."""
     return Share(
-        a.elements + times * b.elements, a.weights + times * b.weights, a.tensors + times * b.tensors
+        elements=a.elements + times * b.elements,
+        weights=a.weights + times * b.weights,
+        saved=a.saved + times * b.saved,
+        tensors=a.tensors + times * b.tensors,
     )
 
 
@@ -269,6 +272,7 @@ def _sum_owned(steps: Iterable[RankStep]) -> dict[tuple[str, ...], Owned]:
             sums.elements += each.elements
             sums.masters += each.masters
             sums.optimizer += each.optimizer
+            sums.weights += each.weights
     return total
 
 

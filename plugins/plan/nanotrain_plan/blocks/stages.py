@@ -14,7 +14,7 @@ from nanotrain_plan.blocks.sync import Pass
 from nanotrain_plan.blocks.work import Work
 from nanotrain_plan.comms import CollectiveTime, Links, ranks_along
 from nanotrain_plan.dry.collectives import Collective
-from nanotrain_plan.dry.rank import RankStep, Share, Sort
+from nanotrain_plan.dry.rank import Owned, RankStep, Share, Sort
 from nanotrain_plan.dry.recorder import Phase
 
 #: Of a rank's state, bytes of buffers that may be a guess.
@@ -142,6 +142,7 @@ def make_step(
         parameters={},
         global_parameters={},
         measured=measured,
+        copied=round(sum(_per_element(blocks.owned[dims]) * elements for dims, elements in own.items())),
         around=around,
         saved=_saved(state, held, own, layout, tied),
         descriptions={},
@@ -204,6 +205,7 @@ def _phase(name: str, work: Work, peak: float, seconds: Seconds) -> SummedPhase:
         host=round(work.host),
         gemm_flops=Counter({kind: max(0.0, flops) for kind, flops in work.gemm.items()}),
         moved=round(max(0.0, work.moved)),
+        eager=round(min(max(0.0, work.eager), max(0.0, work.moved))),
         kernels=round(max(0.0, work.kernels)),
         collective_time=seconds.time(work),
     )
@@ -233,6 +235,10 @@ def _state(
         "gradients": round(gradients),
         "other": round(blocks.other),
     }
+
+
+def _per_element(owned: Owned) -> float:
+    return owned.weights / owned.elements if owned.elements else 0.0
 
 
 def _buffers(
@@ -266,7 +272,7 @@ def _saved(
     for dims, share in held.items():
         stages = 2 if "pp" in dims and dims not in tied else 1
         replicas = stages * layout.size(*(dim for dim in dims if dim != "pp"))
-        weights += share.weights / replicas
+        weights += share.saved / replicas
         elements += share.elements / replicas
     return weights + (state["masters"] + state["optimizer"]) * elements / max(1.0, sum(own.values()))
 
@@ -297,6 +303,7 @@ def _around(
         change=found.work.change * full,
         made=found.work.made * full,
         moved=found.work.moved * moved,
+        eager=found.work.eager * moved,
         kernels=found.work.kernels * tensors,
         count=Counter({key: n * by_axis.get(key[0], 1.0) for key, n in found.work.count.items()}),
         sent=Counter({key: n * by_axis.get(key[0], 1.0) for key, n in found.work.sent.items()}),

@@ -22,6 +22,7 @@ class Work:
     host: float = 0.0
     """As :attr:`change`, of the host's memory."""
     moved: float = 0.0
+    eager: float = 0.0
     kernels: float = 0.0
     gemm: Counter[str] = attrs.field(factory=Counter)
     """FLOPs by dtype, as :attr:`Phase.gemm_flops`."""
@@ -37,6 +38,7 @@ class Work:
             made=self.made + times * other.made,
             host=self.host + times * other.host,
             moved=self.moved + times * other.moved,
+            eager=self.eager + times * other.eager,
             kernels=self.kernels + times * other.kernels,
             gemm=_plus(self.gemm, other.gemm, times),
             count=_plus(self.count, other.count, times),
@@ -57,6 +59,7 @@ class Work:
             made=phase.made,
             host=phase.host,
             moved=phase.moved,
+            eager=phase.eager,
             kernels=phase.kernels,
             gemm=Counter(phase.gemm_flops),
         )

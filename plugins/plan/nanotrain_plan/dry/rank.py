@@ -24,7 +24,7 @@ from nanotrain_core.api.torch import (
     storage_of,
     sum_over_data,
 )
-from nanotrain_plan.dry.recorder import Phase, Recorder, Storage
+from nanotrain_plan.dry.recorder import Phase, Recorder, Storage, pinned
 from nanotrain_plan.dry.values import Values
 from nanotrain_plan.dry.world import DryMesh, Surveyed, fake_world
 
@@ -46,6 +46,8 @@ class Share:
     elements: int = 0
     weights: int = 0
     """Bytes."""
+    saved: int = 0
+    """Bytes of the weights in a checkpoint, where quantized storage is unpacked."""
     tensors: int = 0
 
 
@@ -57,6 +59,8 @@ class Owned:
     masters: int = 0
     """Bytes."""
     optimizer: int = 0
+    weights: int = 0
+    """Bytes that a copy of the weights takes in pinned memory: see :func:`pinned`."""
 
 
 @attrs.define(frozen=True, kw_only=True, eq=False)
@@ -86,6 +90,8 @@ class RankStep:
     ``pp`` among them where another stage holds the parameter too."""
     owned: Mapping[tuple[str, ...], Owned] = attrs.field(factory=dict)
     """By those dimensions."""
+    copied: int = 0
+    """Bytes of :attr:`Owned.weights` together."""
     looked: Any = None
     """What ``look`` of :func:`dry_rank` returned."""
     _derived: dict[Sort, Phase | None] = attrs.field(factory=dict, init=False)
@@ -282,6 +288,7 @@ def dry_rank(
         descriptions=run.descriptions,
         shares=shares,
         owned=owned,
+        copied=sum(each.weights for each in owned.values()),
         phases=recorder.phases[first:-1],
         looked=looked,
     )
@@ -330,10 +337,13 @@ def held_of_parts(
             share = shares[part, summed]
             share.elements += placed.parameter.numel()
             share.weights += stored.numel() * stored.element_size()
+            share.saved += _bytes(placed.parameter)
             share.tensors += 1
     for piece in run.gradients.pieces():
         size = piece.parameter.numel() if piece.span is None else piece.span[1] - piece.span[0]
-        owned[dims[piece.placement.name]].elements += size
+        found = owned[dims[piece.placement.name]]
+        found.elements += size
+        found.weights += pinned(size * piece.parameter.element_size())
     for block in blocks:
         found = owned[dims[block.name.partition("/")[2]]]
         size = block.tensor.numel() * block.tensor.element_size()
@@ -344,15 +354,15 @@ def held_of_parts(
     return dict(shares), dict(owned)
 
 
+def _bytes(parameter: torch.Tensor) -> int:
+    """Return the bytes of a parameter's values, however it is stored."""
+    return parameter.numel() * parameter.element_size()
+
+
 def saved_bytes(run: Run, state: Mapping[str, int]) -> float:
     """Return :attr:`RankStep.saved`: weights, and the optimizer's state with its masters."""
     layout = run.mesh.layout
-    weights = sum(
-        storage_of(p.parameter).numel()
-        * storage_of(p.parameter).element_size()
-        / p.placement.replicas(layout)
-        for p in run.placed
-    )
+    weights = sum(_bytes(p.parameter) / p.placement.replicas(layout) for p in run.placed)
     pieces = [(piece.weight.numel(), piece.placement.replicas(layout)) for piece in run.gradients.pieces()]
     held = sum(size for size, _ in pieces)
     alone = sum(size / replicas for size, replicas in pieces)

@@ -40,6 +40,9 @@ _LOOKUPS = ("aten::embedding", "aten::gather", "aten::index", "aten::index_selec
 #: What kinds of :attr:`Phase.gemm_flops` that are attention's begin with; the dtype of queries follows.
 ATTENTION = "attention "
 
+#: Operators that write their first argument and do not read it.
+_OVERWRITES = ("aten::copy_", "aten::_foreach_copy_", "aten::zero_", "aten::_foreach_zero_", "aten::fill_")
+
 _ALLOCATIONS = ("aten::empty", "aten::new_empty", "aten::zeros", "aten::new_zeros")
 
 #: Pointwise functions of one tensor: a fused kernel computes their results again from what they were made of.
@@ -97,6 +100,8 @@ class Phase:
     """Bytes read and written, likewise, and by ``other`` operators. Experts without rows do not count."""
     moved: int = 0
     """Bytes that operators other than matrix products read and wrote."""
+    eager: int = 0
+    """Of :attr:`moved`, those of autograd where it adds a gradient to earlier ones: no compiler fuses it."""
     kernels: int = 0
 
     @property
@@ -226,6 +231,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             return self.values.scalar(args[0])
         out = self._dry(func, traits, args, kwargs)
+        if traits.name == "aten::add_":
+            self._note_accumulation(args)
         self.values.follow(func, args, kwargs, out)
         return out
 
@@ -291,9 +298,23 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             kind = "float8" if inputs[0].element_size() == 1 else str(inputs[0].dtype)[6:]
             return Cost(kind, flops, sum(map(_dense, (*inputs, *outputs))))
         if new or func._schema.is_mutable:
-            mutated = outputs if new else inputs[:1]
-            return Cost(OTHER, 0, sum(_dense(t) for t in (*inputs, *mutated) if t.device.type == self.device))
+            written = outputs if new else list(_written(func, args, kwargs))
+            read = inputs[len(written) :] if name in _OVERWRITES else inputs
+            return Cost(OTHER, 0, sum(_dense(t) for t in (*read, *written) if t.device.type == self.device))
         return None
+
+    def _note_accumulation(self, args: Any) -> None:
+        """Note what is moved to add a gradient to one that was there before the phase.
+
+        Autograd may cast the gradient before.
+        """
+        total, gradient = args[:2]
+        if total.untyped_storage()._cdata in self._made or not isinstance(gradient, torch.Tensor):
+            return
+        self.phase.eager += 2 * _dense(total) + _dense(gradient)
+        made = self._made.get(gradient.untyped_storage()._cdata)
+        if made is not None and made.op == "aten::_to_copy" and made.source is not None:
+            self.phase.eager += made.bytes + made.source.bytes
 
     def _count(self, cost: Cost) -> None:
         """Add what an operator did to the phase, and to the module whose forward runs, if one does."""
@@ -332,7 +353,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _take_on_host(self, tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        key, size = storage._cdata, storage.nbytes()
+        key, size = storage._cdata, pinned(storage.nbytes())
         self._on_host[key] = size
         self.phase.host += size
         self._references[key] = weakref.KeyedRef(storage, self._free_on_host, key)
@@ -351,6 +372,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.live -= storage.bytes
 
 
+def pinned(size: int) -> int:
+    """Return the bytes that torch allocates for pinned memory of ``size`` bytes: the next power of two.
+
+    Source: ``CachingHostAllocatorImpl`` in torch's ``c10/core/CachingHostAllocator.h``.
+    """
+    return 1 << (size - 1).bit_length() if size else 0
+
+
 def _is_floating(value: Any) -> bool:
     """Return whether the numbers of a tensor are none that a dry run follows: see :class:`Values`."""
     return isinstance(value, torch.Tensor) and value.dtype.is_floating_point
@@ -366,6 +395,13 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, dict):
         for each in value.values():
             yield from tensors_in(each)
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors that an operator in place writes; a fused optimizer only reads gradients."""
+    for number, each in enumerate(func._schema.arguments):
+        if each.alias_info is not None and each.alias_info.is_write and each.name != "grads":
+            yield from tensors_in(args[number] if number < len(args) else kwargs.get(each.name))
 
 
 def _attention_flops(name: str, args: Any) -> int:
