@@ -197,7 +197,7 @@ SMALL = {
     "precision": 680,
     "recipe": 1718,
     "registry": 600,
-    "run": 2343,
+    "run": 2344,
     "script": 520,
     "watch": 438,
 }

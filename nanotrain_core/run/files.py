@@ -31,12 +31,14 @@ def write_atomically(path: Path, write: Callable[[Path], None], *, private: bool
 def obstacle_to_writing(path: Path, *, recipe: str = "") -> str:
     """Return why no file can be written there, empty if one can: a command that takes long asks it first.
 
-    ``recipe``: the file that the command reads, which it must not replace.
+    ``recipe``: the file that the command reads, which it must not replace. Of a symbolic link its target is
+    looked at: write to ``path.resolve()``, or the link is replaced.
     """
+    path = Path(os.path.realpath(path)) if path.is_symlink() else path
     if recipe and path.resolve() == Path(recipe).resolve():
         return "this is the recipe, which would be lost"
-    if path.is_dir():
-        return "expected a file, this is a folder"
+    if path.exists() and not path.is_file():
+        return f"expected a file, this is a {'folder' if path.is_dir() else 'device, pipe or socket'}"
     if not path.parent.is_dir():
         return f"there is no folder {path.parent}"
     try:

@@ -42,6 +42,8 @@ def train_tokenizer(
         raise DataError(f"--vocab {vocab}: expected at least {LEAST}, the 256 bytes and {END}")
     if out.is_dir():
         raise DataError(f"--out {out} is a folder; expected a file, such as {out / 'tokenizer.json'}")
+    if out.exists() and not out.is_file():
+        raise DataError(f"--out {out} is a device, pipe or socket; expected a file")
     units = chosen(units_of(sources, suffixes, UNIT), size)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -55,7 +57,7 @@ def train_tokenizer(
     with show_progress("reading text", sum(unit.size for unit in units), "B") as advance:
         tokenizer.train_from_iterator(_texts(units, field, advance), trainer)
     out.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(out, lambda path: tokenizer.save(str(path)))
+    write_atomically(out.resolve(), lambda path: tokenizer.save(str(path)))
     return f"{out}: {tokenizer.get_vocab_size():,} tokens, made from {sum(u.size for u in units):,} bytes"
 
 

@@ -3,6 +3,7 @@
 import base64
 import builtins
 import json
+import os
 import sys
 
 import pytest
@@ -134,6 +135,9 @@ def test_a_tokenizer_that_cannot_be_made_is_refused(corpus, tmp_path):
         train_tokenizer([str(corpus)], (), "text", 256, tmp_path / "a.json", None)
     with pytest.raises(DataError, match=r"is a folder; expected a file, such as .*tokenizer.json"):
         train_tokenizer([str(corpus)], (), "text", 300, tmp_path, None)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(DataError, match="pipe is a device, pipe or socket; expected a file"):
+        train_tokenizer([str(corpus)], (), "text", 300, tmp_path / "pipe", None)
 
 
 @pytest.mark.parametrize(

@@ -232,7 +232,7 @@ def _deliver(script: str, out: str | None) -> int:
     if out is None:
         print(script, end="")
         return Exit.DONE
-    path = Path(out)
+    path = Path(out).resolve()  # a symbolic link stays one
     try:
         write_text_atomically(path, script)
         if script.startswith("#!"):

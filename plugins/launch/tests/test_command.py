@@ -285,6 +285,10 @@ def test_out_writes_a_file_that_runs(launch, tmp_path):
     assert (tmp_path / "go.sh").stat().st_mode & 0o111
     assert launch("k8s", "--out", "job.yaml") == "wrote job.yaml\n"
     assert not (tmp_path / "job.yaml").stat().st_mode & 0o111
+    (tmp_path / "link.sh").symlink_to("target.sh")
+    launch("ssh", "--out", "link.sh")
+    assert (tmp_path / "link.sh").is_symlink()
+    assert (tmp_path / "target.sh").read_text().startswith("#!")
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 """``nanotrain explain`` on recipes of the core: numbers are those of objects, sentences have sources."""
 
+import argparse
 import json
+import os
 import re
 import shlex
 from operator import attrgetter
@@ -12,10 +14,11 @@ from nanotrain_plan.dry.origin import Origin
 from nanotrain_plan.dry.real import real_recipe, record_step
 from nanotrain_plan.explain import trace
 from nanotrain_plan.explain.purposes import PURPOSES, purpose, quoted
+from nanotrain_plan.rendering.file import check_page, write_page
 from nanotrain_plan.rendering.parts import Section, Table, say
 from nanotrain_plan.rendering.terminal import plain_console, show
 
-from nanotrain_core.api import HostMemory
+from nanotrain_core.api import HostMemory, NanotrainError
 from nanotrain_core.cli import main
 from nanotrain_core.layout import gradients
 from nanotrain_core.models import cross_entropy
@@ -357,6 +360,37 @@ def test_no_page_takes_the_place_of_the_recipe(command, recipe, capsys):
     told = f"nanotrain: --html {recipe}: this is the recipe, which would be lost\n"
     assert capsys.readouterr().err == told
     assert Path(recipe).read_text() == TINY
+
+
+@pytest.mark.parametrize("command", ["explain", "plan", "inspect"])
+def test_no_page_takes_the_place_of_a_pipe(command, recipe, tmp_path, capsys):
+    if command == "inspect":
+        pytest.importorskip("nanotrain_inspect")
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    assert main([command, recipe, "--html", str(pipe)]) == 2
+    told = f"nanotrain: --html {pipe}: expected a file, this is a device, pipe or socket\n"
+    assert capsys.readouterr().err == told
+    assert pipe.is_fifo()
+
+
+def test_a_page_is_written_through_a_symbolic_link(tmp_path):
+    (tmp_path / "there").mkdir()
+    target, link = tmp_path / "there" / "page.html", tmp_path / "page.html"
+    target.write_text("old")
+    link.symlink_to("there/page.html")
+    args = argparse.Namespace(html=str(link), recipe="laptop")
+    check_page(args)
+    write_page(args, "new")
+    assert link.is_symlink()
+    assert target.read_text() == "new"
+
+
+def test_a_page_behind_a_link_into_a_missing_folder_is_refused(tmp_path):
+    link = tmp_path / "page.html"
+    link.symlink_to("none/page.html")
+    with pytest.raises(NanotrainError, match=r"there is no folder .*none"):
+        check_page(argparse.Namespace(html=str(link), recipe="laptop"))
 
 
 @pytest.mark.parametrize("command", ["explain", "plan", "inspect"])

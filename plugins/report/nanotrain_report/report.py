@@ -6,7 +6,7 @@ import argparse
 import re
 from pathlib import Path
 
-from nanotrain_core.api import Exit, NanotrainError, write_text_atomically
+from nanotrain_core.api import Exit, NanotrainError, obstacle_to_writing, write_text_atomically
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,11 +47,11 @@ def run(args: argparse.Namespace) -> int:
     out = args.out or default_out(args.runs)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        write_text_atomically(out, text)
-    except OSError as problem:
-        raise NanotrainError(
-            f"{out} cannot be written: {problem.strerror}; name another with --out"
-        ) from None
+        if problem := obstacle_to_writing(out):
+            raise NanotrainError(f"{out}: {problem}; name another with --out")
+        write_text_atomically(out.resolve(), text)
+    except OSError as error:
+        raise NanotrainError(f"{out} cannot be written: {error.strerror}; name another with --out") from None
     print(out)
     return Exit.DONE
 

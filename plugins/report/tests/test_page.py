@@ -4,11 +4,13 @@ import base64
 import gzip
 import io
 import json
+import os
 import re
 import time
 from datetime import UTC, datetime
 from functools import partial
 from html.parser import HTMLParser
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -252,6 +254,16 @@ def test_the_command_writes_a_file_and_says_where(tmp_path, capsys, monkeypatch)
     assert (tmp_path / "new" / "x.html").exists()
     assert main(["report", "runs/one", "--out", "runs/one/metrics.jsonl/x.html"]) == 2
     assert "name another with --out" in capsys.readouterr().err
+    os.mkfifo("pipe")
+    assert main(["report", "runs/one", "--out", "pipe"]) == 2
+    told = "nanotrain: pipe: expected a file, this is a device, pipe or socket; name another with --out\n"
+    assert capsys.readouterr().err == told
+    Path("link.html").symlink_to("new/x.html")
+    Path("new/x.html").write_text("old")
+    assert main(["report", "runs/one", "--out", "link.html"]) == 0
+    assert Path("link.html").is_symlink()
+    assert Path("new/x.html").read_text() != "old"
+    capsys.readouterr()
     for option in (
         ["--out", "x.html"],
         ["--verify"],

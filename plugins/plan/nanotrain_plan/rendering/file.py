@@ -13,7 +13,7 @@ def check_page(args: argparse.Namespace) -> None:
     """Look whether ``args.html``, if there is one, can be written.
 
     Raises:
-        NanotrainError: its folder is missing or cannot be written to, or it is a folder or the recipe.
+        NanotrainError: its folder is missing or cannot be written to, or no regular file, or the recipe.
     """
     if args.html is None:
         return
@@ -23,13 +23,13 @@ def check_page(args: argparse.Namespace) -> None:
 
 
 def write_page(args: argparse.Namespace, text: str) -> None:
-    """Write the page to ``args.html``.
+    """Write the page to ``args.html``, through a symbolic link.
 
     Raises:
         NanotrainError: it cannot be written.
     """
     try:
-        write_text_atomically(Path(args.html), text)
+        write_text_atomically(Path(args.html).resolve(), text)
     except OSError as problem:
         raise NanotrainError(f"--html {args.html} cannot be written: {problem.strerror}") from problem
 
