@@ -23,7 +23,6 @@ from nanotrain_core.api import (
     input_problems,
     obstacle_to_writing,
     plugin_arguments,
-    resolve,
     resolve_recipe,
     write_text_atomically,
 )
@@ -38,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command."""
     parser.add_argument("target", choices=list(TARGETS), help="the tool that starts processes there")
     add_recipe_options(parser)
-    parser.add_argument("--nodes", dest="nnodes", type=_positive, metavar="N", help="machines, as --nnodes")
+    parser.add_argument("--nodes", type=_positive, metavar="N", help="machines, as --nnodes")
     parser.add_argument(
         "--min-nnodes",
         type=_positive,
@@ -105,12 +104,18 @@ def run(args: argparse.Namespace) -> int:
         raise NanotrainError(f"--out {args.out}: {problem}")
     options = read_options(args.target, args.option, known)
     environment = read_environment(args.env)
-    _choose_sizes(args)
-    found = resolve(args)
+    option = _choose_sizes(args)
+    found = resolve_recipe(
+        args.recipe,
+        overrides=args.set,
+        plugins=plugin_arguments(args),
+        ranks=args.nproc * args.nnodes,
+        ranks_option=f"--nproc x {option}",
+    )
     recipe = found.recipe
     restarts = recipe.run.max_restarts if args.max_restarts is None else args.max_restarts
-    _check_fewest(args, recipe, restarts)
-    for text in (*_notes(args, recipe, found.layout), *_missing(found)):
+    _check_fewest(args, option, recipe, restarts)
+    for text in (*found.notes, *_notes(args, recipe, found.layout), *_missing(found)):
         _tell(text)
     if args.target == "ssh":
         options.setdefault("workdir", str(Path.cwd()))
@@ -136,13 +141,19 @@ def run(args: argparse.Namespace) -> int:
     return _deliver(script, args.out)
 
 
-def _choose_sizes(args: argparse.Namespace) -> None:
+def _choose_sizes(args: argparse.Namespace) -> str:
     """Fill in ranks of a node from the recipe's own ranks, where they divide.
 
+    Returns:
+        The option that the number of nodes was given by: errors name it.
+
     Raises:
-        NanotrainError: the number of nodes is missing, or does not divide the ranks.
+        NanotrainError: the number of nodes is missing, given twice, or does not divide the ranks.
     """
-    nodes = args.nnodes
+    if None not in (args.nodes, args.nnodes) and args.nodes != args.nnodes:
+        raise NanotrainError(f"--nodes {args.nodes}, but --nnodes {args.nnodes}: give one of them")
+    option = "--nnodes" if args.nodes is None else "--nodes"
+    args.nnodes = nodes = args.nnodes if args.nodes is None else args.nodes
     if nodes is None:
         raise NanotrainError("give the number of machines with --nodes N")
     if any("\n" in word for word in (args.recipe, *args.set, *args.plugin, *args.env, args.folder or "")):
@@ -155,13 +166,14 @@ def _choose_sizes(args: argparse.Namespace) -> None:
             divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
             near = sorted(sorted(divisors, key=lambda n: abs(n - nodes))[:2])
             raise NanotrainError(
-                f"--nodes {nodes}: run.ranks = {ranks} cannot be shared evenly by {nodes} nodes: {say}, "
-                f"or --nodes {' or '.join(map(str, near))}"
+                f"{option} {nodes}: run.ranks = {ranks} cannot be shared evenly by {nodes} nodes: {say}, "
+                f"or {option} {' or '.join(map(str, near))}"
             )
         args.nproc = ranks // nodes
+    return option
 
 
-def _check_fewest(args: argparse.Namespace, recipe: Recipe, restarts: int) -> None:
+def _check_fewest(args: argparse.Namespace, option: str, recipe: Recipe, restarts: int) -> None:
     """Check that the recipe runs on every number of machines that ``--min-nnodes`` allows.
 
     Raises:
@@ -171,7 +183,7 @@ def _check_fewest(args: argparse.Namespace, recipe: Recipe, restarts: int) -> No
     if least is None:
         return
     if least > args.nnodes:
-        raise NanotrainError(f"--min-nnodes {least}: expected at most --nodes, which is {args.nnodes}")
+        raise NanotrainError(f"--min-nnodes {least}: expected at most {option}, which is {args.nnodes}")
     if least < args.nnodes and not restarts:
         text = "all ranks start again where a machine is lost: give --max-restarts N as well"
         raise NanotrainError(f"--min-nnodes {least}: {text}")

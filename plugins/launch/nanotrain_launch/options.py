@@ -80,7 +80,7 @@ def read_hosts(text: str, nodes: int) -> list[str]:
     elif twice := next((host for host in hosts if hosts.count(host) > 1), ""):
         problem = f"{twice} is named twice; name each node once"
     elif len(hosts) != nodes:
-        problem = f"--nodes {nodes} needs as many host names, got {len(hosts)}"
+        problem = f"{nodes} nodes need as many host names, got {len(hosts)}"
     if problem:
         raise NanotrainError(f"--option hosts={text}: {problem}")
     return hosts

@@ -300,6 +300,10 @@ def test_out_writes_a_file_that_runs(launch, tmp_path):
             "--nodes 3: run.ranks = 4 cannot be shared evenly by 3 nodes: give the ranks of a node with "
             "--nproc N (as many as it has GPUs), or --nodes 2 or 4\n",
         ),
+        ("slurm --nnodes 3", "--nnodes 3: run.ranks = 4 cannot be shared evenly by 3 nodes: "),
+        ("slurm --nodes 4 --nnodes 2", "nanotrain: --nodes 4, but --nnodes 2: give one of them\n"),
+        ("slurm --nodes 3 --nproc 1 --set topology.tp=2", "nanotrain: --nproc x --nodes: run.ranks: 3 ranks"),
+        ("slurm --nnodes 2 --min-nnodes 3", "--min-nnodes 3: expected at most --nnodes, which is 2"),
         (
             "slurm --nodes 2 --option partitoin=x",
             "slurm has no option 'partitoin' (did you mean 'partition'?)",
@@ -321,7 +325,7 @@ def test_out_writes_a_file_that_runs(launch, tmp_path):
         ("slurm --nodes 2 --option command='a", "no closing quotation"),
         ("torchrun --nodes 2 --check-hosts --option hosts=a,b", "--check-hosts: torchrun starts ranks"),
         ("k8s --nodes 2", "k8s needs --option image"),
-        ("ssh --nodes 2 --option hosts=a", "hosts=a: --nodes 2 needs as many host names, got 1"),
+        ("ssh --nodes 2 --option hosts=a", "hosts=a: 2 nodes need as many host names, got 1"),
         ("ssh --nodes 2 --option hosts=a,a", "hosts=a,a: a is named twice"),
         ("ssh --nodes 2 --option hosts=a,", "expected names with one comma between them, as in node1,node2"),
         ("ssh --nodes 2 --hosts=a,b", "KEY=VALUE, a target's options are given by --option KEY=VALUE; "),

@@ -5,7 +5,7 @@ Torch-free.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from math import inf
 from pathlib import Path
@@ -142,6 +142,9 @@ class Hardware:
         return self.memory.bandwidth_gb_s * 1e9 * self.achieved.memory
 
 
+#: Dtypes that products are counted by; a device need not have units for all of them.
+DTYPES = ("bfloat16", "float16", "float32", "float64", "float8")
+
 _TABLES = {"achieved": Achieved, "memory": MemoryTraffic, "links": Links, "overlap": Overlap}
 
 
@@ -179,9 +182,11 @@ def read_hardware(path: Path) -> Hardware:
     """
     source = _read(path)
     parts: dict[str, Any] = dict(source.data)
+    _check_keys(source, parts, [field.name for field in attrs.fields(Hardware)], "")  # or none looks missing
     for key, kind in _TABLES.items():
         parts[key] = _make(source, kind, _table(source, key), f"{key}.")
     peaks = _table(source, "peak_tflops")
+    _check_keys(source, peaks, DTYPES, "peak_tflops.")
     for key in ("bfloat16", "float32", *peaks):
         if type(peaks.get(key)) not in (int, float) or not 0 < peaks[key] < inf:
             given = repr(peaks[key]) if key in peaks else "nothing"
@@ -222,13 +227,23 @@ def _wrong(source: TomlSource, key: str, problem: str) -> HardwareError:
     return HardwareError(f"--hardware: {source.place(key)}: {key}: {problem}")
 
 
+def _check_keys(source: TomlSource, table: Mapping[str, Any], known: Sequence[str], prefix: str) -> None:
+    """Refuse a key, or a table, that is not known.
+
+    Raises:
+        HardwareError: there is one; the nearest that is known is named.
+    """
+    for key in table:
+        if key not in known:
+            what = "table" if isinstance(table[key], dict) else "key"
+            near = did_you_mean(key, known)
+            raise _wrong(source, f"{prefix}{key}", f"no such {what}{near}; keys: {', '.join(known)}")
+
+
 def _make(source: TomlSource, kind: type, table: Mapping[str, Any], prefix: str) -> Any:
     """Return an object of ``kind``, all of whose numbers are numbers."""
     fields = {field.name: field for field in attrs.fields(kind)}
-    for key in table:
-        if key not in fields:
-            near = did_you_mean(key, list(fields))
-            raise _wrong(source, f"{prefix}{key}", f"no such key{near}; keys: {', '.join(fields)}")
+    _check_keys(source, table, list(fields), prefix)
     for name, field in fields.items():
         if name not in table:
             if field.default is attrs.NOTHING:

@@ -72,6 +72,17 @@ def test_what_is_no_hardware_file_is_told_what_is_expected(tmp_path, monkeypatch
         ),
         ("memory_gb = 84.9", "memory_gb = 84,9", r"mine\.toml:7: Expected newline .*\(column 15\)"),
         ("gemm = 0.70", "gemm = 70", r"mine\.toml:21: achieved\.gemm: expected a fraction"),
+        (
+            "float8 = 1978.9",
+            "float88 = 1978.9",
+            r"mine\.toml:16: peak_tflops\.float88: no such key \(did you mean 'float8'\?\); keys: bfloat16, ",
+        ),
+        (
+            "[overlap] ",
+            "[overlapp]",
+            r"mine\.toml:36: overlapp: no such table \(did you mean 'overlap'\?\)",
+        ),
+        ("[achieved] ", "[achieve]", r"mine\.toml:20: achieve: no such table \(did you mean 'achieved'\?\)"),
         ("cp = 0.0", "", r"mine\.toml:36: overlap\.cp: missing; expected a number"),
     ],
 )
