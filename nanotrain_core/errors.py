@@ -149,9 +149,13 @@ def did_you_mean(word: str, choices: Sequence[str], *, cutoff: float = 0.5) -> s
     return f" (did you mean '{near[0]}'?)" if near else ""
 
 
-def nearby(path: Path) -> str:
-    """Return `` (did you mean 'x'?)`` for the nearest sibling of a missing path, or an empty string."""
-    return did_you_mean(path.name, alike(path, sorted(other.name for other in path.parent.glob("*"))))
+def nearby(path: Path, others: Sequence[str] = ()) -> str:
+    """Return `` (did you mean 'x'?)`` for the nearest sibling of a missing path, or an empty string.
+
+    ``others``: names of what else may be meant, such as recipes.
+    """
+    siblings = alike(path, sorted(other.name for other in path.parent.glob("*")))
+    return did_you_mean(path.name, [*siblings, *others])
 
 
 def alike(path: Path, choices: Sequence[str]) -> list[str]:

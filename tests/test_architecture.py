@@ -180,7 +180,7 @@ SMALL = {
     "api": 646,
     "builtin": 490,
     "checkpoint": 895,
-    "cli": 1632,
+    "cli": 1642,
     "compile": 680,
     "contracts": 655,
     "data": 795,

@@ -2,6 +2,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import jsonschema
 import pytest
@@ -177,11 +178,32 @@ def test_recipes_are_listed_and_copied_but_never_over_a_file(capsys, tmp_path):
     assert os.listdir(tmp_path) == ["laptop.toml"]
 
 
-def test_reader_that_stops_early_is_no_error():
-    code = "import sys; from nanotrain_core.cli import main; sys.exit(main(['schema']))"
+@pytest.mark.parametrize(
+    "call",
+    [
+        "cli.main(['schema'])",
+        "setattr(cli, '_call', lambda words: rich.print('a table')) or cli.main([])",  # rich exits with 1
+    ],
+)
+def test_reader_that_stops_early_is_no_error(call):
+    code = f"import rich, sys; from nanotrain_core import cli; sys.exit({call})"
     with subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
         process.stdout.close()
         assert process.stderr.read() == b""
     assert process.returncode == Exit.DONE
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
+@pytest.mark.parametrize("words", [["schema"], ["recipes"]])  # more than a buffer, and less
+def test_output_to_a_full_disk_is_told_in_a_line(words):
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(
+            [sys.executable, "-m", "nanotrain_core.cli", *words],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    assert ended.stderr == "nanotrain: the output cannot be written: No space left on device\n"
+    assert ended.returncode == Exit.USER

@@ -35,22 +35,34 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, TextIOWrapper):  # a damaged file may have names that no terminal can show
             stream.reconfigure(errors="backslashreplace")
     try:
-        return _call(words)
+        code = _call(words)
+        sys.stdout.flush()  # a full disk refuses what is buffered
+        return code
     except NanotrainError as error:
         for line in str(error).splitlines():
             print(f"nanotrain: {line}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return Exit.INTERRUPTED
-    except BrokenPipeError:
-        # The reader, such as `head`, has closed the pipe. Skip the interpreter's last flush.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (BrokenPipeError, SystemExit) as end:  # the reader, such as `head`, has closed the pipe
+        if not isinstance(end, BrokenPipeError) and not isinstance(end.__context__, BrokenPipeError):
+            raise  # rich raises SystemExit where the pipe is closed, but so does argparse
+        _skip_last_flush()
         return Exit.DONE
     except OSError as error:
-        if error.errno != errno.ENAMETOOLONG:  # any access to a path may raise it
+        where = error.filename
+        if where is None and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            where = "the output cannot be written"
+            _skip_last_flush()
+        elif error.errno != errno.ENAMETOOLONG:  # any access to a path may raise it
             raise
-        print(f"nanotrain: {shortened(f'{error.filename}: {error.strerror}')}", file=sys.stderr)
+        print(f"nanotrain: {shortened(f'{where}: {error.strerror}')}", file=sys.stderr)
         return Exit.USER
+
+
+def _skip_last_flush() -> None:
+    """Have the interpreter, which flushes stdout at its exit, write to nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _call(words: list[str]) -> int:

@@ -17,6 +17,7 @@ from nanotrain_core.api import (
     add_plugin_options,
     load_plugins,
     plugin_arguments,
+    usable_processors,
 )
 from nanotrain_core.api.ranks import Ranks, is_port
 from nanotrain_doctor.clock import ClockWatch
@@ -31,6 +32,9 @@ from nanotrain_doctor.show import exit_code, show, to_json
 
 if TYPE_CHECKING:
     from torch.distributed import Store
+
+#: Ranks for each processor that this process may use: each is a process that imports torch.
+MOST_RANKS = 16
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,8 +72,12 @@ def run(args: argparse.Namespace) -> int:
     """Examine and print; the exit code is 1 if anything is bad.
 
     Raises:
-        NanotrainError: there is no such hardware, or nothing follows ``--then``.
+        NanotrainError: there is no such hardware, nothing follows ``--then``, or there are too many ranks.
     """
+    usable = usable_processors()
+    if (args.ranks or 0) > MOST_RANKS * usable:
+        most = f"{MOST_RANKS * usable}, {MOST_RANKS} for each processor that may be used here ({usable})"
+        raise NanotrainError(f"--ranks {args.ranks}: expected at most {most}")
     if args.then is not None and not args.then:
         raise NanotrainError("--then: expected a command after it, for example nanotrain run my.toml")
     asked = plugin_arguments(args)

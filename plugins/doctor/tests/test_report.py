@@ -51,6 +51,14 @@ def test_of_the_environment_only_what_concerns_a_run_is_told():
     assert told == {"NCCL_DEBUG": "INFO", "RANK": "0", "TORCH_API_KEY": "(hidden)"}
 
 
+def test_more_ranks_than_a_machine_can_start_are_refused(monkeypatch, capsys):
+    monkeypatch.setattr("nanotrain_doctor.command.usable_processors", lambda: 2)
+    monkeypatch.setattr("nanotrain_doctor.command.measure_here", lambda count: pytest.fail("started"))
+    assert main(["doctor", "--ranks", "33"]) == 2
+    told = "nanotrain: --ranks 33: expected at most 32, 16 for each processor that may be used here (2)\n"
+    assert capsys.readouterr().err == told
+
+
 def test_json_of_a_whole_report_holds_no_planted_secret(monkeypatch):
     monkeypatch.setenv("NCCL_NET", SECRETS[0])
     monkeypatch.setenv("TORCH_TOKEN", "swordfish")

@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
 def _missing(word: str) -> str:
     """Return what to tell of a path where nothing is: the run, file or recipe that may be meant."""
     recipes = sorted(name.removesuffix(".toml") for name in shipped_recipes() if "/" not in name)
-    near = nearby_run(Path(word)) or nearby(Path(word)) or did_you_mean(word, recipes)
+    near = nearby_run(Path(word)) or nearby(Path(word), recipes)
     known = near or f"; recipes are {', '.join(recipes)}"
     return f"{word}: there is no such file, folder or recipe{known}"
 

@@ -195,6 +195,7 @@ def test_the_experts_of_a_run_are_told_with_the_tokens_that_they_got(routed, cap
     [
         (["nosuch"], "nosuch: there is no such file, folder or recipe; recipes are "),
         (["llama_8c"], "llama_8c: there is no such file, folder or recipe (did you mean 'llama_8b'?)"),
+        (["laptp"], "laptp: there is no such file, folder or recipe (did you mean 'laptop'?)"),
         (["rum/first"], "(did you mean 'runs/first'?)"),
         (["converte"], "(did you mean 'converted'?)"),
         (["RUN", "--only", "layer.0.attn.q.weight"], "(did you mean 'layers.0.attn.q.weight'?)"),
@@ -203,6 +204,7 @@ def test_the_experts_of_a_run_are_told_with_the_tokens_that_they_got(routed, cap
 def test_mistakes_are_told_without_a_traceback(trained, capsys, words, text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "converted").mkdir()
+    (tmp_path / "ap").touch()
     (tmp_path / "runs/first").mkdir(parents=True)
     (tmp_path / "runs/first/metrics.jsonl").touch()
     code, _, err = call(capsys, *(str(trained[0]) if word == "RUN" else word for word in words))

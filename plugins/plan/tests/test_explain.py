@@ -406,7 +406,7 @@ def test_a_page_in_a_missing_folder_is_refused_at_once(command, recipe, tmp_path
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--trace", "--on", "gpu"], "leave out --on gpu"),
+        (["--trace", "--on", "gpu", "--set", "steps=x"], "leave out --on gpu"),  # before the recipe is read
         (["--set", "batch.microbatches=1"], "batch.microbatches"),
     ],
 )

@@ -41,13 +41,13 @@ def run(args: argparse.Namespace) -> int:
     from nanotrain_plan.rendering.file import check_page, tell_page, write_page
 
     check_page(args)
+    on = args.on or ("cpu" if args.trace else "gpu")
+    if args.trace and on == "gpu":
+        raise NanotrainError("--trace trains on CPUs, with gloo: leave out --on gpu")
     found = resolve(args)
     from nanotrain_plan.explain.explain import as_json, explain
 
-    on = args.on or ("cpu" if args.trace else "gpu")
     if args.trace:
-        if on == "gpu":
-            raise NanotrainError("--trace trains on CPUs, with gloo: leave out --on gpu")
         from nanotrain_plan.explain.shrink import check_small
 
         check_small(args.recipe, args.set, plugin_arguments(args), found)
