@@ -4,6 +4,7 @@ import argparse
 import json
 import re
 from importlib import resources
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -54,6 +55,26 @@ def test_nothing_is_said_of_experts_where_there_are_none(recipe, capsys):
     assert "(dense: dp 2)" in printed
     assert "expert" not in printed
     assert "edp" not in printed
+
+
+def test_every_key_of_the_json_is_in_the_documentation(recipe, capsys):
+    words = [recipe, "--ranks", "2", "--hardware", "cpu"]
+    code, plan = planned(capsys, *words, "--simulate", "--draws", "5", "--sweep", "3")
+    assert code == 0
+    named = {"layers", "left_out", "layout"}  # by names of layers, by reasons, by mesh dimensions
+
+    def keys(value):
+        if isinstance(value, list):
+            return {key for each in value for key in keys(each)}
+        if not isinstance(value, dict):
+            return set()
+        return {*value} | {key for name in value if name not in named for key in keys(value[name])}
+
+    document = (Path(__file__).parents[3] / "docs" / "planning.md").read_text()
+    told = set(re.findall(r"`(\w+)`", document[document.index("## JSON") :]))
+    hardware = plan.pop("hardware")
+    assert not {*keys(plan), *plan["layout"]} - told
+    assert not keys(hardware) - set(re.findall(r"`\[?(\w+)\]?`", document))
 
 
 def test_state_and_flops_are_those_of_arithmetic(recipe, capsys):
