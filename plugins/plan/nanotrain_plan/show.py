@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from rich import box
 from rich.console import Console, Group, RenderableType
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -15,6 +13,7 @@ from nanotrain_plan.data_use import DataPosition
 from nanotrain_plan.memory import Activation, RankMemory, StageActivations, activations
 from nanotrain_plan.number_format import count, duration, size, spans
 from nanotrain_plan.plan import Plan, largest
+from nanotrain_plan.rendering.terminal import INDENT, narrowest, new_table, print_indented
 from nanotrain_plan.sweep import Swept
 
 #: Pipeline ranks that are told one by one; of longer pipelines, those that differ in kind.
@@ -28,10 +27,10 @@ def show(plan: Plan, advice: Sequence[Advice] | None, console: Console) -> None:
     """Print a plan; ``advice`` is None if nobody asked for any."""
     console.print()
     console.print(_title(plan))
-    for heading, body in _sections(plan, advice):
+    for heading, body in _sections(plan, advice, console.width - INDENT):
         console.print()
         console.print(Text(heading, style="bold"))
-        console.print(Padding(body, (0, 0, 0, 2)))
+        print_indented(body, console)
     console.print()
 
 
@@ -60,7 +59,7 @@ def show_sweep(swept: Swept, plan: Plan, console: Console) -> None:
             Text(share, style=style),
             f"{each.bubble:.1%}" if each.bubble > 1e-6 else "",
         )
-    console.print(Padding(table, (0, 0, 0, 2)))
+    print_indented(table, console)
     if any(each.stays_eager for each in swept.candidates):
         console.print(
             Text("* layers stay eager, but are timed as compiled: expect fewer tokens/s", style="dim")
@@ -97,10 +96,12 @@ def _title(plan: Plan) -> Text:
     return text
 
 
-def _sections(plan: Plan, advice: Sequence[Advice] | None) -> Iterator[tuple[str, RenderableType]]:
+def _sections(
+    plan: Plan, advice: Sequence[Advice] | None, width: int
+) -> Iterator[tuple[str, RenderableType]]:
     yield "Model", _model(plan)
     phase = f", in phase '{plan.memory_phase}'" if plan.memory_phase else ""
-    yield f"Memory of a rank{phase}, of {size(plan.hardware.usable)} usable", _memory(plan)
+    yield f"Memory of a rank{phase}, of {size(plan.hardware.usable)} usable", _memory(plan, width)
     yield from _activations(plan)
     if any(plan.traffic.values()):
         where = f" of pipeline rank {plan.loudest}" if plan.stages.pp > 1 else ""
@@ -126,11 +127,8 @@ def _grid(rows: Iterable[tuple[str, str]]) -> Table:
 
 
 def _table(*columns: str, left: int = 1) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, header_style="dim")
-    for number, column in enumerate(columns):
-        name = number < left  # names are wrapped where a line is too long, numbers never
-        table.add_column(column, justify="left" if name else "right", no_wrap=not name, overflow="fold")
-    return table
+    """Return a table whose first columns, ``left``, are names."""
+    return new_table(columns, [number >= left for number in range(len(columns))])
 
 
 def _model(plan: Plan) -> RenderableType:
@@ -206,22 +204,28 @@ def _told(plan: Plan) -> list[tuple[str, RankMemory]]:
     return found
 
 
-def _memory(plan: Plan) -> RenderableType:
-    table = _table("", *HOLDERS, "peak", "", "at", "in flight")
-    usable = plan.hardware.usable
-    for name, rank in _told(plan):
-        cells = [size(rank.held.get(holder, 0)) for holder in HOLDERS]
-        share = rank.peak / usable
-        style = "red" if share > 1 else "yellow" if share > 0.9 else "green"
-        table.add_row(
-            name,
-            *cells,
-            Text(size(rank.peak), style=f"bold {style}"),
-            Text(f"{share:.0%}", style=style),
-            rank.where,
-            str(rank.in_flight),
-        )
-    return table
+def _memory(plan: Plan, width: int) -> RenderableType:
+    """Return a line for each rank, or where that is wider than the terminal a column, if these fit."""
+    headings = (*HOLDERS, "peak", "", "at", "in flight")
+    told = {name: _held(rank, plan.hardware.usable) for name, rank in _told(plan)}
+    lines, columns = _table("", *headings), _table("", *told)
+    for name, cells in told.items():
+        lines.add_row(name, *cells)
+    for cells in zip(headings, *told.values(), strict=True):
+        columns.add_row(*cells)
+    return columns if narrowest(columns) <= width < narrowest(lines) else lines
+
+
+def _held(rank: RankMemory, usable: float) -> list[str | Text]:
+    share = rank.peak / usable
+    style = "red" if share > 1 else "yellow" if share > 0.9 else "green"
+    return [
+        *(size(rank.held.get(holder, 0)) for holder in HOLDERS),
+        Text(size(rank.peak), style=f"bold {style}"),
+        Text(f"{share:.0%}", style=style),
+        rank.where,
+        str(rank.in_flight),
+    ]
 
 
 def _activations(plan: Plan) -> Iterator[tuple[str, RenderableType]]:

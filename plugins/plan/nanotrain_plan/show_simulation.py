@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from rich.console import Console
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from nanotrain_plan.goodput import Goodput
 from nanotrain_plan.number_format import duration
 from nanotrain_plan.plan import Plan
+from nanotrain_plan.rendering.terminal import new_table, print_indented
 from nanotrain_plan.simulation import Simulated
 
 
@@ -34,10 +34,9 @@ def show_simulation(found: Simulated, plan: Plan, console: Console) -> None:
         f"one in {duration(failures.mean)}; training waits {duration(failures.checkpoint)} for a checkpoint, "
         f"{duration(failures.restart)} for a restart",
     )
-    console.print(Padding(table, (0, 0, 0, 2)))
-    goodputs = Table(box=None, padding=(0, 2), header_style="dim")
-    for column in ("checkpoints", "every", "goodput, simulated", "expected (Daly)"):
-        goodputs.add_column(column, justify="left" if column == "checkpoints" else "right")
+    print_indented(table, console)
+    columns = ("checkpoints", "every", "goodput, simulated", "expected (Daly)")
+    goodputs = new_table(columns, [False, True, True, True])
     rows: list[tuple[str, Goodput | None]] = [
         ("as asked for" if found.wanted.checkpoint_minutes else "as the recipe has them", found.own),
         ("best of the simulation", found.best),
@@ -47,4 +46,4 @@ def show_simulation(found: Simulated, plan: Plan, console: Console) -> None:
     for name, each in rows:
         if each is not None:
             goodputs.add_row(name, duration(each.interval), f"{each.simulated:.2%}", f"{each.expected:.2%}")
-    console.print(Padding(goodputs, (0, 0, 0, 2)))
+    print_indented(goodputs, console)

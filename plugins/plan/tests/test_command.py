@@ -11,6 +11,8 @@ from unittest import mock
 import pytest
 from nanotrain_plan.budget import checkpoints
 from nanotrain_plan.hardware import shipped
+from nanotrain_plan.rendering import terminal
+from nanotrain_plan.rendering.terminal import plain_console
 
 from nanotrain_core.api import newest_evaluated
 from nanotrain_core.cli import main
@@ -561,3 +563,25 @@ def test_assumptions_name_what_takes_time_that_is_not_counted(recipe, capsys):
     for words, told in ((masked, "mask_documents' mask"), (offloaded, "its copies over PCIe")):
         _, plan = planned(capsys, recipe, "--set", words)
         assert told in str(plan["assumptions"])
+
+
+def test_a_narrow_terminal_cuts_no_number(recipe, capsys, monkeypatch):
+    """Memory is a line for each rank where that fits, else a column, and else lines that a terminal wraps."""
+    phased = '[{name="many",until_tokens=1536},{name="few",batch={sequences=4}}]'
+    words = ["plan", recipe, "--ranks", "4", "--hardware", "cpu", "--set", f"phase={phased}"]
+    words += ["--set", "topology.pp=4", "--set", 'schedule.use="1f1b"']
+    words += ["--set", "model.layers=4", "--set", "batch.microbatch=1", "--simulate"]
+    told = {}
+    for width in (40, 60, 80, 140):
+        monkeypatch.setattr(terminal, "plain_console", lambda wide, width=width: plain_console(width))
+        assert main(words) == 0
+        tables = capsys.readouterr().out.partition("Memory of a rank")[2]
+        memory = tables.partition("Activations")[0].partition("\n")[2]
+        in_columns = memory.split()[:8] == ["pp", "0", "pp", "1", "pp", "2", "pp", "3"]
+        assert in_columns == (width in (60, 80))
+        assert width == 40 or max(map(len, memory.splitlines())) <= width
+        phases = tables.partition("Phases")[2].partition("Beside")[0]
+        goodputs = tables.partition("goodput, simulated")[2]
+        told[width] = [sorted(re.sub("─+", "", table).split()) for table in (memory, phases, goodputs)]
+    assert {"many", "few"} <= set(told[140][1])
+    assert told[40] == told[60] == told[80] == told[140]
