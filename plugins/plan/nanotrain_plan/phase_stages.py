@@ -109,8 +109,18 @@ def highest_memory(
         found = list(all_ranks(stages, recipe))
         on_host = list(map(max, on_host, most_on_host(stages)))
         if max(rank.peak for rank in found) > max(rank.peak for rank in best):
-            best, name = found, recipe.phase[number].name or f"phase {number}"
+            best, name = found, name_of(recipe, number)
     return HighestMemory(ranks=best, phase=name, on_host=on_host)
+
+
+def name_of(recipe: Recipe, number: int) -> str:
+    """Return the name of a phase, ``phase 1`` if the recipe has none for it."""
+    return recipe.phase[number].name or f"phase {number}"
+
+
+def planned_phase(recipe: Recipe, now: Recipe) -> str:
+    """Return the name of the phase that has the recipe ``now``; empty of a recipe without phases."""
+    return next((name_of(recipe, number) for number, each in reached(recipe) if each == now), "")
 
 
 def reached(recipe: Recipe) -> Iterator[tuple[int, Recipe]]:

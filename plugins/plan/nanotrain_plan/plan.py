@@ -21,13 +21,13 @@ from nanotrain_plan.memory import (
 )
 from nanotrain_plan.model import Parameters, TokenFLOPs, count_flops, count_parameters
 from nanotrain_plan.number_format import size
-from nanotrain_plan.phase_stages import PhaseStages, highest_memory
+from nanotrain_plan.phase_stages import PhaseStages, highest_memory, planned_phase
 from nanotrain_plan.run_phases import RunPhase, run_phases
 from nanotrain_plan.stages import Stages, dry_stages
 from nanotrain_plan.timing import StepTime, Timer, step_time, uses_float8
 
 #: Of what ``--json`` prints: grows by a minor number with a key, by a major one when a key changes meaning.
-VERSION = "4.0"
+VERSION = "4.1"
 
 
 #: An assumption, whose reason follows.
@@ -48,6 +48,8 @@ class Plan:
     """Of every pipeline rank, in the phase with the highest peak."""
     memory_phase: str
     """That phase's name if it is not the one that the values of a step are of, else empty."""
+    phase: str
+    """Name of the phase that the values of a step are of; empty of a recipe without phases."""
     time: StepTime
     """Of a step of the phase with most tokens in a microbatch, as all values of a step."""
     phases: Sequence[RunPhase]
@@ -86,7 +88,7 @@ class Plan:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of the whole run."""
+        """Of a step, in :attr:`phase`."""
         return self.data.tokens_per_step / self.time.seconds
 
     @property
@@ -181,6 +183,7 @@ def make_plan(
         flops=count_flops(now, registry),
         memory=highest.ranks,
         memory_phase=highest.phase,
+        phase=planned_phase(recipe, now),
         time=step_time(stages, hardware),
         phases=run_phases(recipe, registry, phases),
         traffic={pp_rank: traffic(stages, pp_rank, links, timer.excess) for pp_rank in sorted(stages.steps)},
@@ -312,6 +315,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
             "seconds": time.pipeline,
         },
         "time": {
+            "phase": plan.phase,
             "step": time.seconds,
             "after_backward": time.after,
             "busiest": attrs.asdict(time.busiest),

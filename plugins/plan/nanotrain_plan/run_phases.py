@@ -8,7 +8,7 @@ import attrs
 
 from nanotrain_core.api import Layout, PhaseStretch, PhaseTimeline, Recipe, Registry
 from nanotrain_plan.model import count_flops
-from nanotrain_plan.phase_stages import PhaseStages
+from nanotrain_plan.phase_stages import PhaseStages, name_of
 from nanotrain_plan.timing import step_time
 
 
@@ -112,7 +112,7 @@ def _phase(
     dp, pp = layout.size("dp"), layout.size("pp") if "pp" in layout.dims else 1
     step, total = _of_steps(timeline, stretches, seconds, [dp, pp * dp, 2 * pp * dp] if pp > 1 else [dp])
     return RunPhase(
-        name=timeline.recipe.phase[number].name or f"phase {number}",
+        name=name_of(timeline.recipe, number),
         steps=sum(each.steps for each in stretches),
         tokens=sum(each.tokens for each in stretches),
         length=begin.batch.length,

@@ -89,19 +89,26 @@ def _title(plan: Plan) -> Text:
         text.append("fits", style="bold green")
     text.append(
         f": {size(plan.worst.peak)} of {size(plan.hardware.usable)} at the peak; "
-        f"{count(plan.tokens_per_second)} tokens/s, "
+        f"{count(plan.tokens_per_second)} tokens/s{_in_phase(plan.phase)}, "
         f"MFU {plan.tflops() / plan.peak_tflops:.1%}, {duration(plan.seconds)} for "
         f"{count(plan.data.tokens)} tokens"
     )
     return text
 
 
+def _in_phase(name: str) -> str:
+    """Return of which phase a number is; ``phase 1`` is one that the recipe has no name for."""
+    return f" in {name}" if name.startswith("phase ") else f" in phase '{name}'" if name else ""
+
+
 def _sections(
     plan: Plan, advice: Sequence[Advice] | None, width: int
 ) -> Iterator[tuple[str, RenderableType]]:
     yield "Model", _model(plan)
-    phase = f", in phase '{plan.memory_phase}'" if plan.memory_phase else ""
-    yield f"Memory of a rank{phase}, of {size(plan.hardware.usable)} usable", _memory(plan, width)
+    yield (
+        f"Memory of a rank{_in_phase(plan.memory_phase)}, of {size(plan.hardware.usable)} usable",
+        _memory(plan, width),
+    )
     yield from _activations(plan)
     if any(plan.traffic.values()):
         where = f" of pipeline rank {plan.loudest}" if plan.stages.pp > 1 else ""
@@ -299,7 +306,11 @@ def _time(plan: Plan) -> RenderableType:
     t, per_device = plan.time, plan.tokens_per_second / plan.ranks
     busy = t.busiest
     rows = [
-        ("step", f"{duration(t.seconds)}: pipeline {duration(t.pipeline)}, after it {duration(t.after)}"),
+        (
+            "step",
+            f"{duration(t.seconds)}{_in_phase(plan.phase)}: pipeline {duration(t.pipeline)}, "
+            f"after it {duration(t.after)}",
+        ),
         (
             "busiest rank",
             f"GEMMs {duration(busy.gemm)}, attention {duration(busy.attention)}, other operators "

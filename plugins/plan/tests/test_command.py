@@ -524,6 +524,24 @@ def test_a_phase_takes_as_long_as_a_recipe_with_its_batch(tmp_path, capsys):
     assert between == pytest.approx(4 * by_hand / 14, rel=1e-9)  # 4 steps of the run's mean
 
 
+def test_a_plan_says_of_which_phase_its_rates_are(recipe, capsys):
+    named = '{name="8K",batch={sequences=12}}'
+    for last, name, told in (
+        (named, "8K", " in phase '8K'"),
+        (named.replace('name="8K",', ""), "phase 1", " in phase 1"),
+        (None, "", ""),
+    ):
+        words = [recipe, "--hardware", "cpu"]
+        if last:
+            words += ["--set", f'phase=[{{name="first",until_tokens=256}},{last}]']
+        assert planned(capsys, *words)[1]["time"]["phase"] == name
+        assert main(["plan", *words]) == 0
+        out = capsys.readouterr().out
+        title = " ".join(out.partition("Model")[0].split())
+        assert re.search(rf"tokens/s{told}, MFU", title), title
+        assert re.search(rf"step +\S+ m?s{told}: pipeline", out)
+
+
 @pytest.mark.parametrize(("ranks", "nodes"), [(4, 1.0), (12, 1.5)])
 def test_the_fullest_node_writes_longest(recipe, capsys, ranks, nodes):
     pytest.importorskip("nanotrain_sharded_ckpt_v2")
