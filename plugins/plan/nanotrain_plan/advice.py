@@ -90,11 +90,7 @@ def changes(recipe: Recipe, registry: Registry) -> Iterator[Change]:
     if batch.microbatch > 1:
         for size in sorted({1, batch.microbatch // 2}):
             yield Change(f"batch.microbatch = {size}", partial(with_microbatch, size=size))
-    recomputed = find(recipe, "recompute")
-    for granularity in ("selective", "full"):
-        if recomputed is None or (recomputed.config.granularity, granularity) == ("selective", "full"):
-            told = f'[[parallel]] use = "recompute", granularity = "{granularity}"'
-            yield Change(told, partial(with_recompute, registry=registry, granularity=granularity))
+    yield from _recomputations(recipe, registry)
     if recipe.optimizer.use == "adamw" and "zero12" in registry.names("optimizer"):
         for stage in (1, 2):
             told = f'optimizer.use = "zero12", stage = {stage}' + (
@@ -116,6 +112,18 @@ def changes(recipe: Recipe, registry: Registry) -> Iterator[Change]:
         if degree:
             told = f"topology.{dim} = {2 * degree}{_with_its_component(recipe, registry, dim)}"
             yield Change(told, partial(with_degree, registry=registry, dim=dim, degree=2 * degree))
+
+
+def _recomputations(recipe: Recipe, registry: Registry) -> Iterator[Change]:
+    """Yield more activation checkpointing: of a recipe that has some, as the key to change."""
+    recomputed = find(recipe, "recompute")
+    if recomputed is None:
+        for granularity in ("selective", "full"):
+            told = f'[[parallel]] use = "recompute", granularity = "{granularity}"'
+            yield Change(told, partial(with_recompute, registry=registry, granularity=granularity))
+    elif recomputed.config.granularity == "selective":
+        told = f'parallel.{recipe.parallel.index(recomputed)}.granularity = "full"'
+        yield Change(told, with_full_recompute)
 
 
 def find(recipe: Recipe, use: str) -> Selection | None:
@@ -151,6 +159,17 @@ def with_recompute(recipe: Recipe, registry: Registry, granularity: str | None) 
         config = registry.get("parallel", "recompute").config(granularity=granularity)
         others = (*others, Selection("parallel", "recompute", config))
     return attrs.evolve(recipe, parallel=others)
+
+
+def with_full_recompute(recipe: Recipe) -> Recipe:
+    """Return the recipe with full activation checkpointing in place of selective, all else as it is."""
+    changed = (
+        attrs.evolve(each, config=attrs.evolve(each.config, granularity="full"))
+        if each.use == "recompute"
+        else each
+        for each in recipe.parallel
+    )
+    return attrs.evolve(recipe, parallel=tuple(changed))
 
 
 def with_zero(recipe: Recipe, registry: Registry, stage: int) -> Recipe:

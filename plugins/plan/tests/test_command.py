@@ -298,6 +298,21 @@ def test_what_does_not_fit_is_told_what_would(recipe, tmp_path, capsys):
     assert smaller["memory"]["peak"] == advice["batch.microbatch = 1"]  # computed, not guessed
 
 
+def test_advice_changes_the_component_that_a_recipe_has(recipe, tmp_path, capsys):
+    """A second table of it would be refused. What is advised is what `--set` takes, and has that peak."""
+    small = tmp_path / "small.toml"
+    source = shipped()["h100"].read_text().replace("reserved_gb = 3", "reserved_gb = 0")
+    small.write_text(source.replace("memory_gb = 84.9", "memory_gb = 0.002"))
+    words = [recipe, "--hardware", str(small)]
+    words += ["--set", 'parallel=[{use="recompute",granularity="selective",every=2}]']
+    _, plan = planned(capsys, *words)
+    advice = {each["change"]: each["peak"] for each in plan["memory"]["advice"]}
+    assert not any("[[parallel]]" in change for change in advice)
+    change = 'parallel.0.granularity = "full"'
+    _, changed = planned(capsys, *words, "--set", change, "--no-advice")
+    assert advice[change] == changed["memory"]["peak"] < plan["memory"]["peak"]
+
+
 def test_a_node_has_as_many_ranks_as_nproc_says(recipe, capsys):
     """Two ranks on each of four nodes sum gradients through two NICs of a node, and share its memory."""
     pytest.importorskip("nanotrain_ddp")
