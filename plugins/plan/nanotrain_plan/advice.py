@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import count
 from typing import Any
 
 import attrs
@@ -34,11 +35,25 @@ class Advice:
     tokens_per_second: float
 
 
-def advise(plan: Plan, registry: Registry) -> list[Advice]:
-    """Return single changes that help, the best first; if none is enough, also several together."""
+def advise(plan: Plan, registry: Registry, tell: Callable[[int], None] = lambda number: None) -> list[Advice]:
+    """Return single changes that help, the best first; if none is enough, also several together.
+
+    Args:
+        plan: of the recipe as it is.
+        registry: the plugins.
+        tell: called with how many changes were planned so far, each of which takes as long as a plan.
+    """
+    tried = count()
+    tell(next(tried))
+
+    def planned_with(change: Change, recipe: Recipe) -> Plan | None:
+        planned = try_plan(change.apply(recipe), registry, plan.hardware)
+        tell(next(tried))
+        return planned
+
     found: list[tuple[Change, Plan]] = []
     for change in changes(plan.recipe, registry):
-        planned = try_plan(change.apply(plan.recipe), registry, plan.hardware)
+        planned = planned_with(change, plan.recipe)
         if planned is not None and planned.worst.peak < plan.worst.peak:
             found.append((change, planned))
     found.sort(
@@ -50,13 +65,15 @@ def advise(plan: Plan, registry: Registry) -> list[Advice]:
     told = [_advice(change.told, planned) for change, planned in found]
     if any(planned.fits_everywhere for _, planned in found):
         return told
-    return told + _together(plan, found, registry)
+    return told + _together(plan, [change for change, _ in found[: MOST + 3]], planned_with)
 
 
-def _together(plan: Plan, found: Sequence[tuple[Change, Plan]], registry: Registry) -> list[Advice]:
+def _together(
+    plan: Plan, found: Sequence[Change], planned_with: Callable[[Change, Recipe], Plan | None]
+) -> list[Advice]:
     recipe, words, best = plan.recipe, [], plan
-    for change, _ in found[: MOST + 3]:
-        planned = try_plan(change.apply(recipe), registry, plan.hardware)
+    for change in found:
+        planned = planned_with(change, recipe)
         if planned is None or planned.worst.peak >= best.worst.peak:
             continue
         recipe, best = planned.recipe, planned

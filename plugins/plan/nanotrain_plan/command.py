@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,6 +34,7 @@ from nanotrain_plan.options import (
 
 if TYPE_CHECKING:
     from nanotrain_core.api import Registry
+    from nanotrain_plan.advice import Advice
     from nanotrain_plan.plan import Plan
     from nanotrain_plan.simulation import Simulated
     from nanotrain_plan.sweep import Swept
@@ -151,14 +154,13 @@ def run(args: argparse.Namespace) -> int:
         hardware = attrs.evolve(hardware, devices_per_node=args.nproc)
     for note in found.notes:
         print(f"nanotrain: note: {note}", file=sys.stderr)
-    from nanotrain_plan.advice import advise
     from nanotrain_plan.plan import make_plan, to_json
 
     plan = make_plan(found.recipe, found.registry, found.layout, hardware, processes=usable_processors())
     swept = _sweep(args.sweep, plan, found.registry)
     simulated = _simulate(args, plan)
     skip = plan.fits or args.no_advice or swept
-    advice = None if skip else advise(plan, found.registry)
+    advice = None if skip else _advise(plan, found.registry)
     if args.html:
         from nanotrain_plan.page import page
 
@@ -198,14 +200,32 @@ def _sweep(limit: int | None, plan: Plan, registry: Registry) -> Swept | None:
         return None
     from nanotrain_plan.sweep import sweep
 
-    def tell(number: int) -> None:
-        if sys.stderr.isatty():
-            print(f"\rexamined {number} of at most {limit} layouts", end="", file=sys.stderr, flush=True)
+    with _shown(f"examined {{}} of at most {limit} layouts") as tell:
+        return sweep(plan, registry, limit, tell)
 
-    found = sweep(plan, registry, limit, tell)
-    if sys.stderr.isatty():
-        print(file=sys.stderr)
-    return found
+
+def _advise(plan: Plan, registry: Registry) -> Sequence[Advice]:
+    """Return what would make a recipe fit; tell on a terminal how many changes were planned."""
+    from nanotrain_plan.advice import advise
+
+    with _shown("the recipe does not fit; changes tried: {}") as tell:
+        return advise(plan, registry, tell)
+
+
+@contextmanager
+def _shown(told: str) -> Iterator[Callable[[int], None]]:
+    """Give what shows a count on a terminal, in one line of stderr."""
+    terminal = sys.stderr.isatty()
+
+    def tell(number: int) -> None:
+        if terminal:
+            print("\r" + told.format(number), end="", file=sys.stderr, flush=True)
+
+    try:
+        yield tell
+    finally:
+        if terminal:
+            print(file=sys.stderr)
 
 
 def _check_simulation(args: argparse.Namespace) -> None:

@@ -3,6 +3,7 @@
 import argparse
 import json
 import re
+import sys
 from importlib import resources
 from pathlib import Path
 from types import SimpleNamespace
@@ -311,6 +312,21 @@ def test_advice_changes_the_component_that_a_recipe_has(recipe, tmp_path, capsys
     change = 'parallel.0.granularity = "full"'
     _, changed = planned(capsys, *words, "--set", change, "--no-advice")
     assert advice[change] == changed["memory"]["peak"] < plan["memory"]["peak"]
+
+
+def test_a_terminal_is_told_how_many_changes_were_tried(recipe, tmp_path, capsys, monkeypatch):
+    small = tmp_path / "small.toml"
+    source = shipped()["h100"].read_text().replace("reserved_gb = 3", "reserved_gb = 0")
+    small.write_text(source.replace("memory_gb = 84.9", "memory_gb = 0.002"))
+    words = ["plan", recipe, "--hardware", str(small), "--set", "model.layers=1"]
+    told = []
+    for shown, more in ((True, []), (True, ["--no-advice"]), (False, [])):
+        monkeypatch.setattr(sys.stderr, "isatty", lambda shown=shown: shown)
+        assert main([*words, *more]) == 2
+        told.append(re.findall(r"\rthe recipe does not fit; changes tried: (\d+)", capsys.readouterr().err))
+    assert [int(number) for number in told[0]] == list(range(len(told[0])))
+    assert len(told[0]) > 4
+    assert told[1:] == [[], []]
 
 
 def test_a_node_has_as_many_ranks_as_nproc_says(recipe, capsys):
