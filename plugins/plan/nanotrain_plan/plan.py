@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from nanotrain_core.api import Layout, NanotrainError, PhaseTimeline, Recipe, Re
 from nanotrain_plan.budget import Checkpoints, HostMemory, checkpoints, host_memory, offloads_state
 from nanotrain_plan.comms import AxisTraffic, Links, phases_of, traffic
 from nanotrain_plan.data_use import DataUse, data_use
+from nanotrain_plan.dry.recorder import ATTENTION
 from nanotrain_plan.hardware import Hardware
 from nanotrain_plan.memory import (
     Activation,
@@ -24,7 +26,7 @@ from nanotrain_plan.number_format import size
 from nanotrain_plan.phase_stages import PhaseStages, highest_memory, planned_phase
 from nanotrain_plan.run_phases import RunPhase, run_phases
 from nanotrain_plan.stages import Stages, dry_stages
-from nanotrain_plan.timing import StepTime, Timer, step_time, uses_float8
+from nanotrain_plan.timing import StepTime, Timer, step_time
 
 #: Of what ``--json`` prints: grows by a minor number with a key, by a major one when a key changes meaning.
 VERSION = "4.1"
@@ -201,9 +203,8 @@ def assumptions(
     a, o, links = hardware.achieved, hardware.overlap, hardware.links
     eager = not stages.compiled
     found = [
-        f"GEMMs reach {a.gemm:.0%} of the peak ({hardware.rate('bfloat16') / 1e12:.4g} TFLOP/s in bfloat16"
-        + (f", {hardware.rate('float8') / 1e12:.4g} in FP8" if uses_float8(stages) else "")
-        + f"), attention {a.attention:.0%}, causal: half of the scores are left out",
+        f"GEMMs reach {a.gemm:.0%} of the peak ({_gemm_rates(stages, hardware)}), "
+        f"attention {a.attention:.0%}, causal: half of the scores are left out",
         f"other operators move {hardware.memory.bandwidth_gb_s:g} GB/s x {a.memory:g}"
         + (f", {hardware.memory.fusion:g} times less traffic by torch.compile" if not eager else ""),
         f"links reach {links.achieved:.0%} of {links.intra_gb_s:g} GB/s within a node of "
@@ -243,6 +244,19 @@ def assumptions(
         kept = kept_eager(recipe, registry, stages.layout, "cuda")
         found += [f"{STAY_EAGER}: {each}" for each in kept if each.role is Role.BLOCK]
     return found
+
+
+def _gemm_rates(stages: Stages, hardware: Hardware) -> str:
+    """Return what GEMMs of each dtype of a step reach, that with most FLOPs first."""
+    flops = Counter[str]()
+    for step in stages.steps.values():
+        for phase in (*step.measured.values(), *step.around.values()):
+            flops.update({k: n for k, n in phase.gemm_flops.items() if n and not k.startswith(ATTENTION)})
+    told = []
+    for number, (kind, _) in enumerate(flops.most_common()):
+        unit = "" if number else " TFLOP/s"
+        told.append(f"{hardware.rate(kind) / 1e12:.4g}{unit} in {'FP8' if kind == 'float8' else kind}")
+    return ", ".join(told)
 
 
 # --- as JSON --------------------------------------------------------------------------------------

@@ -634,3 +634,12 @@ def test_a_narrow_terminal_cuts_no_number(recipe, capsys, monkeypatch):
         told[width] = [sorted(re.sub("─+", "", table).split()) for table in (memory, phases, goodputs)]
     assert {"many", "few"} <= set(told[140][1])
     assert told[40] == told[60] == told[80] == told[140]
+
+
+def test_assumptions_give_the_rates_of_the_dtypes_that_are_multiplied(recipe, capsys):
+    peaks = {"fp32": ("float32", 66.9), "bf16": ("bfloat16", 989.4)}
+    for precision, (dtype, peak) in peaks.items():
+        words = ["--hardware", "h100", "--set", f"precision.use={precision!r}", "--set", "model.layers=1"]
+        _, plan = planned(capsys, recipe, *words)
+        told = f"GEMMs reach 70% of the peak ({0.7 * peak:.4g} TFLOP/s in {dtype}), attention"
+        assert plan["assumptions"][0].startswith(told)
