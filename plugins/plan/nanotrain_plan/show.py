@@ -218,8 +218,8 @@ def _memory(plan: Plan, width: int) -> RenderableType:
     lines, columns = _table("", *headings), _table("", *told)
     for name, cells in told.items():
         lines.add_row(name, *cells)
-    for cells in zip(headings, *told.values(), strict=True):
-        columns.add_row(*cells)
+    for row in zip(headings, *told.values(), strict=True):
+        columns.add_row(*row)
     return columns if narrowest(columns) <= width < narrowest(lines) else lines
 
 
