@@ -96,11 +96,6 @@ def phase_time(phase: Phase, hardware: Hardware, collectives: CollectiveTime) ->
     return attrs.evolve(found, host=max(0.0, launching - found.total))
 
 
-def uses_float8(stages: Stages) -> bool:
-    """Return whether the precision multiplies in FP8."""
-    return stages.recipe.precision.use.startswith("fp8")
-
-
 def step_time(
     stages: Stages, hardware: Hardware, collectives: Callable[[Phase], CollectiveTime] | None = None
 ) -> StepTime:
