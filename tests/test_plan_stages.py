@@ -304,4 +304,4 @@ def test_gradient_sync_after_all_passes_is_not_hidden(synced):
     assert plans["ddp"].time.after < sums["ddp"] + plans[""].time.after - sums[""]
     assert plans[""].time.after > sums[""]
     told = max(sum(each.exposed for each in own if each.axis == "dp") for own in plans[""].traffic.values())
-    assert 0.8 * sums[""] < told < sums[""]  # little is moved meanwhile
+    assert told == pytest.approx(sums[""])

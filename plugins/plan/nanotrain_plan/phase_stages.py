@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import gt, sub
+from typing import Any
 
 import attrs
 
-from nanotrain_core.api import Action, PhaseTimeline, Recipe, Registry
+from nanotrain_core.api import Action, NanotrainError, PhaseTimeline, Recipe, Registry
 from nanotrain_core.api.torch import Schedule
 from nanotrain_plan.dry.rank import Sort, sorts_of
 from nanotrain_plan.hardware import Hardware
@@ -146,13 +147,25 @@ def _fullest_of_ramps(recipe: Recipe, schedule: Schedule, pp: int, dp: int) -> I
         first, *others = sizes = [between.start - between.step, *between, between.stop]
         steps = {size: step_of(timeline.with_batch(number, size), dp) for size in sizes}
         held = {
-            size: [step.sequences * count for count in in_flight(pp, step.microbatches)]
+            size: [step.sequences * count for count in _asked(in_flight, recipe, pp, step.microbatches)]
             for size, step in steps.items()
         }
         at_ends = [max(ends) for ends in zip(held[first], held[others[-1]], strict=True)]
         most = max(sizes, key=lambda size: max(map(sub, held[size], at_ends)))
         if any(map(gt, held[most], at_ends)):
             yield number, timeline.with_batch(number, steps[most].sequences * steps[most].microbatches * dp)
+
+
+def _asked(in_flight: Callable[[int, int], Any], recipe: Recipe, pp: int, count: int) -> Sequence[int]:
+    """Return what a schedule says of its microbatches in flight."""
+    asked = f"{recipe.schedule.use}: in_flight({pp}, {count})"
+    try:
+        found = in_flight(pp, count)
+    except Exception as problem:
+        raise NanotrainError(f"{asked} raised {type(problem).__name__}: {problem}") from problem
+    if not isinstance(found, Sequence) or len(found) != pp:
+        raise NanotrainError(f"{asked} returned {found!r}; expected a number for each pipeline rank")
+    return found
 
 
 def _reached(timeline: PhaseTimeline) -> int:

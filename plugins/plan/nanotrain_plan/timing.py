@@ -128,8 +128,8 @@ def least_time(
 class Timer:
     """Gives the time of a phase, and remembers it.
 
-    Gradient sync that a backward pass hides is limited by its own computation, and after all passes nothing
-    hides it. The update's all-gathers are not limited: they overlap with the next forward pass.
+    Gradient sync that a backward pass hides is limited by its own computation, and after all passes it is not
+    hidden. The update's all-gathers are not limited: they overlap with the next forward pass.
 
     Operators that are not compiled are not fused, as those of the optimizer and of gradient sync. Passes that
     are replayed as a CUDA graph wait for no host.
@@ -150,7 +150,8 @@ class Timer:
         steps = stages.steps.values()
         self.around = {id(phase) for step in steps for phase in step.around.values()}
         forward = {id(p) for step in steps for (kind, *_), p in step.measured.items() if kind == "F"}
-        self.not_limited = forward | self.around - {id(step.around["sync"]) for step in steps}
+        self.after = {id(step.around["sync"]) for step in steps}
+        self.not_limited = forward | self.around - self.after
         self._known: dict[tuple[int, bool], PhaseTime] = {}
 
     def __call__(self, phase: Phase, *, synced: bool = True) -> PhaseTime:
@@ -160,6 +161,8 @@ class Timer:
             found = self.collectives(phase)
             if id(phase) in self.not_limited:
                 found = attrs.evolve(found, hidden=0.0)
+            if id(phase) in self.after:  # where copies and sums take turns
+                found = attrs.evolve(found, exposed=found.exposed + found.hidden, hidden=0.0)
             if not synced:
                 found = attrs.evolve(found, exposed=found.exposed - found.sync, hidden=0.0)
             hardware = self.eager if id(phase) in self.around else self.of_passes

@@ -4,7 +4,7 @@ import pytest
 from nanotrain_plan.hardware import find_hardware
 from nanotrain_plan.plan import make_plan, to_json
 
-from nanotrain_core.api import PhaseTimeline, resolve_recipe
+from nanotrain_core.api import NanotrainError, PhaseTimeline, resolve_recipe
 
 RECIPE = """
 [run]
@@ -162,3 +162,20 @@ def test_a_growing_batch_may_need_most_memory_between_its_ends(plan):
     peaks = {size: plan(size, 1, ranks=4, more=more, model__layers=8).worst.peak for size in (8, 11, 16)}
     assert peaks[11] > 1.05 * max(peaks[8], peaks[16])
     assert (growing.worst.peak, growing.memory_phase) == (peaks[11], "growing")
+
+
+@pytest.mark.parametrize(
+    ("in_flight", "told"),
+    [
+        (lambda pp, count: 1 // 0, "raised ZeroDivisionError: integer division or modulo by zero"),
+        (lambda pp, count: 3, "returned 3; expected a number for each pipeline rank"),
+        (lambda pp, count: (1,), r"returned \(1,\); expected a number for each pipeline rank"),
+    ],
+    ids=["raises", "one number", "too few"],
+)
+def test_a_schedule_that_cannot_say_what_it_holds_is_named(plan, monkeypatch, in_flight, told):
+    components = pytest.importorskip("nanotrain_pp_1f1b.components")
+    monkeypatch.setattr(components.Interleaved, "in_flight", staticmethod(in_flight))
+    more = PIPELINE.format(schedule="interleaved_1f1b").replace("pp = 2", "pp = 4")
+    with pytest.raises(NanotrainError, match=rf"^interleaved_1f1b: in_flight\(4, 8\) {told}"):
+        plan(8, 1, ranks=4, more=more + GROWING, model__layers=8)

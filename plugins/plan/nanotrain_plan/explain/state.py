@@ -96,7 +96,7 @@ def stages(subject: Subject) -> Section:
         return Section("The layers", [held, *_kinds(subject)])
     body: list[Statement | Table | Picture] = [
         say(
-            "{model} has {layers:,} layers, cut into {stages:,} stages for {pp:,} pipeline ranks, by FLOPs.",
+            "{model} has {layers:,} layers, cut into {stages:,} stages for {pp:,} pipeline ranks.",
             where,
             model=model,
             layers=s.parts[-1].last,
