@@ -237,15 +237,15 @@ def traffic(
     ``excess``: the seconds of gradient sync that a phase should hide, but computes for too short a time.
     """
     total: dict[tuple[str, str, int], list[float]] = defaultdict(lambda: [0, 0, 0.0, 0.0])
-    for phase in phases_of(stages, pp_rank):
+    for phase, times in Counter(phases_of(stages, pp_rank)).items():
         more = excess(phase)
         share = more / sum(map(links.hidden, phase.collectives)) if more else 0.0
         for found in phase.collectives:
             sums = total[links.axis(found), found.op, len(found.ranks)]
-            sums[0] += 1
-            sums[1] += found.bytes
-            sums[2] += links.seconds(found)
-            sums[3] += links.exposed(found) + (share * links.hidden(found) if share else 0.0)
+            sums[0] += times
+            sums[1] += times * found.bytes
+            sums[2] += times * links.seconds(found)
+            sums[3] += times * (links.exposed(found) + share * links.hidden(found))
     return [
         AxisTraffic(axis=axis, op=op, size=size, count=int(n), bytes=int(b), seconds=seconds, exposed=exposed)
         for (axis, op, size), (n, b, seconds, exposed) in sorted(total.items())

@@ -208,9 +208,11 @@ class Comparison:
         Its weight gradients need the same tensors until they are computed, whatever of them is recomputed.
         """
         own, most = _held(recipe, layout, 0), float(max(bound.peaks))
+        if own is None:
+            return most
         for each in (*self.known.deferred, *self.found.deferred):
-            alike = own is not None and (each.schedule, each.alike) == (recipe.schedule.use, own.alike)
-            if own is not None and alike and each.tokens <= own.tokens:
+            alike = (each.schedule, each.alike) == (recipe.schedule.use, own.alike)
+            if alike and each.tokens <= own.tokens:
                 peaks = (a + LEAST * b for a, b in zip(bound.peaks, each.bytes, strict=True))
                 most = max(most, *peaks)
         return most

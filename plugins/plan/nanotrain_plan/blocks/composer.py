@@ -9,6 +9,7 @@ import attrs
 
 from nanotrain_core.api import Costs, Layout, Part, PhaseTimeline, Recipe, Registry, Selection
 from nanotrain_core.api.torch import Model, Schedule
+from nanotrain_plan.advice import with_microbatch
 from nanotrain_plan.blocks.measured import Block, Blocks, stage_of, tell_apart, together
 from nanotrain_plan.blocks.probe import (
     FEW_SPLIT,
@@ -26,7 +27,8 @@ from nanotrain_plan.blocks.schedules import Lists, lists_of
 from nanotrain_plan.blocks.stages import Seconds, SummedPhase, make_step
 from nanotrain_plan.budget import HostMemory, host_memory
 from nanotrain_plan.comms import CollectiveTime, Links
-from nanotrain_plan.dry.rank import RankStep, Share, dry_recipe
+from nanotrain_plan.dry.held import Share
+from nanotrain_plan.dry.rank import RankStep, dry_recipe
 from nanotrain_plan.dry.recorder import Phase
 from nanotrain_plan.hardware import Hardware
 from nanotrain_plan.memory import RankMemory, all_ranks
@@ -152,7 +154,7 @@ class Composer:
         """
         recipe = PhaseTimeline(recipe).largest()
         step = step_of(recipe, layout.size("dp"))
-        recipe = _with_microbatch(recipe, step.sequences)
+        recipe = with_microbatch(recipe, step.sequences)
         pp = layout.size("pp") if "pp" in layout.dims else 1
         _expect_independent_layers(recipe, pp)
         model: Model = self.registry.build(recipe.model)
@@ -172,7 +174,7 @@ class Composer:
         if microbatches == 1:
             blocks, whole = blocks.alone(), whole and whole.alone()
         elif step.last < step.sequences:
-            last = _with_microbatch(recipe, step.last)
+            last = with_microbatch(recipe, step.last)
             of_last, whole_of_last = self._measure_all(last, layout, halves, costs)
             blocks = blocks.ending(of_last)
             whole = whole and whole_of_last and whole.ending(whole_of_last)
@@ -273,11 +275,6 @@ def collective_time(phase: Phase) -> CollectiveTime:
     """Return what the collectives of a phase take."""
     assert isinstance(phase, SummedPhase)
     return phase.collective_time
-
-
-def _with_microbatch(recipe: Recipe, sequences: int) -> Recipe:
-    """Return a recipe with microbatches of so many sequences: ranks with few sequences have smaller ones."""
-    return attrs.evolve(recipe, batch=attrs.evolve(recipe.batch, microbatch=sequences))
 
 
 def _halves_of(lists: Lists, microbatches: int) -> list[Halves]:

@@ -11,7 +11,8 @@ from nanotrain_plan.blocks.buffers import Buffers, find_buffers
 from nanotrain_plan.blocks.probe import Probe
 from nanotrain_plan.blocks.sync import GradientSync, Pass
 from nanotrain_plan.blocks.work import Work
-from nanotrain_plan.dry.rank import Owned, RankStep, Share
+from nanotrain_plan.dry.held import Owned, Share
+from nanotrain_plan.dry.rank import RankStep
 from nanotrain_plan.dry.recorder import Phase
 
 SPLITS = (False, True)

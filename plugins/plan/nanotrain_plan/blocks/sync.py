@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
+from nanotrain_plan.blocks.buffers import Key
 from nanotrain_plan.blocks.work import Work
-from nanotrain_plan.dry.rank import RankStep, Share
+from nanotrain_plan.dry.held import Share
+from nanotrain_plan.dry.rank import RankStep
 
 #: Kind of an action, whether its microbatch is the first, another or the last, and whether it has a W pass.
 Pass = tuple[str, int, bool]
-
-#: Axis and operation of a collective.
-Key = tuple[str, str]
 
 
 class GradientSync:

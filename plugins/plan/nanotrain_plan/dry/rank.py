@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -14,17 +13,16 @@ from torch.utils._python_dispatch import _disable_current_modes
 from nanotrain_core.api import Action, Layout, Recipe, Registry, Selection
 from nanotrain_core.api.torch import (
     Batch,
-    Block,
     Executor,
     Run,
     Shard,
     StopRequest,
     balance,
     compose,
-    storage_of,
     sum_over_data,
 )
-from nanotrain_plan.dry.recorder import Phase, Recorder, Storage, pinned
+from nanotrain_plan.dry.held import Owned, Share, held_by, held_of_parts, saved_bytes
+from nanotrain_plan.dry.recorder import Phase, Recorder
 from nanotrain_plan.dry.values import Values
 from nanotrain_plan.dry.world import DryMesh, Surveyed, fake_world
 
@@ -32,35 +30,8 @@ from nanotrain_plan.dry.world import DryMesh, Surveyed, fake_world
 #: whether the stage has a W pass for it.
 Sort = tuple[str, int, int, bool]
 
-#: What memory of a rank is held by, in the order of a table.
-HOLDERS = ("weights", "masters", "optimizer", "gradients", "other")
-
 #: What a step does around its actions, in order.
 AROUND = ("counts", "sync", "update", "balance")
-
-
-@attrs.define
-class Share:
-    """What one model part of a rank has of the parameters that the same ranks sum gradients of."""
-
-    elements: int = 0
-    weights: int = 0
-    """Bytes."""
-    saved: int = 0
-    """Bytes of the weights in a checkpoint, where quantized storage is unpacked."""
-    tensors: int = 0
-
-
-@attrs.define
-class Owned:
-    """What a rank updates of such parameters: all of them, or a range if optimizer state is sharded."""
-
-    elements: int = 0
-    masters: int = 0
-    """Bytes."""
-    optimizer: int = 0
-    weights: int = 0
-    """Bytes that a copy of the weights takes in pinned memory: see :func:`pinned`."""
 
 
 @attrs.define(frozen=True, kw_only=True, eq=False)
@@ -299,74 +270,6 @@ def _product(shape: Iterable[int]) -> int:
     for size in shape:
         total *= size
     return total
-
-
-def held_by(run: Run, recorder: Recorder, blocks: Sequence[Block] | None = None) -> dict[str, int]:
-    """Return the bytes that are alive after composing, by holder; ``blocks``: the optimizer's."""
-    left: dict[int, Storage] = dict(recorder.alive)
-    found = dict.fromkeys(HOLDERS, 0)
-
-    def claim(holder: str, tensors: Iterable[torch.Tensor]) -> None:
-        for tensor in tensors:
-            storage = left.pop(tensor.untyped_storage()._cdata, None)
-            if storage is not None:
-                found[holder] += storage.bytes
-
-    claim("weights", (storage_of(p.parameter) for p in run.placed))
-    blocks = list(run.optimizer.blocks()) if blocks is None else blocks
-    claim("masters", (b.tensor for b in blocks if b.name.startswith("master")))
-    claim("optimizer", (b.tensor for b in blocks))
-    with _disable_current_modes():
-        claim("gradients", (run.gradients.gradient_of(piece) for piece in run.gradients.pieces()))
-    found["other"] = sum(storage.bytes for storage in left.values())
-    return found
-
-
-def held_of_parts(
-    run: Run, blocks: Sequence[Block]
-) -> tuple[dict[tuple[int, tuple[str, ...]], Share], dict[tuple[str, ...], Owned]]:
-    """Return :attr:`RankStep.shares` and :attr:`RankStep.owned`."""
-    shares: dict[tuple[int, tuple[str, ...]], Share] = defaultdict(Share)
-    owned: dict[tuple[str, ...], Owned] = defaultdict(Owned)
-    dims = {}
-    for placed in run.placed:
-        span = placed.placement.sync_span(run.mesh.layout)
-        dims[placed.placement.name] = summed = (*(("pp",) if span.stages else ()), *span.dims)
-        stored = storage_of(placed.parameter)
-        for part in placed.parts:
-            share = shares[part, summed]
-            share.elements += placed.parameter.numel()
-            share.weights += stored.numel() * stored.element_size()
-            share.saved += _bytes(placed.parameter)
-            share.tensors += 1
-    for piece in run.gradients.pieces():
-        size = piece.parameter.numel() if piece.span is None else piece.span[1] - piece.span[0]
-        found = owned[dims[piece.placement.name]]
-        found.elements += size
-        found.weights += pinned(size * piece.parameter.element_size())
-    for block in blocks:
-        found = owned[dims[block.name.partition("/")[2]]]
-        size = block.tensor.numel() * block.tensor.element_size()
-        if block.name.startswith("master"):
-            found.masters += size
-        else:
-            found.optimizer += size
-    return dict(shares), dict(owned)
-
-
-def _bytes(parameter: torch.Tensor) -> int:
-    """Return the bytes of a parameter's values, however it is stored."""
-    return parameter.numel() * parameter.element_size()
-
-
-def saved_bytes(run: Run, state: Mapping[str, int]) -> float:
-    """Return :attr:`RankStep.saved`: weights, and the optimizer's state with its masters."""
-    layout = run.mesh.layout
-    weights = sum(_bytes(p.parameter) / p.placement.replicas(layout) for p in run.placed)
-    pieces = [(piece.weight.numel(), piece.placement.replicas(layout)) for piece in run.gradients.pieces()]
-    held = sum(size for size, _ in pieces)
-    alone = sum(size / replicas for size, replicas in pieces)
-    return weights + (state["masters"] + state["optimizer"]) * (alone / held if held else 0.0)
 
 
 class _Step:

@@ -15,7 +15,8 @@ from torch import nn
 from nanotrain_core.api import Action, Layout, PhaseTimeline, Recipe, Registry, Role, Selection, tagged
 from nanotrain_core.api.torch import Routing, Run, RuntimeEngine, share_of
 from nanotrain_plan.dry.collectives import Collective
-from nanotrain_plan.dry.rank import RecordedExecutor, dry_rank, dry_recipe, held_by, survey
+from nanotrain_plan.dry.held import held_by
+from nanotrain_plan.dry.rank import RecordedExecutor, dry_rank, dry_recipe, survey
 from nanotrain_plan.dry.recorder import Phase, Recorder
 from nanotrain_plan.dry.values import Values
 
