@@ -1,11 +1,11 @@
 """What looking costs: a step of the ``laptop`` recipe with monitors, and without.
 
-    python -m benchmarks monitors                          # all rows, on 1 rank and on 4: about 12 minutes
-    python -m benchmarks monitors standard --ranks 4       # one row in two
+    python -m benchmarks monitors                          # all rows, on 1 rank and on 4: about 20 minutes
+    python -m benchmarks monitors standard --ranks 4       # one row in four
 
 They are ``health`` at its standard level, all of nanotrain-performance, and both together, ``standard``: what
 docs/monitoring.md calls the standard level. All have their default settings: every step is logged, and of
-these one in 20 reads tensors.
+these one in 40 reads tensors.
 
 Both sides take turns, the order of a pair changing with each, so that what else the machine does is in both.
 Of each pair there are two ratios: of the processor time of all ranks, and of the seconds by the clock of
@@ -49,7 +49,7 @@ from nanotrain_core.testing.probe import rank
 
 RANKS = (1, 4)
 #: Steps of a turn: one in this many reads tensors.
-STEPS = 20
+STEPS = 40
 #: The monitors of each row.
 MONITORS = {
     "health": ("health",),

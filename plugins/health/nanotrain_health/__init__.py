@@ -35,8 +35,9 @@ class HealthConfig:
     """`minimal`: loss, data and clipping, available on the host. `standard`: norms by layer, and the first,
     middle and last layer in detail. `debug`: all layers, every parameter, histograms."""
     every: int = attrs.field(default=TENSORS_EVERY, validator=Range(1))
-    """Steps between readings of tensors. They are read only in logged steps, and in every logged one of the
-    first 20 steps. Loss, data and clipping are reported in every logged step."""
+    """Steps between readings of tensors. They are read only in logged steps: in each of the first 20 steps,
+    and in each while a trouble that they show, or its end, is not certain enough to be reported. Loss, data
+    and clipping are reported in every logged step."""
     queries: int = attrs.field(default=4, validator=Range(0))
     """Queries of each sequence whose attention is computed; 0: none."""
     ema: float = attrs.field(default=0.98, validator=Range(0.0, 1.0, above=True, below=True))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, Literal
 
@@ -23,6 +23,8 @@ from nanotrain_core.api.torch import MetricsReport
 
 Side = Literal["low", "high"]
 
+#: Steps after which no value of a metric is waited for.
+GIVEN_UP = 20
 #: Sets of names whose rules are kept: those of a step in which tensors are read, of an evaluation.
 MOST_KEPT = 64
 
@@ -41,6 +43,8 @@ class Trouble:
     """The sentence that reported it, without the advice."""
     since: int = 0
     """The step at which it was reported."""
+    counted: int = 0
+    """The step that was last counted."""
 
 
 @attrs.define(frozen=True)
@@ -116,7 +120,7 @@ class Diagnosis:
         if trouble.said:
             trouble.seen = 0
             return ""
-        trouble.seen += 1
+        trouble.seen, trouble.counted = trouble.seen + 1, step
         worst = max(found, key=lambda each: (each.bad, each.distance))
         if trouble.seen < must_last(worst.value, self.patience, bad=worst.bad):
             return ""
@@ -130,13 +134,24 @@ class Diagnosis:
         if not trouble.said:
             del self.troubles[trouble.metric, trouble.side]
             return ""
-        trouble.seen += 1
+        trouble.seen, trouble.counted = trouble.seen + 1, step
         if trouble.seen < self.patience:
             return ""
         del self.troubles[trouble.metric, trouble.side]
         # Checkpoints of earlier versions have no words.
         what = trouble.what or f"{trouble.metric} is too {trouble.side}"
         return f"step {step}: this is over: {what} (said at step {trouble.since})."
+
+    def undecided(self, metrics: Collection[str], step: int) -> bool:
+        """Return whether more values are needed of one of these, as declared: it is outside its rule and not
+        yet reported, or within it again and not yet reported as over.
+
+        A metric that has had no value for some steps up to ``step`` is given up.
+        """
+        return any(
+            trouble.seen and trouble.metric in metrics and step - trouble.counted <= GIVEN_UP
+            for trouble in self.troubles.values()
+        )
 
     def log(self, said: Sequence[Said], step: int, *, shown: bool) -> None:
         """Warn of what begins, and note what is over, on one rank."""

@@ -47,6 +47,7 @@ class Health(Monitor):
         kinds = MINIMAL if self.config.level == "minimal" else STANDARD
         self.watchers = {kind.__name__: kind(scene) for kind in kinds}
         self.scene = scene
+        self.from_tensors = frozenset(metric.name for metric in self.declared if metric.every > 1)
         scene.begin(run.first_step + 1)
         self.load_meta(remembered)
 
@@ -77,6 +78,7 @@ class Health(Monitor):
         """Say what is wrong, once when it begins and once when it ends."""
         said = self.diagnosis.judge(report)
         self.diagnosis.log(said, report.step, shown=self.run.rank == 0)
+        self.scene.read_closely(self.diagnosis.undecided(self.from_tensors, report.step))
         if said:
             self.run.metrics.text("health", " ".join(each.text for each in said))
 

@@ -40,6 +40,9 @@ class Scene:
 
     looking: bool = True
     """Whether tensors are read in the step under way, if it is logged."""
+    closely: bool = False
+    """Whether they are read in every logged step."""
+    next_step: int = 1
     looked: int = 0
     """The last step in which tensors were read."""
     ignored: str = attrs.field(init=False)
@@ -67,7 +70,14 @@ class Scene:
 
     def begin(self, step: int) -> None:
         """Note which step comes next."""
-        self.looking = step <= CLOSELY or step - self.looked >= self.config.every
+        self.next_step = step
+        self.looking = self.closely or step <= CLOSELY or step - self.looked >= self.config.every
+
+    def read_closely(self, closely: bool) -> None:
+        """Read tensors in every logged step from the next one on, or in a few again."""
+        if closely != self.closely:
+            self.closely = closely
+            self.begin(self.next_step)
 
     def looks(self, update: UpdateReport) -> bool:
         """Return whether tensors are read in this step."""

@@ -34,8 +34,8 @@ class Told(Monitor):
         return [report.texts["health"] for report in self.reports if "health" in report.texts]
 
 
-def run(changes: dict[str, Any], plant: Plant = lambda engine: None, steps: int = 20) -> Told:
-    """Train and return what was told."""
+def run(changes: dict[str, Any], plant: Plant = lambda engine: None, steps: int = 20, **config: Any) -> Told:
+    """Train and return what was told. ``config``: of the monitor."""
     around = {
         "batch": {"sequences": 16, "microbatch": 8, "length": 64},
         "model": MODEL,
@@ -44,7 +44,7 @@ def run(changes: dict[str, Any], plant: Plant = lambda engine: None, steps: int 
         "monitor": MONITORS,
         "data": {"use": "synthetic", "vocab": 64, "sequences": 512, "validation_sequences": 16},
     }
-    case, told = Case("monitor", use="health", overrides=around), Told()
+    case, told = Case("monitor", use="health", config=config, overrides=around), Told()
     engine = make_engine(case, merge(changes, {"run": {"steps": steps}}), callbacks=[told])
     plant(engine)
     threads = torch.get_num_threads()

@@ -138,14 +138,3 @@ def test_sizes_of_rows_are_those_of_the_definition(dtype):
     assert torch.equal(most.double(), x.double().abs().amax(-1))
     x[1, 2, 3] = torch.nan
     assert [found.isnan().nonzero().tolist() for found in sizes(x)] == [[[1, 2]]] * 2
-
-
-def test_tensors_are_looked_at_in_the_first_steps_and_then_now_and_then():
-    case = Case("monitor", use="health", config={"every": 3})
-    told = Told()
-    make_engine(case, {"run": {"steps": 27}}, callbacks=[told]).fit()
-    looked = [report.step for report in told.reports if "weights/norm" in report.values]
-    assert looked == [*range(1, 21), 23, 26]
-    assert all("residual/rms/layers.0" in r.values for r in told.reports if r.step in looked)
-    assert not any("residual/rms/layers.0" in r.values for r in told.reports if r.step not in looked)
-    assert all("loss/ema" in report.values for report in told.reports)

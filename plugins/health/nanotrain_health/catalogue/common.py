@@ -8,7 +8,7 @@ from nanotrain_core.api import Metric
 ratio = partial(Metric, unit="1")
 #: Steps from one in which `health` reads tensors to the next: in every logged step that would cost about
 #: 10% of a step of `laptop`.
-TENSORS_EVERY = 20
+TENSORS_EVERY = 40
 #: Of each monitored layer, or of each of its norms.
 at_layers = partial(Metric, unit="1", cost="layers", every=TENSORS_EVERY)
 #: Of all gradients, weights or optimizer state.
