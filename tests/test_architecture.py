@@ -3,7 +3,7 @@
 import ast
 import io
 import tokenize
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -72,21 +72,30 @@ def level(module: str) -> int | None:
     return LEVEL_OF.get(module, LEVEL_OF.get(module.partition(".")[0] + ".*"))
 
 
-def imported(path: Path) -> Iterator[str]:
-    """Yield the full name of everything a file imports, wherever in the file."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+@cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    """Return what a file consists of."""
+    return list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+
+
+@cache
+def imported(path: Path) -> set[str]:
+    """Return the full name of everything a file imports, wherever in the file."""
+    found = set[str]()
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
 
 
+@cache
 def for_types_only(path: Path) -> set[str]:
     """Return the full names that a file imports for the type checker alone."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
     blocks = [
-        node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+        node for node in nodes_of(path) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
     ]
     found = [node for block in blocks for node in ast.walk(block) if isinstance(node, ast.ImportFrom)]
     return {f"{node.module}.{alias.name}" for node in found for alias in node.names}
@@ -98,7 +107,7 @@ def core_imports(path: Path, *, types: bool = True) -> set[str]:
     With ``types=False`` those alone that it needs when it runs, wherever in the file they are imported.
     """
     found = set()
-    for full in set(imported(path)) - (set() if types else for_types_only(path)):
+    for full in imported(path) - (set() if types else for_types_only(path)):
         if full.startswith("nanotrain_core."):
             name = full.removeprefix("nanotrain_core.")
             found.add(name if name in MODULES else name.rpartition(".")[0])

@@ -92,6 +92,7 @@ def test_a_converted_checkpoint_is_gone_on_with(runs):
     assert losses == pytest.approx([row["loss"] for row in metrics(runs / "simple")][3:], rel=1e-5)
 
 
+@pytest.mark.full  # the first tier sends one to a run in tests/test_run.py
 def test_sigterm_loses_no_step_though_files_are_written_beside_training(runs):
     words = (
         "run",
