@@ -191,7 +191,7 @@ SMALL = {
     "checkpoint": 895,
     "cli": 1642,
     "compile": 680,
-    "contracts": 655,
+    "contracts": 660,
     "data": 795,
     "hf": 860,
     "launch": 1986,

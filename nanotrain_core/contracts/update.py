@@ -11,6 +11,7 @@ from nanotrain_core.contracts.optimizer import Block
 from nanotrain_core.contracts.parallel import GradientSync
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import Piece, Placement
+from nanotrain_core.metrics.gathered import read
 from nanotrain_core.optim.grad_norm import named_norms
 from nanotrain_core.precision.quantized_storage import dequantize
 
@@ -80,6 +81,12 @@ class UpdateReport:
     _names: list[str] = attrs.field(factory=list)
     """The names of all trained parameters of the model, once requested: shared by the reports of a run."""
     _replay: Callable[[int], Iterator[Computed]] = lambda replica: iter(())
+
+    def count(self, term: str) -> float | torch.Tensor | None:
+        """Return one of :attr:`counts`: a number if it is in host memory, else the tensor, without waiting for
+        the device; None if the loss has no such term."""
+        counted = self.counts.get(term)
+        return read(counted) if counted is not None and counted.is_cpu else counted
 
     def gradients(self) -> Iterator[PieceGradient]:
         """Yield the gradient of every piece that this rank completes, before clipping.

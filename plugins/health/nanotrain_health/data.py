@@ -30,8 +30,7 @@ class DataWatcher(Watcher):
     def before_update(self, update: UpdateReport) -> None:
         """Count the tokens of every step, and publish in logged ones."""
         metrics = self.scene.metrics
-        counted = update.counts.get("lm")
-        effective = counted.item() if counted is not None and counted.is_cpu else counted
+        effective = update.count("lm")
         if effective is not None:
             self.effective = self.effective + effective
         if not update.logged:

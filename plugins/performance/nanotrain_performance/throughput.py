@@ -85,9 +85,8 @@ class Throughput(Monitor):
             del self.window[: -self.config.window]
         self.last = now, beside
         self.steps += 1
-        if (counted := update.counts.get("lm")) is not None:
-            number = counted.item() if counted.is_cpu else counted  # on a device it is not waited for
-            self.effective = number if self.effective is None else self.effective + number
+        if (counted := update.count("lm")) is not None:
+            self.effective = counted if self.effective is None else self.effective + counted
 
     def on_step(self, report: StepReport) -> None:
         """Publish."""

@@ -60,7 +60,7 @@ def test_saves_and_evaluations_are_told_in_seconds_since_the_last_logged_step_an
         for _ in range(4):
             progress.step()
             progress.pass_time("checkpoint", checkpoint / 4)
-            monitor.on_before_update(SimpleNamespace(tokens=16, step=1, counts={}))
+            monitor.on_before_update(SimpleNamespace(tokens=16, step=1, count=lambda term: None))
         monitor.on_step(report)
         assert told["time/evaluation"] == evaluation
         assert told["time/checkpoint"] == checkpoint
