@@ -76,7 +76,7 @@ def test_seconds_of_a_step_are_those_of_steps_since_the_last_logged_or_the_rollb
         for step in steps:
             progress.step()
             counts = {"lm": torch.tensor(6.0)}
-            monitor.on_before_update(SimpleNamespace(tokens=16, step=step, counts=counts))
+            monitor.on_before_update(SimpleNamespace(tokens=16, step=step, count=counts.get))
             if step % 10 == 0:
                 monitor.on_step(SimpleNamespace(**{**REPORT, "step": step}))
                 found.append({name: float(told[name]) for name in names})
