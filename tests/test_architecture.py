@@ -200,14 +200,14 @@ SMALL = {
     "moe": 365,
     "metrics": 1335,
     "monitors": 1056,
-    "optim": 685,
+    "optim": 695,
     "phases": 365,
     "pipeline": 610,
     "precision": 680,
     "recipe": 1718,
     "registry": 600,
     "run": 2344,
-    "script": 520,
+    "script": 540,
     "watch": 438,
 }
 

@@ -13,10 +13,13 @@ from nanotrain_core.batch import IGNORE, Batch
 from nanotrain_core.builtin.configs import ConsoleConfig
 from nanotrain_core.contracts import Monitor
 from nanotrain_core.errors import NanotrainError
+from nanotrain_core.layout.gradients import AllReduceGradients
 from nanotrain_core.monitors.console import Console
 from nanotrain_core.recipe.tree import LRScheduleConfig
 from nanotrain_core.script import ScriptConfig
 from nanotrain_core.testing import Case, run_ranks
+from nanotrain_core.testing.compare import assert_bitwise
+from nanotrain_core.testing.probe import rank
 
 
 class Recorder(Monitor):
@@ -163,6 +166,38 @@ def test_a_parameter_that_another_rank_reached_is_updated_on_all():
     assert moved == [True] * 4 + [False] * 2
 
 
+class WithBuffers(nn.Module):
+    """Initialized by each rank's own random stream, with buffers of two dtypes."""
+
+    def __init__(self, rank):
+        super().__init__()
+        torch.manual_seed(rank)
+        self.embed, self.head = nn.Embedding(11, 8), nn.Linear(8, 11)
+        self.register_buffer("scale", torch.full((), 1.0 + rank))
+        self.register_buffer("mask", torch.tensor([rank == 0, True]))
+
+    def forward(self, tokens):
+        return self.head(self.embed(tokens)) * self.scale
+
+
+def fit_another_model():
+    model = WithBuffers(rank())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = RuntimeEngine(model, optimizer, gradient_sync=AllReduceGradients())
+    begun = {name: each.clone() for name, each in model.state_dict().items()}
+    engine.fit(make_loader(), steps=3)
+    return begun, model.state_dict()
+
+
+def test_all_ranks_begin_with_the_weights_and_buffers_of_the_first():
+    """Each trained a model of its own, with the sum of the gradients of all."""
+    first, second = run_ranks(fit_another_model, 2)
+    begun, trained = zip(first, second, strict=True)
+    assert_bitwise(begun[0], WithBuffers(0).state_dict(), "rank 0 at the beginning")
+    assert_bitwise(begun[1], begun[0], "rank 1 at the beginning")
+    assert_bitwise(trained[1], trained[0], "rank 1 after three steps")
+
+
 def test_validation_is_the_mean_over_all_targets():
     model, loader, recorder = make_model(), make_loader(), Recorder()
     engine = RuntimeEngine(model, torch.optim.SGD(model.parameters(), lr=0.0), callbacks=[recorder])
@@ -182,6 +217,20 @@ def test_the_schedule_drives_the_scripts_optimizer():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.4)
     RuntimeEngine(model, optimizer, config, callbacks=[recorder]).fit(make_loader(), steps=6)
     assert [report.lr for report in recorder.steps] == pytest.approx([0.2, 0.4, 0.4, 0.3, 0.2, 0.1])
+
+
+def test_a_rate_that_is_set_between_two_calls_is_the_new_peak():
+    """The first call's schedule had overwritten it."""
+    model, recorder = make_model(), Recorder()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = ScriptConfig(lr_schedule=LRScheduleConfig(warmup_steps=2))
+    engine = RuntimeEngine(model, optimizer, config, callbacks=[recorder])
+    engine.fit(make_loader(), steps=4)
+    optimizer.param_groups[0]["lr"] = 0.001
+    engine.fit(make_loader(), steps=6)
+    RuntimeEngine(model, optimizer, config, callbacks=[recorder]).fit(make_loader(), steps=3)
+    rates = [report.lr for report in recorder.steps]
+    assert rates == [0.05, 0.1, 0.1, 0.1, 0.001, 0.001, 0.0005, 0.001, 0.001]
 
 
 def test_a_callback_can_stop_the_run():
@@ -217,6 +266,28 @@ def test_a_frozen_parameter_is_not_even_decayed():
     before = model[0].weight.clone()
     fit_once(model)
     assert torch.equal(model[0].weight, before)
+
+
+def test_a_parameter_that_is_unfrozen_later_is_not_left_as_it_is():
+    model = make_model()
+    model[0].requires_grad_(False)
+    engine = RuntimeEngine(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    engine.fit(make_loader(), steps=1)
+    model[0].requires_grad_(True)
+    with pytest.raises(NanotrainError, match=r"parameter 0\.weight was frozen when the engine was made"):
+        engine.fit(make_loader(), steps=2)
+
+
+def test_a_model_in_evaluation_mode_is_trained_in_training_mode():
+    """As from_pretrained returns it. A part that is in evaluation mode in a model that is not stays so."""
+    model = nn.Sequential(nn.Embedding(11, 8), nn.Dropout(0.5), nn.Linear(8, 11)).double().eval()
+    seen = []
+    model[1].register_forward_hook(lambda module, *_: seen.append(module.training))
+    engine = RuntimeEngine(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    engine.fit(make_loader(), make_loader(1), steps=2)
+    model[1].eval()
+    engine.fit(make_loader(), steps=3)
+    assert seen == [True, True, False, False]
 
 
 def test_every_module_keeps_the_mode_its_script_chose():

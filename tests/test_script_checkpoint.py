@@ -237,11 +237,11 @@ def test_what_needs_a_folder_says_so(tmp_path):
         script(0, "SGD", folder=tmp_path, resume="latest")
 
 
-def test_parameters_that_no_checkpoint_would_have_are_refused(tmp_path):
+def test_parameters_that_are_not_the_models_are_refused():
     model = Net()
     optimizer = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.zeros(3))], lr=0.1)
     with pytest.raises(ValueError, match=r"1 parameters that are not the model's, the first of shape \(3,\)"):
-        RuntimeEngine(model, optimizer, ScriptConfig(folder=tmp_path))
+        RuntimeEngine(model, optimizer)
 
 
 # --- going back -----------------------------------------------------------------------------------

@@ -83,7 +83,7 @@ class UpdateReport:
     _replay: Callable[[int], Iterator[Computed]] = lambda replica: iter(())
 
     def count(self, term: str) -> float | torch.Tensor | None:
-        """Return one of :attr:`counts`: a number if it is in host memory, else the tensor, without waiting for
+        """Return one of :attr:`counts`: a number if it is in host memory, else the tensor, not waiting for
         the device; None if the loss has no such term."""
         counted = self.counts.get(term)
         return read(counted) if counted is not None and counted.is_cpu else counted

@@ -46,6 +46,13 @@ class Scheduler(LambdaLR):
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
             super().step(epoch)
+        self._note()
+
+    def _note(self) -> None:
+        """Record the rates, by which :func:`lr_scheduler` knows those that a script sets."""
+        for group in self.optimizer.param_groups:
+            if isinstance(group["lr"], float):  # a tensor on a device is not read
+                group["scheduled_lr"] = group["lr"]
 
     def set_peak(self, rate: float, of: float) -> None:
         """Apply the schedule's factors, including that of the next step, to another peak rate.
@@ -59,6 +66,7 @@ class Scheduler(LambdaLR):
         self._last_lr = [base * factor for base, factor in zip(self.base_lrs, factors, strict=True)]
         for group, lr in zip(self.optimizer.param_groups, self._last_lr, strict=True):
             group["lr"] = lr
+        self._note()
 
 
 def lr_scheduler(
@@ -66,8 +74,11 @@ def lr_scheduler(
 ) -> Scheduler:
     """Return the scheduler of a run of ``steps`` optimizer steps, ``done`` of them before a resume.
 
-    The rate depends only on the step, so a resumed run may change its peak.
+    The rate depends only on the step, so a resumed run may change its peak. A rate that a script has set
+    since the last schedule of the optimizer is the new peak.
     """
     for group in optimizer.param_groups:
+        if "scheduled_lr" in group and group["scheduled_lr"] != group["lr"]:
+            group["initial_lr"] = group["lr"]
         group.setdefault("initial_lr", group["lr"])
     return Scheduler(optimizer, factor(config, steps), last_epoch=done - 1)

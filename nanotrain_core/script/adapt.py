@@ -21,6 +21,7 @@ from nanotrain_core.compose import Run
 from nanotrain_core.contracts import GradientSync, Kernels, LossScale, Monitor, PartOutput
 from nanotrain_core.errors import NanotrainError
 from nanotrain_core.layout.gradients import LocalGradients
+from nanotrain_core.layout.initialization import equalize
 from nanotrain_core.layout.layout import Layout, View
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import place, placed_parameters
@@ -98,6 +99,8 @@ def adapt(
 ) -> Run:
     """Wrap a script's objects as a run.
 
+    With several ranks rank 0 broadcasts its weights and buffers: ranks may have been initialized differently.
+
     Args:
         model: called as ``model(inputs)``, already on its device.
         optimizer: of the model's parameters.
@@ -110,7 +113,7 @@ def adapt(
     Raises:
         NanotrainError: there are several ranks without a gradient sync, or a DTensor.
         CheckpointError: the folder cannot be used, or has checkpoints and ``resume`` is not set.
-        ValueError: there is a folder, and the optimizer has parameters that are not the model's.
+        ValueError: the optimizer has parameters that are not the model's.
     """
     config = config or ScriptConfig()
     ranks = dist.get_world_size() if dist.is_initialized() else 1
@@ -124,9 +127,12 @@ def adapt(
         raise NanotrainError(
             f"parameter {sharded} is a DTensor, as of fully_shard: scripts train plain tensors alone"
         )
+    equalize(placed, mesh)
+    equalize_buffers(model, mesh)
     gradients = gradient_sync or LocalGradients()
     gradients.attach(placed, mesh, None, Passes())
     optimizer_config = OptimizerConfig(lr_schedule=config.lr_schedule, clip_norm=config.clip_norm)
+    refuse_others_parameters(optimizer, model)
     own = ScriptOptimizer(optimizer, placed, gradients, mesh, config.clip_norm)
     feed = LoaderFeed(config.accumulate, mesh)
     return Run(
@@ -164,20 +170,44 @@ def checkpoint(
     """Return the checkpoint component of the run, if it has a folder."""
     if config.folder is None:
         return None
-    strangers = [p for g in optimizer.inner.param_groups for p in g["params"] if p not in optimizer.names]
-    if strangers:
-        raise ValueError(
-            f"the optimizer has {len(strangers)} parameters that are not the model's, the first of shape "
-            f"{tuple(strangers[0].shape)}: a checkpoint would lose them; make them parameters of the model"
-        )
     claim(config.folder, config.resume)
     return ScriptCheckpoint(
         SimpleCheckpointConfig(every=config.save_every, keep=config.keep), model, optimizer, feed
     )
 
 
+def refuse_others_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Refuse an optimizer of parameters that are not the model's.
+
+    Their gradients would not be reduced, zeroed, clipped or unscaled, and no checkpoint would have them.
+
+    Raises:
+        ValueError: with their number, and the shape of the first.
+    """
+    own = {*model.parameters()}
+    others = [p for group in optimizer.param_groups for p in group["params"] if p not in own]
+    if others:
+        raise ValueError(
+            f"the optimizer has {len(others)} parameters that are not the model's, the first of shape "
+            f"{tuple(others[0].shape)}: they would not be trained correctly, nor saved; make them parameters "
+            "of the model"
+        )
+
+
+def equalize_buffers(model: nn.Module, mesh: Mesh) -> None:
+    """Broadcast rank 0's buffers, such as the statistics of batch norm."""
+    for buffer in model.buffers() if mesh.world_size > 1 else ():
+        same = buffer.detach().contiguous()
+        dist.broadcast(same.view(torch.uint8) if same.dtype == torch.bool else same, src=0)
+        buffer.detach().copy_(same)
+
+
 class ScriptPart(nn.Module):
-    """A plain model as its own single part."""
+    """A plain model as its own single part.
+
+    A model in evaluation mode, as ``from_pretrained`` of Hugging Face returns it, is put into training mode
+    when it is trained; submodules that are in evaluation mode inside of one in training mode stay so.
+    """
 
     def __init__(self, model: nn.Module, loss: LossSum, precision: str) -> None:
         super().__init__()
@@ -187,6 +217,9 @@ class ScriptPart(nn.Module):
 
     def forward(self, inputs: torch.Tensor, batch: Batch) -> PartOutput:
         """Return the loss sum, or the model's output without targets."""
+        trains = self.training and torch.is_grad_enabled() and batch.targets is not None
+        if trains and not self.model.training:
+            self.model.train()
         with self.autocast(inputs.device):
             output = self.model(inputs)
             if batch.targets is None:

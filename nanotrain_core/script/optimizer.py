@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from nanotrain_core.contracts import Block, GradientSync, Optimizer, Precision, StepStats
-from nanotrain_core.errors import CheckpointError
+from nanotrain_core.errors import CheckpointError, NanotrainError
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import PlacedParameter
 from nanotrain_core.optim.grad_norm import clip_factor, global_norm
@@ -43,6 +43,8 @@ class Reached:
     def __init__(self, placed: Sequence[PlacedParameter], mesh: Mesh) -> None:
         self.mesh = mesh
         self.flags = [False] * len(placed)
+        self.frozen = [each for each in placed if not each.parameter.requires_grad]
+        """Parameters whose gradients no one completes or records."""
         for index, each in enumerate(placed):
             if each.parameter.requires_grad:
                 each.parameter.register_post_accumulate_grad_hook(self._setter(index))  # type: ignore[no-untyped-call]
@@ -99,7 +101,17 @@ class ScriptOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, *, loss_scale: float = 1.0) -> StepStats:
-        """Unscale, clip and update. A frozen parameter, or one that no backward reached, has no gradient."""
+        """Unscale, clip and update. A frozen parameter, or one that no backward reached, has no gradient.
+
+        Raises:
+            NanotrainError: a parameter is trained that was frozen when the engine was made.
+        """
+        for each in self.reached.frozen:
+            if each.parameter.requires_grad:
+                raise NanotrainError(
+                    f"parameter {each.placement.name} was frozen when the engine was made, and is not now: "
+                    "make a new RuntimeEngine, around the same optimizer, after unfreezing it"
+                )
         for placed, reached in zip(self.placed, self.reached.take(), strict=True):
             placed.parameter.grad = self.gradients.gradient(placed.parameter) if reached else None
         pairs = [(p.parameter.grad, p.placement) for p in self.placed if p.parameter.grad is not None]

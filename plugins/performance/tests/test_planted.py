@@ -114,7 +114,7 @@ class Clock:
         for _ in range(count):
             self.now, self.step = self.now + seconds, self.step + 1
             self.told.clear()
-            self.monitor.on_before_update(SimpleNamespace(tokens=tokens, count=lambda term: None, step=self.step))
+            self.monitor.on_before_update(SimpleNamespace(tokens=tokens, count={}.get, step=self.step))
             self.monitor._steps()
             derived = self.monitor.derive(MetricsReport(self.step, self.told))
             found += derived.values()
