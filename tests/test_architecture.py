@@ -192,7 +192,7 @@ SMALL = {
     "cli": 1642,
     "compile": 680,
     "contracts": 660,
-    "data": 795,
+    "data": 830,
     "hf": 860,
     "launch": 1986,
     "layout": 1148,

@@ -1,5 +1,6 @@
 """The data component ``text`` with a tokenizer: its tokens, their cache, and mistakes in its file."""
 
+import json
 import os
 import sys
 from contextlib import contextmanager
@@ -8,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 from opened_text import opened, refusal, validation
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import BPE, WordLevel
+from tokenizers.pre_tokenizers import ByteLevel, Metaspace, Whitespace
 from tokenizers.processors import TemplateProcessing
+from tokenizers.trainers import BpeTrainer
 
 from nanotrain_core.data import hashed_tokens
 from nanotrain_core.data.documents import Document
@@ -47,6 +49,39 @@ def test_a_tokenizer_file_gives_its_tokens_with_its_end_of_text(words, sentences
     assert data.vocab_size == 300
     assert data.encode("w7 w250") == [7, 250]
     assert data.decode([7, 250]) == "w7 w250"
+
+
+def byte_level():
+    made = Tokenizer(BPE())
+    made.pre_tokenizer, made.decoder = ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    return made, {"initial_alphabet": ByteLevel.alphabet()}
+
+
+def sentence_piece():
+    """With a token for each byte of characters that the vocabulary lacks, as Llama 2's."""
+    made = Tokenizer(BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    made.pre_tokenizer = Metaspace(prepend_scheme="never", split=False)
+    parts = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    made.decoder = decoders.Sequence(parts)
+    return made, {"special_tokens": ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]}
+
+
+@pytest.mark.parametrize("kind", [byte_level, sentence_piece])
+def test_bytes_of_tokens_are_those_of_the_text_wherever_it_is_cut(tmp_path, kind):
+    """Bits per byte were up to 3% too low: a character that was cut at a sequence's end counted 6 bytes."""
+    text = "".join(chr(0x4E00 + n * n % 2003) + " is" * (n % 3 == 0) for n in range(400))
+    made, options = kind()
+    made.train_from_iterator([text[:150]], BpeTrainer(vocab_size=600, show_progress=False, **options))
+    described = json.loads(made.to_str())
+    # The trainer takes tokens of bytes as special ones, which in Llama's they are not.
+    described["added_tokens"] = [each for each in described["added_tokens"] if "<0x" not in each["content"]]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(described))
+    tokenizer = make_tokenizer(str(tmp_path / "tokenizer.json"))
+    tokens = tokenizer.encode(text)
+    assert tokenizer.decode(tokens) == text
+    for length in (1, 7, len(tokens)):
+        cut = [tokens[begin : begin + length] for begin in range(0, len(tokens), length)]
+        assert sum(map(tokenizer.byte_count, cut)) == len(text.encode())
 
 
 def test_few_bytes_are_tokenized_at_a_time_so_that_progress_is_seen(words, monkeypatch):

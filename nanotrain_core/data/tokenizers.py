@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,6 +14,7 @@ import numpy as np
 from nanotrain_core.data.codec import TextCodec
 from nanotrain_core.data.documents import Document, missing_path
 from nanotrain_core.data.hashed_tokens import Tokens
+from nanotrain_core.data.token_bytes import bytes_of_tokens
 from nanotrain_core.data.token_cache import CachedTokens, TokenCache
 from nanotrain_core.errors import DataError
 from nanotrain_core.run.progress_bar import show_progress
@@ -164,8 +166,14 @@ class TokenizerFile:
         return str(self._tokenizer.decode(list(tokens)))
 
     def byte_count(self, tokens: Sequence[int]) -> int:
-        """Return the bytes of the decoded text."""
-        return len(self.decode(tokens).encode())
+        """Return the bytes that tokens stand for; of an unusual tokenizer, those of the decoded text."""
+        if self._sizes is None:
+            return len(self.decode(tokens).encode())
+        return sum(self._sizes[token] for token in tokens if token < len(self._sizes))
+
+    @cached_property
+    def _sizes(self) -> list[int] | None:
+        return bytes_of_tokens(self._tokenizer)
 
 
 def make_tokenizer(name: str) -> Tokenizer:
