@@ -175,6 +175,7 @@ class WithBuffers(nn.Module):
         self.embed, self.head = nn.Embedding(11, 8), nn.Linear(8, 11)
         self.register_buffer("scale", torch.full((), 1.0 + rank))
         self.register_buffer("mask", torch.tensor([rank == 0, True]))
+        self.register_buffer("none", torch.zeros(0, 3))
 
     def forward(self, tokens):
         return self.head(self.embed(tokens)) * self.scale

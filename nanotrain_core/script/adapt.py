@@ -197,8 +197,8 @@ def refuse_others_parameters(optimizer: torch.optim.Optimizer, model: nn.Module)
 def equalize_buffers(model: nn.Module, mesh: Mesh) -> None:
     """Broadcast rank 0's buffers, such as the statistics of batch norm."""
     for buffer in model.buffers() if mesh.world_size > 1 else ():
-        same = buffer.detach().contiguous()
-        dist.broadcast(same.view(torch.uint8) if same.dtype == torch.bool else same, src=0)
+        same = buffer.detach().clone(memory_format=torch.contiguous_format)
+        dist.broadcast(same.view(-1).view(torch.uint8), src=0)  # backends do not know all dtypes
         buffer.detach().copy_(same)
 
 
