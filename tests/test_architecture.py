@@ -207,7 +207,7 @@ SMALL = {
     "recipe": 1718,
     "registry": 600,
     "run": 2344,
-    "script": 540,
+    "script": 550,
     "watch": 438,
 }
 

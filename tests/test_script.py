@@ -199,6 +199,20 @@ def test_all_ranks_begin_with_the_weights_and_buffers_of_the_first():
     assert_bitwise(trained[1], trained[0], "rank 1 after three steps")
 
 
+def evaluate_unevenly():
+    model = make_model()
+    engine = RuntimeEngine(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), gradient_sync=AllReduceGradients()
+    )
+    with pytest.raises(NanotrainError, match=r"ranks 0 to 1 have \[2, 3\] batches: expected equally many"):
+        engine.fit(make_loader(), make_loader(2 + rank()), steps=1)
+
+
+def test_ranks_with_different_numbers_of_validation_batches_are_told_so():
+    """Gloo had aborted them, or they had waited for one another."""
+    run_ranks(evaluate_unevenly, 2)
+
+
 def test_validation_is_the_mean_over_all_targets():
     model, loader, recorder = make_model(), make_loader(), Recorder()
     engine = RuntimeEngine(model, torch.optim.SGD(model.parameters(), lr=0.0), callbacks=[recorder])

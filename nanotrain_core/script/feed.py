@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
+from operator import length_hint
 from typing import Any
 
 import attrs
@@ -19,6 +20,10 @@ from nanotrain_core.run.upload import Upload
 Pair = tuple[torch.Tensor, torch.Tensor]
 #: Yields ``(inputs, targets)`` or :class:`Batch`. Targets are at the positions that predict them.
 Loader = Iterable[Pair | Batch]
+
+
+#: For the number of batches of a loader that does not know it.
+UNKNOWN = -1
 
 
 class EmptyLoader(ValueError):
@@ -165,8 +170,20 @@ class LoaderFeed:
         return any(first < position + self.accumulate and position < end for first, end in self.skipped)
 
     def validation(self) -> Iterator[Batch]:
-        """Yield all validation batches."""
-        return map(self._batch, self.held_out or ())
+        """Yield all validation batches. Collective.
+
+        Raises:
+            NanotrainError: ranks have different numbers of them, as far as loaders know theirs: each batch is
+                evaluated by all ranks together.
+        """
+        loader = () if self.held_out is None else self.held_out
+        counts = self.mesh.gather(length_hint(loader, UNKNOWN))
+        if len({*counts} - {UNKNOWN}) > 1:
+            raise NanotrainError(
+                f"the validation loaders of ranks 0 to {len(counts) - 1} have {counts} batches: expected "
+                "equally many, as a DistributedSampler gives"
+            )
+        return map(self._batch, loader)
 
     def counts(self, batch: Batch) -> Mapping[str, torch.Tensor]:
         """Return the number of predicted positions."""
