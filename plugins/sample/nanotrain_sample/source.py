@@ -31,6 +31,10 @@ class Source:
     """Of the run's resolved recipe; of weights alone ``model`` and ``precision``."""
     tokenizer: str | None
     """As ``data.tokenizer`` of ``text`` has it; None: the recipe's data component has one."""
+    fingerprint: str | None = None
+    """Of the data that the run trained on."""
+    lengths: tuple[int, ...] = ()
+    """Of the sequences of all its phases, which ``tables`` do not have."""
 
     @property
     def length(self) -> int | None:
@@ -53,7 +57,14 @@ def find(path: Path, step: int | None, tokenizer: str | None, registry: Registry
             f"{saved.path} was saved by a script with a model of its own, which no recipe describes: "
             "build the model there and call it"
         )
-    return Source(saved.path, _of_phase(tomli.loads(meta["recipe"]), meta, registry), tokenizer)
+    tables = tomli.loads(meta["recipe"])
+    return Source(
+        saved.path,
+        _of_phase(tables, meta, registry),
+        tokenizer,
+        fingerprint=meta.get("data", {}).get("fingerprint"),
+        lengths=_lengths(tables),
+    )
 
 
 def _of_phase(tables: dict[str, Any], meta: Mapping[str, Any], registry: Registry) -> dict[str, Any]:
@@ -69,10 +80,16 @@ def _of_phase(tables: dict[str, Any], meta: Mapping[str, Any], registry: Registr
     batch = _validated(tables["batch"], phases, meta["data"].get("tokens_before", 0))
     offers = registry.offers("data", data["use"])  # sampling needs it only for the tokenizer
     if offers and "piece_length" in attrs.fields_dict(offers[0][1].config):
-        changed = [phase["batch"]["length"] for phase in phases if "length" in phase.get("batch", {})]
-        longest = max(data.get("piece_length", 0), tables["batch"]["length"], *changed)
+        longest = max(data.get("piece_length", 0), *_lengths(tables))
         rest["data"] = {**data, "piece_length": longest}
     return {**rest, "model": _plain(meta["model"]), "batch": batch}
+
+
+def _lengths(tables: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the lengths of a recipe's sequences, in all its phases."""
+    changed = (phase.get("batch", {}) for phase in tables.get("phase", ()))
+    found = (batch["length"] for batch in (tables["batch"], *changed) if "length" in batch)
+    return tuple(dict.fromkeys(found))
 
 
 def _validated(batch: Mapping[str, Any], phases: Sequence[Mapping[str, Any]], tokens: int) -> dict[str, Any]:

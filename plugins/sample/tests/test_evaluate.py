@@ -74,8 +74,57 @@ def test_a_validation_loss_is_that_of_the_run(trained, capsys):
     assert text["bits_per_byte"] == pytest.approx(last["bits_per_byte"], abs=1e-12)
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--set", "batch.length=24"),
+        ("--set", "data.validation_fraction=0.5"),
+        ("--set", "run.seed=3"),
+        ("--set", 'data.paths=["{run}/text.txt"]'),
+    ],
+)
+def test_another_split_than_the_one_of_the_run_is_refused(trained, capsys, words):
+    """Its sequences may be among those that the run trained on."""
+    folder, _ = trained
+    code, _, err = call(capsys, folder, *(word.format(run=folder) for word in words))
+    assert code == 2
+    assert "the run trained on other data, or held out another part of it" in err
+    assert "--text scores other files" in err
+
+
+def test_files_may_have_moved_but_not_changed(trained, capsys, tmp_path):
+    folder, _ = trained
+    moved = tmp_path / "train.txt"
+    moved.write_bytes((folder / "train.txt").read_bytes())
+    words = (folder, "--set", f'data.paths=["{moved}"]')
+    assert found(capsys, *words) == found(capsys, folder)
+    moved.write_text("zero " + moved.read_text())
+    code, _, err = call(capsys, *words)
+    assert code == 2
+    assert "the run trained on other data" in err
+
+
+def test_data_without_pieces_are_the_run_s_own_in_every_phase(tmp_path, capsys):
+    """Their fingerprint has the longest sequences of all phases, and a checkpoint the length of one."""
+    around = {
+        "data": {"use": "synthetic", "vocab": 300, "validation_sequences": 4},
+        "batch": {"sequences": 2, "length": 12},
+        "evaluation": {"sequences": 4, "every": 1},
+        "checkpoint": {"use": "simple", "every": 1, "keep": 9},
+        "phase": [{"until_tokens": 24}, {"batch": {"length": 48}}],
+    }
+    folder = train_in_phases(tmp_path, around, steps=2)
+    losses = {step: row["loss"] for step, row in evaluations(folder).items()}
+    for step in (1, 2):
+        (text,) = found(capsys, folder, "--step", step)["texts"]
+        assert text["loss"] == pytest.approx(losses[step], abs=1e-9), step
+    code, _, err = call(capsys, folder, "--set", "run.seed=3")
+    assert code == 2
+    assert "the run trained on other data" in err
+
+
 def train_in_phases(folder, around, steps):
-    """Train on one half of a text of some 2,500 bytes; return the folder of the run."""
+    """Train on one half of a text of some 2,500 bytes, if nothing else; return the folder of the run."""
     (folder / "train.txt").write_text(" ".join(f"{number * number % 97}" for number in range(900)))
     data = {"use": "text", "paths": [str(folder / "train.txt")], "suffixes": [".txt"]}
     data["validation_fraction"] = 0.5

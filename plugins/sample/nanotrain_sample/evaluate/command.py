@@ -62,7 +62,13 @@ def run(args: argparse.Namespace) -> int:
         common: dict[str, Any] = {"recipe": recipe, "overrides": tuple(args.set), "plugins": plugins}
         common["weights"] = str(source.path)
         if not scores:
-            return ValidationJob(**common, tokenizer=None, json=args.json)
+            return ValidationJob(
+                **common,
+                tokenizer=None,
+                fingerprint=source.fingerprint,
+                lengths=source.lengths,
+                json=args.json,
+            )
         codec = fitting_codec(found, source.tokenizer)  # refuses one that does not fit, before ranks start
         model = registry.build(found.recipe.model)
         length = length_of(args.length, source.length, model.max_length)

@@ -11,7 +11,7 @@ import attrs
 from nanotrain_core.api import Resolution
 from nanotrain_core.api.torch import Run
 from nanotrain_sample.evaluate.answers import Answers
-from nanotrain_sample.evaluate.measure import Measured, read_text, validation
+from nanotrain_sample.evaluate.measure import Measured, check_split, read_text, validation
 from nanotrain_sample.evaluate.output import tell
 from nanotrain_sample.ranks import ForwardJob
 from nanotrain_sample.source import codec_of
@@ -77,10 +77,15 @@ class ValidationJob(ForwardJob):
     """The run's validation split."""
 
     opens_data: ClassVar[bool] = True
+    fingerprint: str | None
+    """Of the data that the run trained on."""
+    lengths: tuple[int, ...]
+    """Of the run's sequences."""
     json: bool = False
 
     def compute(self, found: Resolution, run: Run) -> None:
         """Evaluate as the run did."""
+        check_split(run.feed.data, found.recipe, self.fingerprint, self.lengths)
         measured = validation(run)
         if run.mesh.rank == 0:
             tell(self.weights, found.recipe.model.use, [measured], {}, json=self.json)

@@ -9,9 +9,9 @@ from pathlib import Path
 import attrs
 import torch
 
-from nanotrain_core.api import DataError, NanotrainError
+from nanotrain_core.api import DataError, NanotrainError, Recipe
 from nanotrain_core.api.text import TextCodec
-from nanotrain_core.api.torch import Executor, Run, sum_over_data
+from nanotrain_core.api.torch import ChangesLength, Data, Executor, Run, sum_over_data
 from nanotrain_sample.evaluate.scorer import Score
 from nanotrain_sample.evaluate.windows import Request, windows
 
@@ -32,6 +32,31 @@ class Measured:
     def perplexity(self) -> float:
         """Return e to the loss; infinity where that is too large for a number."""
         return math.exp(self.loss) if self.loss < 700 else math.inf
+
+
+def check_split(data: Data, recipe: Recipe, trained_on: str | None, lengths: Sequence[int]) -> None:
+    """Refuse data of which another part may be held out: the run may have trained on it.
+
+    Args:
+        data: opened.
+        recipe: what it was opened by, which has no phases.
+        trained_on: fingerprint of the run's data.
+        lengths: of the run's sequences, in all its phases.
+
+    Raises:
+        DataError: the data's fingerprint is another one.
+    """
+    if data.meta().get("fingerprint") != trained_on and len(lengths) > 1 and isinstance(data, ChangesLength):
+        # The run had announced its lengths, which the fingerprint tells.
+        data.expect_lengths(lengths)
+        data.open(length=recipe.batch.length, seed=recipe.run.seed)
+    found = data.meta().get("fingerprint")
+    if found != trained_on:
+        raise DataError(
+            "the run trained on other data, or held out another part of it, so this validation split may be "
+            "what it trained on: expected the run's files, and no --set of data, batch.length or run.seed; "
+            f"--text scores other files\n  checkpoint:      {trained_on}\n  this evaluation: {found}"
+        )
 
 
 @torch.no_grad()
