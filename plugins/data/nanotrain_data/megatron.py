@@ -111,9 +111,14 @@ def export_folder(folder: Path, prefix: Path) -> str:
     """Write a prepared folder as ``PREFIX.bin`` and ``PREFIX.idx``, and return what was written.
 
     Raises:
-        DataError: the folder is damaged, or the files are there.
+        DataError: the folder is damaged or of conversations, or the files are there.
     """
     manifest = read_manifest(folder)
+    if manifest.chat is not None:
+        raise DataError(
+            f"{folder} holds conversations, and .bin and .idx have no loss mask, so prompts would be learned "
+            "too; expected a folder of text (data.use = 'chat' trains on this one)"
+        )
     if problems := damage(folder, manifest):
         raise DataError("\n".join(problems))
     for suffix in (".bin", ".idx"):

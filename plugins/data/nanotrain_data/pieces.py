@@ -47,11 +47,17 @@ def pieces_of(
 
 
 def check_alike(config: ShardsConfig | StreamingConfig, manifests: Sequence[Manifest]) -> None:
-    """Check that sources have the same tokenizer, and an end-of-document token if documents are masked.
+    """Check that sources are text of one tokenizer, with an end-of-document token if documents are masked.
 
     Raises:
-        DataError: naming two sources with different tokenizers, or one without such a token.
+        DataError: naming two sources with different tokenizers, or one of conversations or without the token.
     """
+    for path, each in zip(config.paths, manifests, strict=True):
+        if each.chat is not None:
+            raise DataError(
+                f"{path} holds conversations, whose prompts would be learned too; expected text, or "
+                "data.use = 'chat', which learns the assistant's words alone"
+            )
     check_one_tokenizer(config.paths, manifests)
     for path, other in zip(config.paths, manifests, strict=True):
         if config.mask_documents and other.end_of_document is None:

@@ -11,10 +11,12 @@ from corpora import begun, prepared, texts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from nanotrain_data.chat import Chat
-from nanotrain_data.config import ChatConfig
+from nanotrain_data.config import ChatConfig, ShardsConfig
 from nanotrain_data.manifest import read_manifest
+from nanotrain_data.megatron import export_folder
 from nanotrain_data.packs import best_fit
-from nanotrain_data.survey import survey_chat
+from nanotrain_data.shards import Shards
+from nanotrain_data.survey import survey, survey_chat
 from nanotrain_data.verify import damage
 
 from nanotrain_core.api import DataError
@@ -144,6 +146,19 @@ def test_sources_of_text_and_other_tokenizers_are_refused(folder, tmp_path):
         opened(folder, length=20)
     (problem,) = survey_chat(ChatConfig(paths=(str(folder),)), 20).problems
     assert problem.key == "batch.length"
+
+
+def test_conversations_are_no_text_to_others(folder, tmp_path):
+    """Without the mask prompts would be learned."""
+    config = ShardsConfig(paths=(str(folder),))
+    wanted = r"prepared holds conversations, .*data\.use = 'chat'"
+    with pytest.raises(DataError, match=wanted):
+        begun(Shards(config), LENGTH, 3, ())
+    (problem,) = survey(config, LENGTH).problems
+    assert problem.key == "data.paths"
+    with pytest.raises(DataError, match=wanted):
+        export_folder(folder, tmp_path / "out")
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize("suffix", [".answers", ".offsets"])
