@@ -69,7 +69,9 @@ def test_a_text_ends_once_one_of_its_strings_is_there():
     ("arguments", "expected"),
     [
         ({}, {"tokens": 256, "temperature": 0.0, "top_k": 0, "top_p": 1.0}),
-        ({"max_new_tokens": 7, "max_tokens": 9, "temperature": 0.7}, {"tokens": 7, "temperature": 0.0}),
+        ({"max_new_tokens": 7, "max_tokens": 9, "temperature": 0.7}, {"tokens": 7, "temperature": 0.7}),
+        ({"do_sample": False, "temperature": 0.7}, {"temperature": 0.0}),
+        ({"temperature": 0.0, "top_p": 1}, {"temperature": 0.0}),
         ({"do_sample": True, "num_beams": 1}, {"temperature": 1.0}),
         (
             {"do_sample": True, "temperature": 0.5, "top_k": 4, "top_p": 0.9},

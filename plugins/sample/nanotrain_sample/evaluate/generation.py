@@ -82,9 +82,7 @@ def generation_of(
     separator = codec.separator
     how = How(
         tokens=tokens,
-        temperature=_number(arguments, "temperature", 0, math.inf, where, 1)
-        if arguments.get("do_sample")
-        else 0.0,
+        temperature=_temperature(arguments, where),
         top_k=int(_number(arguments, "top_k", 0, math.inf, where, 0)),
         top_p=_number(arguments, "top_p", 0, 1, where, 1),
         vocab=codec.vocab_size,
@@ -100,6 +98,14 @@ def empty_context(codec: TextCodec, prefix: Sequence[int]) -> int:
     if prefix:
         return prefix[-1]
     return codec.encode("\n")[0] if codec.separator is None else codec.separator
+
+
+def _temperature(arguments: Mapping[str, Any], where: str) -> float:
+    """Return 0 for greedy decoding: without ``do_sample`` the temperature decides, as in lm_eval."""
+    samples = arguments.get("do_sample")
+    if samples is not None and not samples:
+        return 0.0
+    return _number(arguments, "temperature", 0, math.inf, where, 0 if samples is None else 1)
 
 
 def _number(
