@@ -65,6 +65,34 @@ def test_a_text_ends_once_one_of_its_strings_is_there():
     assert text.stopped == "end"
 
 
+def test_a_special_token_ends_a_text_by_its_name_though_no_text_contains_it(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    words = ["?", "<|im_end|>", *map(str, range(98))]
+    model = tokenizers.models.WordLevel({word: at for at, word in enumerate(words)}, unk_token="?")
+    file = tokenizers.Tokenizer(model)
+    file.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    file.add_special_tokens(["<|im_end|>"])
+    file.save(str(tmp_path / "tokenizer.json"))
+    codec = make_tokenizer(str(tmp_path / "tokenizer.json"))
+    asked = generation_of("7 8", {"until": ["\n", "9", "<|im_end|>"], "max_gen_toks": 12}, codec, 40, "")
+    assert asked.prompt.how.ends == {1}
+
+    run = make_run(Case("model", use="transformer", config={**MODEL, "vocab": 100}), {}, trains=False)
+    (part,) = run.stages.values()
+    with torch.no_grad():
+        tokens = torch.tensor([asked.prompt.tokens])
+        likeliest = part.eval()(tokens, Batch(tokens)).value[0, -1].argmax()
+        head = part.head.weight
+        head[[1, int(likeliest)]] = head[[int(likeliest), 1]]
+    assert list(generate(Writer(run, caches=True), [asked], codec)) == [""]
+
+
+@pytest.mark.parametrize("until", ["", [""], ["", "\n"]])
+def test_an_empty_string_ends_no_text(until):
+    asked = generation_of("x", {"until": until}, CODEC, 400, "")
+    assert asked.cut("4, as I said.") == "4, as I said."
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache, partial
 from typing import Any
 
 import attrs
 
 from nanotrain_core.api import NanotrainError, did_you_mean
-from nanotrain_core.api.text import TextCodec
+from nanotrain_core.api.text import EncodesSpecial, TextCodec
 from nanotrain_sample.generate import How, Prompt, Writer
 from nanotrain_sample.replica import rounds
 
@@ -79,18 +79,32 @@ def generation_of(
             f"{DEFAULT_TOKENS} if unset), but the model reads {length} at once, the question included: "
             "expected fewer, or a larger --length"
         )
-    separator = codec.separator
+    stops = arguments.get("until") or ()
+    # An empty string is in every text; lm_eval leaves it out too.
+    until = tuple(stop for stop in ([stops] if isinstance(stops, str) else stops) if stop)
+    ends = (codec.separator, *(special_token(codec, stop) for stop in until))
     how = How(
         tokens=tokens,
         temperature=_temperature(arguments, where),
         top_k=int(_number(arguments, "top_k", 0, math.inf, where, 0)),
         top_p=_number(arguments, "top_p", 0, 1, where, 1),
         vocab=codec.vocab_size,
-        ends=frozenset() if separator is None else frozenset({separator}),
+        ends=frozenset(token for token in ends if token is not None),
     )
     question = [*prefix, *codec.encode(context)][tokens - length :] or [empty_context(codec, prefix)]
-    until = arguments.get("until") or ()
-    return Generation(Prompt(tuple(question), how), (until,) if isinstance(until, str) else tuple(until))
+    return Generation(Prompt(tuple(question), how), until)
+
+
+def special_token(codec: TextCodec, text: str) -> int | None:
+    """Return the special token that ``text`` names; None: none. No decoded text contains it."""
+    tokens = _named(codec.encode_special, text) if isinstance(codec, EncodesSpecial) else []
+    return tokens[0] if len(tokens) == 1 and text.strip() and not codec.decode(tokens) else None
+
+
+@cache
+def _named(encode_special: Callable[[str], list[int]], text: str) -> list[int]:
+    """Return the tokens: a tokenizer may take a second for it, and all questions have the same strings."""
+    return encode_special(text)
 
 
 def empty_context(codec: TextCodec, prefix: Sequence[int]) -> int:
