@@ -4,8 +4,13 @@ import pytest
 import torch
 from nanotrain_ddp import DataParallelConfig
 from nanotrain_ddp.data_parallel import DataParallel
+from nanotrain_zero12 import ShardConfig
+from nanotrain_zero12.parallel_component import Sharded
+from torch import distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
+from nanotrain_core.errors import NanotrainError
 from nanotrain_core.layout import gradients as layer
 from nanotrain_core.layout.gradients import AllReduceGradients, LocalGradients
 from nanotrain_core.layout.layout import Layout, View
@@ -105,3 +110,43 @@ def test_without_overlap_gradients_are_summed_to_the_same_bits():
         without_overlap, 2, Case("schedule", use="accumulate", topology={"dp": 2})
     ):
         assert all(torch.equal(a.tensor, b.tensor) for a, b in zip(overlapped, after, strict=True))
+
+
+SYNCS = {"ddp": (DataParallel, DataParallelConfig), "zero12": (Sharded, ShardConfig)}
+
+
+def sum_of_shared_layer(name, config, reentrant):
+    """Return the elements on this rank of a layer's gradient, or the error; each call is checkpointed."""
+    component, config_class = SYNCS[name]
+    sync, mesh = (
+        component(config_class(**config)),
+        Mesh(Layout({"dense": View(("dp",), (2,))}), rank=dist.get_rank()),
+    )
+    module = nn.Linear(64, 2, bias=False, dtype=torch.float64)
+    sync.attach(placed_parameters([module], place([module], mesh.layout)), mesh, None)
+    for microbatch in range(2):
+        if microbatch:
+            sync.last_microbatch([module.weight])
+        x = torch.ones(1, 64, dtype=torch.float64, requires_grad=True)
+        uses = [checkpoint(module, x * factor, use_reentrant=reentrant).sum() for factor in (1.0, 10.0)]
+        try:
+            sum(uses).backward()
+        except NanotrainError as error:
+            return str(error)
+        sync.microbatch_done([module.weight])
+    sync.backward_done([module.weight])
+    sync.finish()
+    return torch.cat([sync.gradient_of(piece).flatten() for piece in sync.pieces()]).tolist()
+
+
+@pytest.mark.parametrize("name", SYNCS)
+def test_a_gradient_that_arrives_in_two_parts_is_refused_and_none_is_lost(name):
+    """Each part would be taken for the whole: reentrant checkpointing runs a backward pass of its own."""
+    for stage in ({"stage": 1}, {"stage": 2}) if name == "zero12" else ({},):
+        for found in run_ranks(sum_of_shared_layer, 2, name, stage, True):
+            assert f"{name}: autograd completed the gradient of weight twice" in found
+            assert "use_reentrant=False" in found
+            assert "overlap = false" in found
+        for remedy in ({**stage, "overlap": False}, True), (stage, False):
+            for found in run_ranks(sum_of_shared_layer, 2, name, *remedy):
+                assert set(found) == {2 * 2 * 11.0}

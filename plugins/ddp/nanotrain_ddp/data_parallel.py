@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterator, Sequence, Set
 import torch
 from torch import nn
 
-from nanotrain_core.api import Span
+from nanotrain_core.api import NanotrainError, Span
 from nanotrain_core.api.torch import (
     Buffer,
     LocalGradients,
@@ -115,8 +115,21 @@ class DataParallel(LocalGradients, Parallel):
             self.start_complete()
 
     def _put(self, parameter: nn.Parameter) -> None:
-        """Move this rank's gradient into its bucket; :meth:`gradient` is the sum over ranks."""
-        self.bucket_of[parameter].put(parameter, super().gradient(parameter))
+        """Move this rank's gradient into its bucket; :meth:`gradient` is the sum over ranks.
+
+        Raises:
+            NanotrainError: it has been moved before in this step: the all-reduce may have begun without this
+                part.
+        """
+        bucket = self.bucket_of[parameter]
+        if parameter not in bucket.missing:
+            name = next(each.placement.name for each in self.placed if each.parameter is parameter)
+            raise NanotrainError(
+                f"ddp: autograd completed the gradient of {name} twice in one backward pass, and the second "
+                "part would be lost; expected once. If it is used in several activation-checkpointed calls, "
+                "pass use_reentrant=False to torch.utils.checkpoint, or set overlap = false for ddp"
+            )
+        bucket.put(parameter, super().gradient(parameter))
         self.drop(parameter)
 
     def backward_done(self, parameters: Collection[nn.Parameter]) -> None:

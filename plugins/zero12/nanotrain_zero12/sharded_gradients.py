@@ -73,10 +73,13 @@ class BucketQueue:
             for bucket, _ in self.buckets:
                 bucket.missing &= parameters
 
-    def arrived(self, parameter: nn.Parameter) -> None:
-        """Record a gradient."""
-        for bucket in self.by_parameter[parameter]:
+    def arrived(self, parameter: nn.Parameter) -> bool:
+        """Record a gradient; return whether it is the first of this parameter in this round."""
+        buckets = self.by_parameter[parameter]
+        first = parameter in buckets[0].missing
+        for bucket in buckets:
             bucket.missing.discard(parameter)
+        return first
 
     def ready(self) -> Iterator[tuple[Bucket, BucketExchange]]:
         """Yield the next buckets in order, as far as they are complete."""
@@ -143,7 +146,12 @@ class ShardedGradients(LocalGradients):
         super().on_gradient(parameter)
 
     def on_final_gradient(self, parameter: nn.Parameter) -> None:
-        """Send every bucket that is next in order."""
+        """Send every bucket that is next in order.
+
+        Raises:
+            NanotrainError: the parameter's gradient of this microbatch has arrived before: buckets may have
+                been sent without this part.
+        """
         queue = self.queue_of[parameter]
         if queue is self.tied or not self.config.overlap:
             return
@@ -154,7 +162,13 @@ class ShardedGradients(LocalGradients):
             return
         if self.passes.computing is not None:
             queue.expect(self.passes.computing)
-        queue.arrived(parameter)
+        if not queue.arrived(parameter):
+            name = next(each.placement.name for each in self.placed if each.parameter is parameter)
+            raise NanotrainError(
+                f"zero12: autograd completed the gradient of {name} twice in one backward pass, and the "
+                "second part may be lost; expected once. If it is used in several activation-checkpointed "
+                "calls, pass use_reentrant=False to torch.utils.checkpoint, or set overlap = false for zero12"
+            )
         for bucket, transport in queue.ready():
             self._send(bucket, transport)
 
