@@ -4,7 +4,9 @@ import json
 
 import pytest
 import torch
+from nanotrain_sample.evaluate.answers import Answers
 from nanotrain_sample.evaluate.generation import generate, generation_of
+from nanotrain_sample.evaluate.windows import Request
 from nanotrain_sample.generate import Writer
 
 from nanotrain_core.api.text import make_tokenizer
@@ -63,6 +65,18 @@ def test_a_text_ends_once_one_of_its_strings_is_there():
     assert stop in CODEC.decode(text.tokens)
     assert stop not in CODEC.decode(text.tokens[:-1])
     assert text.stopped == "end"
+
+
+def test_with_dynamic_rope_a_score_does_not_depend_on_longer_requests():
+    """Padded to the length of a longer one, it had that one's rotation."""
+    scaling = {"type": "dynamic", "factor": 4.0, "original_length": 8}
+    config = {**MODEL, "positions": "rope", "rope_scaling": scaling}
+    case = Case("model", use="transformer", config=config)
+    run = make_run(case, {}, trains=False)
+    answers = Answers(run, case.registry().build(run.model), lambda: CODEC)
+    requests = [Request(tuple(range(3, 3 + length)), 5) for length in (12, 40, 12, 9)]
+    alone = [answers.scores([request])[0].log_probability for request in requests]
+    assert [score.log_probability for score in answers.scores(requests)] == pytest.approx(alone, abs=1e-9)
 
 
 def test_a_special_token_ends_a_text_by_its_name_though_no_text_contains_it(tmp_path):

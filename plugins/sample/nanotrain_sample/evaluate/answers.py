@@ -20,7 +20,8 @@ class Answers:
         """Make groups. Collective over the run."""
         self.mesh, self.model = run.mesh, model
         self._run, self._read_codec = run, read_codec
-        self.scorer = Scorer(run, model.vocab_size)
+        # What keeps no cache may depend on the length, as dynamic RoPE does.
+        self.scorer = Scorer(run, model.vocab_size, pads=caches_context(model))
 
     def scores(self, requests: Sequence[Request]) -> list[Score]:
         """Return a score for each request, on rank 0."""

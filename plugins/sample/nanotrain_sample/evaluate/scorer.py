@@ -33,13 +33,16 @@ class Score:
 class Scorer:
     """Scores requests with the model of a run, which has no optimizer."""
 
-    def __init__(self, run: Run, vocab: int) -> None:
+    def __init__(self, run: Run, vocab: int, *, pads: bool = True) -> None:
         """Make groups. Collective over the run.
 
         Args:
             run: composed with ``trains=False``.
             vocab: columns of the model's logits.
+            pads: whether sequences of different lengths share a pass. False for a model whose logits depend
+                on tokens behind, as with RoPE that is scaled by the length.
         """
+        self.pads = pads
         self.mesh = run.mesh
         self.executor = Executor(run.stages, run.gradients, run.mesh, run.owners, run.passes)
         self.final = len(run.owners) - 1
@@ -67,7 +70,8 @@ class Scorer:
         batch: list[int] = []
         for number in order:
             longest = len(requests[(batch or [number])[0]].tokens) - 1
-            if batch and longest * (len(batch) + 1) > self.tokens:
+            fits = self.pads or len(requests[number].tokens) - 1 == longest
+            if batch and not (fits and longest * (len(batch) + 1) <= self.tokens):
                 yield batch
                 batch = []
             batch.append(number)
