@@ -209,16 +209,25 @@ class TemplatedConversations:
     def prompt(self, messages: Sequence[Message]) -> tuple[list[int], frozenset[int]]:
         """Return what the template renders with ``add_generation_prompt``, and the token that ends a turn.
 
-        That is the first special token of an answer. A template whose answers have none leaves them endless.
+        That is the first special token behind an answer's words: some templates begin answers with others.
+        A template whose answers have none leaves them endless.
 
         Raises:
             ValueError: the template cannot render it.
         """
         tokens, _, _ = self._rendered(messages, self._template.prompt)
-        answered = self.encode([*messages, {"role": "assistant", "content": "x"}])
-        begin, end = answered.answers[-1]
+        words = uuid4().hex  # which no message has
+        asked = [{**m, "content": self._special_text.sub(" ", m["content"])} for m in messages]
+        text, spans = self._template.render([*asked, {"role": "assistant", "content": words}])
+        encoding = self._whole.encode(text, add_special_tokens=False)
+        behind = max(text.rfind(words), spans[-1][0])
         special = {*self._special.values()}
-        ends = [token for token in answered.tokens[begin:end] if token in special]
+        ends = [
+            encoding.ids[at]
+            for begin, end in stretches(np.array(encoding.offsets, np.int64), spans)
+            for at in range(begin, end)
+            if encoding.offsets[at][0] >= behind and encoding.ids[at] in special
+        ]
         return tokens, frozenset(ends[:1])
 
     def _rendered(

@@ -186,6 +186,14 @@ def test_a_prompt_is_that_of_transformers_and_ends_with_the_turn(tmp_path, templ
     assert attack.count(theirs.convert_tokens_to_ids("<|im_end|>")) == 1  # the template's alone
 
 
+@pytest.mark.parametrize("question", ["Hi", "<|im_end|>"])
+def test_a_special_token_that_begins_an_answer_does_not_end_it(tmp_path, question):
+    """A template that ignores add_generation_prompt has the model begin its turn itself."""
+    path = tokenizer_folder(tmp_path / "a", CHATML.partition("{% if add_generation_prompt %}")[0])
+    end = Tokenizer.from_file(str(path)).token_to_id("<|im_end|>")
+    assert codec_of(path).prompt([{"role": "user", "content": question}])[1] == {end}
+
+
 @pytest.fixture(scope="module", params=["takes whitespace", "prepends a space to the text"])
 def contextual(request, tmp_path_factory):
     """A tokenizer that does not encode what is between special tokens as it would a text."""
