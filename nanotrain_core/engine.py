@@ -20,7 +20,7 @@ from nanotrain_core.errors import CheckpointError, PluginError
 from nanotrain_core.layout.parameters_in_flight import install_ready_hooks
 from nanotrain_core.moe.routing import balance, counting_routers
 from nanotrain_core.optim.lr_schedule import Scheduler, lr_scheduler
-from nanotrain_core.phases.in_run import begin_step
+from nanotrain_core.phases.in_run import begin_step, scheduled_rate
 from nanotrain_core.pipeline.executor import Executor, Losses
 from nanotrain_core.pipeline.replay import replay
 from nanotrain_core.recipe.tree import Recipe
@@ -212,7 +212,7 @@ class RuntimeEngine:
             self._evaluate()
         while self.step < self.steps and not self.stop.reason:
             run = self.run = begin_step(self.run, scheduler)
-            lr, scale = float(scheduler.get_last_lr()[0]), run.loss_scale.value
+            lr, scale = scheduled_rate(run, scheduler), run.loss_scale.value
             losses, counts, stats = self._train_step()
             scheduler.step()
             self.step += 1

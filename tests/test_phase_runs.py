@@ -7,8 +7,9 @@ import pytest
 from compositions import Composition
 from structlog.testing import capture_logs
 
+from nanotrain_core.optim.master_optimizer import MasterOptimizer
 from nanotrain_core.phases.timeline import PhaseTimeline
-from nanotrain_core.testing import run_ranks
+from nanotrain_core.testing import Case, run_ranks
 from nanotrain_core.testing.compare import assert_numbers, assert_same, whole
 from nanotrain_core.testing.probe import make_engine, train
 
@@ -148,3 +149,32 @@ def test_who_goes_back_takes_the_values_of_then(straight):
     assert {m.bias_update_rate for m in part.modules() if hasattr(m, "bias_update_rate")} == {0.01}
     assert len(now.actions) == 2 * now.feed.batch.microbatches(1)
     assert attrs.asdict(now.feed.batch) == {"sequences": 9, "microbatch": 2, "length": 7}
+
+
+def reported_rates(case):
+    """Return the reported rates of a run whose optimizer gives embedding and head others than the rest."""
+    plain = MasterOptimizer.options
+
+    def options(self, slot):
+        factor = {"embed": 0.1, "head": 0.5}.get(slot.placement.name.partition(".")[0], 1.0)
+        return {**plain(self, slot), "lr": self.config.lr * factor}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MasterOptimizer, "options", options)
+        return [report.lr for report in train(case, {}).reports]
+
+
+def test_the_reported_rate_is_the_schedules_and_not_that_of_a_ranks_first_group():
+    """A rank's first group is that of the ranges it happens to update."""
+    phases = [{"until_tokens": 256, "optimizer": {"lr": 0.02}}, {"optimizer": {"lr": 0.005}}]
+    changes = {
+        "model": {"tied": False},
+        "optimizer": {"use": "zero12", "lr": 0.01, "lr_schedule": {"warmup_steps": 2}},
+        "run": {"steps": 3},
+    }
+    for overrides, expected in (
+        ({**changes, "phase": phases}, [0.01, 0.02, 0.005]),
+        (changes, [0.005, 0.01, 0.01]),
+    ):
+        case = Case("topology", use="grid", topology={"dp": 2}, overrides=overrides)
+        assert run_ranks(reported_rates, 2, case) == [expected] * 2

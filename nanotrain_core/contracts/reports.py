@@ -22,7 +22,8 @@ class StepReport:
     grad_norm: float
     """Global 2-norm of the gradient, before clipping and without the loss scale."""
     lr: float
-    """Learning rate of this step, as scheduled."""
+    """Learning rate of this step, as scheduled, without an optimizer's factors for some parameters; in a
+    script that of the first parameter group."""
     tokens: int
     """Tokens seen since the beginning of the run, including those before a resume."""
     tokens_per_second: float

@@ -36,6 +36,17 @@ def begin_step(run: Run, scheduler: Scheduler | None = None, *, again: bool = Fa
     return run
 
 
+def scheduled_rate(run: Run, scheduler: Scheduler) -> float:
+    """Return the learning rate of the run's next step: in a script that of its optimizer's first group.
+
+    Otherwise it is independent of parameter groups: their rates may differ by a factor, and which groups
+    exist, and which is first, depends on the parameters or ranges that a rank updates.
+    """
+    if run.phases is None:
+        return float(scheduler.get_last_lr()[0])
+    return scheduler.lr_lambdas[0](scheduler.last_epoch) * (run.phases.lr or run.optimizer_config.lr)
+
+
 class RunPhases:
     """The values that phases change in a run, as currently in force.
 
