@@ -216,7 +216,7 @@ class TemplatedConversations:
             ValueError: the template cannot render it.
         """
         tokens, _, _ = self._rendered(messages, self._template.prompt)
-        words = uuid4().hex  # which no message has
+        words = "nanotrain"  # of several in the text, those of the last message are the last
         asked = [{**m, "content": self._special_text.sub(" ", m["content"])} for m in messages]
         text, spans = self._template.render([*asked, {"role": "assistant", "content": words}])
         encoding = self._whole.encode(text, add_special_tokens=False)
