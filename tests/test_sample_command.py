@@ -76,6 +76,6 @@ def test_a_folder_of_transformers_is_continued_as_transformers_does(kind, tmp_pa
     assert main(["sample", str(tmp_path), *words, "--set", "run.device=cpu"]) == 0
     (text,) = json.loads(capsys.readouterr().out)["texts"]
     prompt = torch.tensor([[3, 14, 15]])
-    expected = theirs.generate(prompt, max_new_tokens=16, do_sample=False, eos_token_id=None)
+    expected = theirs.generate(prompt, max_new_tokens=16, do_sample=False)
     assert text["tokens"] == expected[0, 3:].tolist()
     assert text["text"].split() == [f"w{token}" for token in text["tokens"]]

@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
 
     def job_of(recipe: str, found: Resolution) -> SampleJob:
         codec = fitting_codec(found, source.tokenizer)
-        how = how_of(args, found, codec)
+        how = how_of(args, found, codec, source.ends)
         if args.chat:
             data = conversations_of(found, source.tokenizer)
             asked_for = [data.answer_prompt(messages_of(text, args.system)) for text in texts]
@@ -169,9 +169,10 @@ def _standard_input() -> str:
         raise NanotrainError(f"--prompt -: standard input is not UTF-8 ({where})") from None
 
 
-def how_of(args: argparse.Namespace, found: Resolution, codec: TextCodec) -> How:
-    """Return what is asked of the model."""
+def how_of(args: argparse.Namespace, found: Resolution, codec: TextCodec, ends: frozenset[int]) -> How:
+    """Return what is asked of the model, whose weights say that ``ends`` end a text too."""
     from nanotrain_sample.generate import How
+    from nanotrain_sample.source import ends_of
 
     model = found.registry.build(found.recipe.model)
     return How(
@@ -181,7 +182,7 @@ def how_of(args: argparse.Namespace, found: Resolution, codec: TextCodec) -> How
         top_p=args.top_p,
         seed=args.seed,
         vocab=codec.vocab_size,
-        ends=frozenset() if codec.separator is None else frozenset({codec.separator}),
+        ends=ends_of(codec, ends),
         limit=model.max_length,
     )
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,8 @@ class Source:
     """Of the data that the run trained on."""
     lengths: tuple[int, ...] = ()
     """Of the sequences of all its phases, which ``tables`` do not have."""
+    ends: frozenset[int] = frozenset()
+    """Tokens that end a text, as a Hugging Face folder says, beside the tokenizer's end-of-text token."""
 
     @property
     def length(self) -> int | None:
@@ -129,7 +132,30 @@ def _weights_alone(folder: Path, step: int | None, tokenizer: str | None, regist
     stored = {str(dtype) for dtype in weights.reader.dtypes.values()}
     precision = PRECISIONS.get(next(iter(stored)), "fp32") if len(stored) == 1 else "fp32"
     model = {"use": weights.selection.use, **_plain(attrs.asdict(weights.selection.config))}
-    return Source(folder, {"model": model, "precision": {"use": precision}}, tokenizer)
+    return Source(folder, {"model": model, "precision": {"use": precision}}, tokenizer, ends=_ends(folder))
+
+
+def _ends(folder: Path) -> frozenset[int]:
+    """Return ``eos_token_id`` of a Hugging Face folder; config.json counts if the other file is missing."""
+    names = ("generation_config.json", "config.json")
+    file = next((folder / name for name in names if (folder / name).is_file()), None)
+    if file is None:
+        return frozenset()
+    try:
+        found = json.loads(file.read_bytes()).get("eos_token_id")
+    except (AttributeError, ValueError):
+        raise CheckpointError(f"{file} is damaged: expected a JSON object") from None
+    ends = found if isinstance(found, list) else [] if found is None else [found]
+    if not all(type(end) is int for end in ends):
+        raise CheckpointError(
+            f"{file}: eos_token_id is {found!r}; expected a token's number, or a list of them"
+        )
+    return frozenset(ends)
+
+
+def ends_of(codec: TextCodec, others: Iterable[int | None]) -> frozenset[int]:
+    """Return the tokens that end a text: the tokenizer's, and others that are known."""
+    return frozenset(end for end in (codec.separator, *others) if end is not None)
 
 
 def _plain(table: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """What a tokenizer puts before a text, such as BOS, against transformers: of weights alone, not of runs."""
 
 import json
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -62,6 +63,28 @@ def test_a_prompt_is_continued_as_transformers_does(llama, capsys):
     assert (written["tokens"], written["prompt_tokens"]) == (expected, 5)
 
 
+def test_a_text_ends_with_the_token_that_the_folder_names(llama, tmp_path, capsys):
+    """With ``eos_token_id`` of generation_config.json, else of config.json, as transformers does."""
+    folder, model, theirs = llama
+    prompt = theirs(TEXT, return_tensors="pt").input_ids
+    whole = model.generate(prompt, max_new_tokens=8, do_sample=False)[0, prompt.shape[1] :]
+    first, second = whole[1].item(), whole[4].item()
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    words = ("sample", copy, "--tokens", 8, "--temperature", 0, "--prompt", TEXT)
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, "eos_token_id": [second]}))
+    generation = copy / "generation_config.json"
+    generation.write_text(json.dumps({"eos_token_id": first}))
+    (text,) = call(capsys, *words)
+    assert text["tokens"] == whole[:2].tolist()
+    generation.unlink()
+    (text,) = call(capsys, *words)
+    assert text["tokens"] == whole[:5].tolist()
+    generation.write_text('{"eos_token_id": "</s>"}')
+    assert main([*map(str, words)]) == 2
+    assert "eos_token_id is '</s>'; expected a token's number, or a list of them" in capsys.readouterr().err
+
+
 @torch.no_grad()
 def test_a_file_is_scored_after_it(llama, tmp_path, capsys):
     folder, model, theirs = llama
@@ -79,6 +102,8 @@ def test_what_a_task_generates_follows_it(llama):
     for context in (TEXT, ""):
         asked = generation_of(context, {"max_gen_toks": 4}, codec, 16, "", codec.prefix)
         assert [*asked.prompt.tokens] == theirs(context).input_ids
+    asked = generation_of(TEXT, {"max_gen_toks": 4}, codec, 16, "", codec.prefix, {7})
+    assert asked.prompt.how.ends == {1, 7}
 
 
 def test_a_run_has_none(llama):

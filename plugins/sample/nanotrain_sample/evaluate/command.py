@@ -81,6 +81,7 @@ def run(args: argparse.Namespace) -> int:
             length=length,
             stride=stride_of(args.stride, length),
             prefix=prefix_of(source, codec),
+            ends=source.ends,
             json=args.json,
         )
         return ScoreJob(**common, tokenizer=source.tokenizer, asked=asked)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -13,6 +13,7 @@ from nanotrain_core.api import NanotrainError, did_you_mean
 from nanotrain_core.api.text import EncodesSpecial, TextCodec
 from nanotrain_sample.generate import How, Prompt, Writer
 from nanotrain_sample.replica import rounds
+from nanotrain_sample.source import ends_of
 
 #: Tokens that are generated where a task does not say how many: as many as lm_eval's own models generate.
 DEFAULT_TOKENS = 256
@@ -46,6 +47,7 @@ def generation_of(
     length: int,
     where: str,
     prefix: Sequence[int] = (),
+    ends: Iterable[int] = (),
 ) -> Generation:
     """Return what lm_eval asks for.
 
@@ -56,6 +58,7 @@ def generation_of(
         length: tokens that the model reads at once.
         where: begins error messages.
         prefix: tokens that stand before every text, such as BOS.
+        ends: tokens that end a text, beside the end-of-text token of ``codec``.
 
     Raises:
         NanotrainError: an argument has no counterpart here, or the text may be as long as the
@@ -82,14 +85,13 @@ def generation_of(
     stops = arguments.get("until") or ()
     # An empty string is in every text; lm_eval leaves it out too.
     until = tuple(stop for stop in ([stops] if isinstance(stops, str) else stops) if stop)
-    ends = (codec.separator, *(special_token(codec, stop) for stop in until))
     how = How(
         tokens=tokens,
         temperature=_temperature(arguments, where),
         top_k=int(_number(arguments, "top_k", 0, math.inf, where, 0)),
         top_p=_number(arguments, "top_p", 0, 1, where, 1),
         vocab=codec.vocab_size,
-        ends=frozenset(token for token in ends if token is not None),
+        ends=ends_of(codec, (*ends, *(special_token(codec, stop) for stop in until))),
     )
     question = [*prefix, *codec.encode(context)][tokens - length :] or [empty_context(codec, prefix)]
     return Generation(Prompt(tuple(question), how), until)

@@ -34,6 +34,8 @@ class Asked:
     """Tokens of a file that one window scores."""
     prefix: tuple[int, ...] = ()
     """Tokens that stand before every text, such as BOS."""
+    ends: frozenset[int] = frozenset()
+    """Tokens that end a generated text, beside the tokenizer's end-of-text token."""
     json: bool = False
 
 
@@ -65,6 +67,7 @@ class ScoreJob(ForwardJob):
                 answers,
                 length=asked.length,
                 prefix=asked.prefix,
+                ends=asked.ends,
                 few_shot=asked.few_shot,
                 limit=asked.limit,
             )

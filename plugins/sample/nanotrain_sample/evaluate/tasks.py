@@ -35,6 +35,7 @@ def run_tasks(
     *,
     length: int,
     prefix: Sequence[int],
+    ends: frozenset[int],
     few_shot: int | None,
     limit: int | None,
 ) -> dict[str, Any]:
@@ -47,6 +48,7 @@ def run_tasks(
         answers: scores and generates on all ranks.
         length: of what the model reads at once.
         prefix: tokens that stand before every text, such as BOS.
+        ends: tokens that end a text, beside the end-of-text token of ``codec``.
         few_shot: examples before each question; None: as the task says.
         limit: questions of each task, at most.
 
@@ -65,7 +67,7 @@ def run_tasks(
             raise NanotrainError(f"--task {name}: lm_eval knows no such task{did_you_mean(name, known)}")
     try:
         found = simple_evaluate(
-            model=adapter(codec, answers, length, prefix),
+            model=adapter(codec, answers, length, prefix, ends),
             tasks=[*names],
             num_fewshot=few_shot,
             limit=limit,
@@ -82,7 +84,13 @@ def run_tasks(
     return dict(found)
 
 
-def adapter(codec: TextCodec, answers: Answers, length: int, prefix: Sequence[int]) -> Any:
+def adapter(
+    codec: TextCodec,
+    answers: Answers,
+    length: int,
+    prefix: Sequence[int],
+    ends: frozenset[int] = frozenset(),
+) -> Any:
     """Return the model as ``lm_eval`` knows models."""
     from lm_eval.api.model import TemplateLM
     from tqdm import tqdm  # which lm_eval needs
@@ -115,7 +123,7 @@ def adapter(codec: TextCodec, answers: Answers, length: int, prefix: Sequence[in
         def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
             """Return what the model writes after each context, up to the first of the task's stop strings."""
             asked = [
-                generation_of(context, arguments, codec, length, f"--task {request.task_name}", prefix)
+                generation_of(context, arguments, codec, length, f"--task {request.task_name}", prefix, ends)
                 for request in requests
                 for context, arguments in [request.args]
             ]
