@@ -246,8 +246,8 @@ def test_what_monitors_take_is_compared_pair_by_pair_over_all_ranks():
     ("words", "why"),
     [
         (["helth"], "no row named helth; there are health, performance, standard"),
-        (["standard", "--steps", "10"], "expected 2 rounds or more, of 20 steps or a multiple"),
-        (["standard", "--rounds", "1"], "expected 2 rounds or more, of 20 steps or a multiple"),
+        (["standard", "--steps", "10"], "expected 2 rounds or more, of 40 steps or a multiple"),
+        (["standard", "--rounds", "1"], "expected 2 rounds or more, of 40 steps or a multiple"),
     ],
 )
 def test_what_monitors_cost_is_measured_over_whole_intervals_of_named_rows(words, why, capsys):
