@@ -127,12 +127,12 @@ def adapt(
         raise NanotrainError(
             f"parameter {sharded} is a DTensor, as of fully_shard: scripts train plain tensors alone"
         )
+    refuse_others_parameters(optimizer, model)
     equalize(placed, mesh)
     equalize_buffers(model, mesh)
     gradients = gradient_sync or LocalGradients()
     gradients.attach(placed, mesh, None, Passes())
     optimizer_config = OptimizerConfig(lr_schedule=config.lr_schedule, clip_norm=config.clip_norm)
-    refuse_others_parameters(optimizer, model)
     own = ScriptOptimizer(optimizer, placed, gradients, mesh, config.clip_norm)
     feed = LoaderFeed(config.accumulate, mesh)
     return Run(

@@ -154,7 +154,7 @@ class ScriptOptimizer(Optimizer):
         """Return the parameters of each group, and its switches, which determine whether state fits."""
         return [
             {
-                "parameters": [self.names[p] for p in group["params"] if p in self.names],
+                "parameters": [self.names[p] for p in group["params"]],
                 "switches": {k: v for k, v in group.items() if isinstance(v, bool) and k not in FREE},
             }
             for group in self.inner.param_groups
