@@ -166,6 +166,20 @@ def test_plugins_import_the_core_and_never_each_other():
             }, path
 
 
+def test_tests_of_a_plugin_import_the_core_that_plugin_and_what_lies_beside_them():
+    """They are run where neither the checkout nor another plugin is. ``importorskip`` is no import."""
+    helpers = {path.stem for path in (ROOT / "tests").glob("*.py")}
+    for folder in sorted(ROOT.glob("plugins/*/tests")):
+        (package,) = (
+            path.name for path in folder.parent.glob("nanotrain_*") if path.is_dir() and "." not in path.name
+        )
+        beside = {path.stem for path in folder.glob("*.py")}
+        for path in folder.rglob("*.py"):
+            tops = {name.partition(".")[0] for name in imported(path)}
+            assert {top for top in tops if top.startswith("nanotrain_")} <= {"nanotrain_core", package}, path
+            assert not tops & (helpers - beside), path
+
+
 def code_lines(path: Path) -> int:
     """Count the lines that hold code: not blank, no comment, no text that stands by itself."""
     lines: set[int] = set()

@@ -23,14 +23,12 @@ test_conformance = conformance(
     Case("model", use="routed"),
     Case("schedule", use="accumulate"),
     Case("optimizer", use="adamw", config={"weight_decay": 0.1}),
-    Case("optimizer", use="sgd", config={"momentum": 0.9}),
     Case("precision", use="fp64"),
     Case("precision", use="fp32"),
     Case("precision", use="bf16"),
     Case("precision", use="fp16"),
     Case("checkpoint", use="simple", topology={"dp": 2}, overrides={"parallel": [{"use": "summed"}]}),
     Case("monitor", use="sample", config={"tokens": 4, "every": 1}, overrides=TEXT),
-    Case("data", use="synthetic"),
     Case("data", use="text", overrides=TEXT),
     marks=dict.fromkeys(
         (
@@ -62,6 +60,11 @@ test_conformance = conformance(
     ),
 )
 
+test_the_second_of_a_kind = conformance(
+    Case("optimizer", use="sgd", config={"momentum": 0.9}),
+    Case("data", use="synthetic"),
+    slow=pytest.mark.full,
+)
 test_monitors = conformance(
     Case("monitor", use="console"),
     Case("monitor", use="jsonl"),

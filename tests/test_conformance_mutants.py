@@ -285,6 +285,8 @@ def collectives_compared(monkeypatch):
 
 # One kills a rank at every write of a save, others fail checks of many steps: up to 15 s each.
 @pytest.mark.full_cases(
+    "sums_all_but_the_last",
+    "sums_in_its_step",
     *("adds_eps_to_the_root", "as_long_as_its_piece", "counts_on_one_rank", "draws_before_saving"),
     *("draws_numbers", "drops_one_sum", "forgets_their_weights", "publishes_anything", "tells_anyhow"),
     "wrong_gradient_of_gates",
@@ -311,6 +313,7 @@ def layout_failures(case):
     return failures(t for t in trials(case) if t.label == "layout_changes_nothing")
 
 
+@pytest.mark.full
 def test_without_options_optimizers_are_also_tried_on_ranges_of_parameters():
     """Of whole ones, which plain data parallelism hands out, a norm is what one process has."""
     listed, _ = planned(Case("optimizer", use="as_long_as_its_piece", plugins=TWINS))

@@ -20,6 +20,7 @@ from nanotrain_core.compile import captured_executor
 from nanotrain_core.testing import probe, run_ranks
 
 
+@pytest.mark.full_cases("deepseek-bf16", "deepseek-fp16")
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("model", MODELS)
 def test_replayed_microbatches_train_as_eager_ones_do(model, precision):
@@ -58,6 +59,7 @@ def test_a_phase_with_another_length_is_captured_anew():
 ROTATED = {"heads": 3, "kv_heads": 3}
 
 
+@pytest.mark.full_cases("deepseek")
 @pytest.mark.parametrize("model", ["llama", "deepseek"])
 def test_a_phase_that_changes_the_model_is_captured_anew(model):
     """Another base of the rotary positions is another constant in the passes."""
@@ -240,7 +242,9 @@ SUMS = {
 }
 
 
-@pytest.mark.full_cases("after-backward", "ddp-without-overlap", "zero12-of-sgd", "zero12-without-overlap")
+@pytest.mark.full_cases(
+    "zero12", "after-backward", "ddp-without-overlap", "zero12-of-sgd", "zero12-without-overlap"
+)
 @pytest.mark.parametrize("sums", SUMS)
 def test_data_parallel_ranks_replay_what_is_not_reduced_during_backward(sums):
     tables, replayed = SUMS[sums]

@@ -99,6 +99,7 @@ WITH_DDP = {"overrides": {"parallel": [{"use": "ddp"}]}}
 LEARNED = {"positions": "learned", "max_length": 16, "norm": "layernorm", "activation": "gelu", "bias": True}
 
 
+@pytest.mark.full_cases("with_ddp")
 @pytest.mark.parametrize(
     ("topology", "options"),
     [({"tp": 2}, {}), ({"tp": 2}, {"overrides": {"model": LEARNED}}), ({"dp": 2, "tp": 2}, WITH_DDP)],
@@ -117,6 +118,7 @@ def test_the_wrapper_of_the_documentation_passes_every_check(tmp_path, topology,
     assert failed(Case("parallel", use="mini_tp", topology=topology, plugins=plugins, **options)) == {}
 
 
+@pytest.mark.full
 def test_a_wrapper_whose_work_a_precision_would_undo_is_found(tmp_path):
     hook = "module.register_forward_pre_hook(lambda module, args: (SumGradient.apply(args[0], mesh),))"
     method = "module.forward = lambda x, plain=module.forward: plain(SumGradient.apply(x, mesh))"

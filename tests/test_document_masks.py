@@ -136,6 +136,7 @@ LAYOUTS = {
 FIRST = ("llama-tp2-pp2", "deepseek-cp2", "gpt-tp2")
 
 
+@pytest.mark.full_cases("deepseek-cp2")
 @pytest.mark.parametrize(
     "name", [name if name in FIRST else pytest.param(name, marks=pytest.mark.full) for name in LAYOUTS]
 )

@@ -75,7 +75,7 @@ def full(*values):
     return pytest.param(*values, marks=pytest.mark.full)
 
 
-@pytest.mark.full_cases("int8-eco-sharded_v2")
+@pytest.mark.full_cases("zero2-residual-simple", "int8-eco-sharded_v2")
 @pytest.mark.parametrize(
     ("layout", "variant", "checkpoint"),
     [

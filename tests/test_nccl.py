@@ -196,6 +196,7 @@ with ending_process_groups():
 """
 
 
+@pytest.mark.full_cases("gloo-fails-destroyed-1", "nccl-succeeds-destroyed-0")
 @pytest.mark.parametrize(
     ("backend", "end", "told", "code"),
     [

@@ -17,6 +17,7 @@ SYNCS = {
 }
 
 
+@pytest.mark.full_cases("zero1")
 @pytest.mark.parametrize("case", SYNCS.values(), ids=SYNCS)
 def test_the_loss_scale_is_divided_out_and_a_step_that_is_skipped_shows_why(case):
     """The first scales are too large for float16: norms are then infinite, or NaN, on all ranks alike."""

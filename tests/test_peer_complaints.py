@@ -66,7 +66,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.full_cases("dp4", "tp2-ep2")
+@pytest.mark.full_cases("pp2-dp2", "dp4", "tp2-ep2")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_megatron_7452_and_1532_every_loss_term_is_divided_by_its_global_count(layout):
     """MTP's loss was divided by each rank's own count, or not averaged at all."""
@@ -105,7 +105,7 @@ def test_bridge_1376_experts_have_groups_of_their_own_beside_tensor_parallelism(
     assert_same({name: got[name] for name in experts}, experts, "gradients of experts", atol=1e-9)
 
 
-@pytest.mark.full_cases("sgd")
+@pytest.mark.full_cases("zero12", "sgd")
 @pytest.mark.parametrize(
     "optimizer",
     [
@@ -131,6 +131,7 @@ def test_megatron_6099_no_optimizer_touches_the_bias_of_a_router(optimizer):
 # --- scales of gradients -------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_deepspeed_1488_and_966_stages_and_plain_data_parallelism_agree():
     """The same training came out differently from one ZeRO stage to the next."""
     adamw = {"lr": 0.01, "clip_norm": 0.5}
@@ -224,6 +225,7 @@ def four_stages(tmp_path_factory):
     )
 
 
+@pytest.mark.full
 def test_megatron_659_and_1517_a_checkpoint_of_four_stages_goes_on_with_experts_over_four_ranks(four_stages):
     folder, changes, straight = four_stages
     found = run_ranks(train, 4, case(dp=4, ep=4), changes, folder=folder, resume="2")
@@ -231,6 +233,7 @@ def test_megatron_659_and_1517_a_checkpoint_of_four_stages_goes_on_with_experts_
     assert_same(got, want, "weights", atol=1e-9)
 
 
+@pytest.mark.full
 def test_megatron_7162_areal_1468_and_skyrl_1268_moments_survive_a_change_of_layout(four_stages):
     """They were kept by one checkpoint format only, or dropped without a word."""
     folder, changes, straight = four_stages
@@ -240,6 +243,7 @@ def test_megatron_7162_areal_1468_and_skyrl_1268_moments_survive_a_change_of_lay
     assert_same(got, want, "state of the optimizer", atol=1e-9)
 
 
+@pytest.mark.full
 def test_bridge_4565_and_4601_a_resumed_run_sees_the_data_it_has_not_seen(four_stages):
     folder, changes, straight = four_stages
     for layout in ({"dp": 4}, {"pp": 4, "schedule": "1f1b"}):

@@ -91,6 +91,7 @@ def test_steps_take_the_batches_rates_and_phases_of_their_first_token(straight):
     assert trace.meta["data"]["position"] == trace.meta["data"]["taken"] == sum(SIZES)
 
 
+@pytest.mark.full
 def test_it_equals_runs_of_each_steps_own_recipe_resumed(tmp_path, straight):
     """Recipes without phases, each for one or more steps, as a person would edit them between two runs."""
     whole_recipe = ALONE.case().recipe(**CHANGES, phase=PHASES)

@@ -185,6 +185,7 @@ def test_as_many_buckets_have_buffers_as_the_runtime_lends():
     assert buffers.IN_FLIGHT == buckets.DEPTH + 1
 
 
+@pytest.mark.full_cases("phases", "ragged")
 @pytest.mark.parametrize(
     ("pp", "sequences", "microbatch", "phases", "tolerance"),
     [(2, 132, 8, "", 0.02), (1, 64, 4, FEW_SEQUENCES, 0.02)],
@@ -211,7 +212,7 @@ def test_fewer_sequences_than_a_microbatch_take_less_time(
     assert estimate.peak == pytest.approx(whole.worst.peak, rel=tolerance)
 
 
-@pytest.mark.full_cases("1")
+@pytest.mark.full_cases("4", "1")
 @pytest.mark.parametrize("microbatch", [1, 4])
 def test_rates_of_a_recipe_with_phases_are_those_of_its_whole_run(with_phases, microbatch):
     """With microbatches of 4 the first phase has the largest, and the recipe's own has the second phase."""
@@ -228,6 +229,7 @@ def test_rates_of_a_recipe_with_phases_are_those_of_its_whole_run(with_phases, m
     assert candidate.mfu == pytest.approx(mfu, rel=SMALL)
 
 
+@pytest.mark.full
 def test_microbatches_that_phases_set_are_not_varied(with_phases):
     plan = try_plan(with_phases.recipe, with_phases.registry, find_hardware("h100"))
     grid = families(plan, with_phases.registry, Counter())
@@ -235,6 +237,7 @@ def test_microbatches_that_phases_set_are_not_varied(with_phases):
     assert "microbatch 1 and 2," in describe(plan.recipe, plan.layout)
 
 
+@pytest.mark.full
 def test_layouts_fit_if_their_hosts_have_the_memory_too(dense):
     config = dense.registry.get("parallel", "activation_offload").config(min_mb=0.01)
     offload = Selection("parallel", "activation_offload", config)

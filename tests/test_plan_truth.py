@@ -88,7 +88,7 @@ def assert_as_planned(case, tolerance=0.01, peak_tolerance=0.05):
         assert between == pytest.approx(left, abs=SCALARS), f"as printed, between steps, of ranks {ranks}"
 
 
-@pytest.mark.full_cases("zero2", "ddp", "sequence_parallel")
+@pytest.mark.full_cases("ep", "zero2", "ddp", "sequence_parallel")
 @pytest.mark.parametrize("name", CASES)
 def test_a_step_is_as_planned(name):
     assert_as_planned(case(*CASES[name]))

@@ -89,7 +89,7 @@ def assert_writes_as_one_process(case):
         torch.testing.assert_close(found, logits, rtol=0, atol=1e-9)
 
 
-@pytest.mark.full_cases("v2-dp2-ep2", "gpt2-pp2-tp2")
+@pytest.mark.full_cases("v3-pp2-tp2-ep2", "v2-dp2-ep2", "gpt2-pp2-tp2")
 @pytest.mark.parametrize("name", CASES)
 def test_texts_are_those_of_one_process(name):
     assert_writes_as_one_process(case_of(*CASES[name]))

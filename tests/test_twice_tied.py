@@ -21,7 +21,7 @@ SYNCS = {
 }
 
 
-@pytest.mark.full_cases("pp2 dp2-ddp, a bucket for each", "pp2 dp2-core")
+@pytest.mark.full_cases("pp2 dp2-zero12", "pp2 dp2-ddp, a bucket for each", "pp2 dp2-core")
 @pytest.mark.parametrize("sync", SYNCS)
 @pytest.mark.parametrize(
     "topology",

@@ -29,6 +29,7 @@ def after_two_steps(case, kind, folder, **options):
     return {**whole([t.weights for t in traces], atol=0.0), **whole([t.state for t in traces], atol=0.0)}
 
 
+@pytest.mark.full_cases("simple-1")
 @pytest.mark.parametrize(("kind", "stage"), [("simple", 1), ("sharded_v2", 2)])
 def test_a_run_with_an_uneven_vocabulary_is_saved_and_read_on_other_layouts(kind, stage, tmp_path):
     source = on({"tp": 2, "dp": 2}, {**ZERO, "stage": stage})

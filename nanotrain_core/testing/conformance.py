@@ -133,10 +133,19 @@ def failures(listed: Iterable[Trial]) -> dict[str, Exception]:
 
 #: The checks of a kind that run many steps, or go through the core alone.
 SLOW: Mapping[str, tuple[str, ...]] = {
+    "data": ("every_process_has_the_same_epochs",),
     "monitor": (
         "its_failure_does_not_stop_training",
+        "publishes_what_it_declares",
+        "publishes_what_one_process_does",
         "publishing_waits_for_nothing",
         "state_is_restored",
+    ),
+    "optimizer": (
+        "a_parameter_may_be_used_later",
+        "any_number_of_microbatches",
+        "lost_weights_are_carried_or_refused",
+        "resumed_twice_is_the_same_run",
     ),
     "parallel": (
         "a_parameter_may_be_used_later",

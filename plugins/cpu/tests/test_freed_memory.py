@@ -34,6 +34,7 @@ def test_memory_is_kept(said):
     assert int(again) < 64
 
 
+@pytest.mark.full
 def test_large_pages_are_asked_for_where_the_kernel_has_them(said):
     """Whether it gives them depends on what memory is free in one piece."""
     assert ("hg" in said[2].split()) == CHOICE.is_file()

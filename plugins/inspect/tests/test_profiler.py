@@ -38,7 +38,9 @@ def names(trace):
 INSIDE = [pytest.param(steps, 2, marks=pytest.mark.full) for steps in ("3:4", "1:2")]
 
 
-@pytest.mark.parametrize(("steps", "count"), [*INSIDE, ("5:9", 2), ("6", 1)])
+@pytest.mark.parametrize(
+    ("steps", "count"), [*INSIDE, ("5:9", 2), pytest.param("6", 1, marks=pytest.mark.full)]
+)
 def test_the_steps_asked_for_are_in_the_trace_and_no_others(tmp_path, steps, count):
     fit(tmp_path, steps=steps)
     (folder,) = (tmp_path / "profile").iterdir()
@@ -80,7 +82,7 @@ def test_one_file_has_all_ranks(tmp_path):
     assert other < end
 
 
-@pytest.mark.parametrize("config", [{"ranks": [1]}, {"merge": 1}])
+@pytest.mark.parametrize("config", [{"ranks": [1]}, pytest.param({"merge": 1}, marks=pytest.mark.full)])
 def test_ranks_that_are_not_asked_for_are_left_out(tmp_path, config):
     run_ranks(fit_two, 2, tmp_path, **config)
     found = {path.name for path in (tmp_path / "profile" / "steps-2-3").glob("*.gz")}
@@ -121,6 +123,7 @@ def test_names_that_torch_reads_from_freed_memory_stop_nothing(tmp_path, monkeyp
     assert table.read_text().startswith("no table: torch cannot read the names of all events")
 
 
+@pytest.mark.full
 def test_a_run_that_resumes_after_them_says_so(tmp_path):
     fit(tmp_path, steps="1:2", run={"steps": 3})
     case = Case("parallel", use="summed")

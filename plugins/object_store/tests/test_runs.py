@@ -187,6 +187,7 @@ def test_a_rollback_takes_later_checkpoints_out_of_the_listing(server, tmp_path)
     assert steps_in(server, "p")[1] == []  # what was left goes when the run has come as far again
 
 
+@pytest.mark.full
 def test_a_branch_that_was_left_while_the_store_was_down_is_not_fetched_again(server, tmp_path):
     """The run went back to step 2, its store did not answer, and it was killed."""
     from nanotrain_object_store.abandoned_branch import LEFT_AFTER, LeftBranch
@@ -213,7 +214,7 @@ def test_a_run_that_comes_from_elsewhere_leaves_what_its_prefix_had(server, tmp_
     ("change", "said"),
     [
         ({"name": "other"}, "is the prefix of run 'small', process"),
-        ({}, "add --resume"),
+        pytest.param({}, "add --resume", marks=pytest.mark.full),
     ],
 )
 def test_a_second_run_in_a_prefix_is_refused_by_name(server, tmp_path, change, said):

@@ -299,6 +299,7 @@ def test_what_does_not_fit_is_told_what_would(recipe, tmp_path, capsys):
     assert smaller["memory"]["peak"] == advice["batch.microbatch = 1"]  # computed, not guessed
 
 
+@pytest.mark.full
 def test_advice_changes_the_component_that_a_recipe_has(recipe, tmp_path, capsys):
     """A second table of it would be refused. What is advised is what `--set` takes, and has that peak."""
     small = tmp_path / "small.toml"
@@ -314,6 +315,7 @@ def test_advice_changes_the_component_that_a_recipe_has(recipe, tmp_path, capsys
     assert advice[change] == changed["memory"]["peak"] < plan["memory"]["peak"]
 
 
+@pytest.mark.full
 def test_a_terminal_is_told_how_many_changes_were_tried(recipe, tmp_path, capsys, monkeypatch):
     small = tmp_path / "small.toml"
     source = shipped()["h100"].read_text().replace("reserved_gb = 3", "reserved_gb = 0")

@@ -24,6 +24,7 @@ with Workers(Adds(), 2) as workers:
 """
 
 
+@pytest.mark.full
 def test_a_worker_needs_no_thread_that_its_fork_does_not_have():
     command = [sys.executable, "-c", ADDS_AFTER_A_FORK]
     environment = {**os.environ, "OMP_NUM_THREADS": "2"}

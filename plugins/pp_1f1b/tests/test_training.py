@@ -33,7 +33,7 @@ def test_stages_without_layers(use, pp, layers):
     assert_trains_the_same(case, atol=1e-12)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.full)])
 def test_weight_gradients_put_off_are_summed_in_the_wider_dtype_as_without_a_pipeline(precision):
     around = {"model": {"layers": 4}, "precision": {"use": precision}}
     case = Case("schedule", use="dualpipe_v", topology={"pp": 2}, overrides=around)

@@ -1,0 +1,35 @@
+"""A pytest plugin: few of the tests of a package that is installed alone from its wheel.
+
+What fails there, and not in the checkout, is an import, or a file that the wheel lacks. All test files are
+collected, so their imports run; `tests/test_architecture.py` reads the imports of every module and test.
+What runs is chosen by ``CASES``: ``one`` case, of the conformance tests if there are any; ``fourth``, every
+fourth case; ``file``, the first case of each file.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import pytest
+
+
+def chosen(items: Sequence[pytest.Item], which: str) -> list[pytest.Item]:
+    """Return the items that run."""
+    if which == "one":
+        return sorted(items, key=lambda item: item.path.name != "test_conformance.py")[:1]
+    if which == "fourth":
+        return [*items[::4]]
+    assert which == "file", which
+    first: dict[str, pytest.Item] = {}
+    for item in items:
+        first.setdefault(item.nodeid.partition("::")[0], item)
+    return [*first.values()]
+
+
+@pytest.hookimpl(trylast=True)  # after cases that a marker leaves out
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep what is chosen."""
+    kept = chosen(items, os.environ["CASES"])
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = kept
