@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import arbitrary_address
@@ -77,6 +78,26 @@ class Running:
     process: ForkServerProcess
     folder: Path
 
+    def wait_for(self, beginning: str, timeout: float = 60) -> None:
+        """Wait until a line of its output begins so.
+
+        Raises:
+            TimeoutError: none did; what it has printed is in the message.
+        """
+        until = time.monotonic() + timeout
+        while not any(line.startswith(beginning) for line in self._read("out").splitlines()):
+            if time.monotonic() > until or self.process.exitcode is not None:
+                raise TimeoutError(
+                    f"no line begins with {beginning!r}: {self._read('out')}{self._read('err')}"
+                )
+            time.sleep(0.02)
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.process.pid, number)
+
+    def _read(self, name: str) -> str:
+        return (self.folder / name).read_text()
+
     def end(self, timeout: float = 120) -> Outcome:
         """Wait for the end."""
         self.process.join(timeout)
@@ -84,7 +105,7 @@ class Running:
         if hangs:
             self.process.kill()
             self.process.join()
-        out, err = ((self.folder / name).read_text() for name in ("out", "err"))
+        out, err = self._read("out"), self._read("err")
         shutil.rmtree(self.folder)
         if hangs:
             raise subprocess.TimeoutExpired(self.words, timeout, out, err)

@@ -5,7 +5,7 @@ import signal
 import subprocess
 
 import pytest
-from command import COMMAND, finish, nanotrain, start
+from command import COMMAND, begin, finish, nanotrain
 from test_join import free_port, torchrun
 from test_run import SMALL
 
@@ -57,10 +57,10 @@ def wait_until_asleep(process):
 
 @pytest.mark.parametrize("ranks", [pytest.param("1", marks=pytest.mark.full), "2"])
 def test_ranks_of_nanotrain_are_ended_and_the_last_checkpoint_is_there(here, ranks):
-    process = start(*WORDS, "--nproc", ranks, cwd=here)
-    wait_until_asleep(process)
+    process = begin(*WORDS, "--nproc", ranks, cwd=here)
+    process.wait_for("asleep")
     process.send_signal(signal.SIGTERM)
-    ended = finish(process)
+    ended = process.end()
     assert ended.code == Exit.PREEMPTED
     assert "Traceback" not in ended.err
     assert nanotrain("ckpt", "verify", "here", cwd=here).out.startswith("step 3: whole\n")

@@ -99,6 +99,7 @@ def assert_watches_the_same(composition, steps, plant=nothing, monitors=MONITORS
     return alone
 
 
+@pytest.mark.full
 def test_on_eight_ranks_every_metric_is_that_of_one_process():
     """DeepSeek-V3 over pp, tp with sequence parallelism, dp, ep and ZeRO, with recomputed layers."""
     alone = assert_watches_the_same(FOUR, {"run": {"steps": 2, "log_every": 2}})

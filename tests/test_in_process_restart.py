@@ -115,6 +115,7 @@ def run(tmp_path):
     return go
 
 
+@pytest.mark.full
 def test_without_snapshots_the_checkpoint_is_resumed_and_nothing_of_the_old_engine_is_left(run):
     processes, engines, err = run()
     for rank, (before, after) in enumerate(processes):

@@ -9,7 +9,7 @@ import socket
 from pathlib import Path
 
 import pytest
-from command import finish, nanotrain, start
+from command import begin, finish, nanotrain, start
 from safetensors.torch import load_file
 
 from nanotrain_core.errors import Exit
@@ -214,14 +214,14 @@ def session(leader):
 
 def test_a_second_run_in_a_folder_is_refused_and_the_first_goes_on(recipe, tmp_path):
     words = ("run", "small.toml", "--folder", "here", "--set", "run.steps=100000")
-    first = start(*words, cwd=tmp_path)
-    next(line for line in first.stdout if line.startswith("step=1/"))
+    first = begin(*words, cwd=tmp_path)
+    first.wait_for("step=1/")
     second = nanotrain(*words, "--resume", cwd=tmp_path)
     assert second.code == Exit.LOCKED
     assert "here is in use by another run: process " in first_line(second)
-    assert first.poll() is None
+    assert first.process.is_alive()
     first.send_signal(signal.SIGTERM)
-    assert finish(first).code == Exit.PREEMPTED
+    assert first.end().code == Exit.PREEMPTED
 
 
 def test_a_rank_that_dies_is_named(recipe, tmp_path):

@@ -6,10 +6,7 @@ from nanotrain_deepseek.samples import V2, V3
 from nanotrain_core.testing import Case, conformance
 from nanotrain_core.testing.surroundings import Surrounding, filled, surroundings_of
 
-test_conformance = conformance(
-    Case("model", use="deepseek", config=V3, name="v3"),
-    Case("model", use="deepseek", config=V2, name="v2"),
-)
+test_conformance = conformance(Case("model", use="deepseek", config=V3, name="v3"))
 
 
 def test_the_harness_has_an_example_of_it_where_keys_are_missing():
@@ -23,6 +20,7 @@ def test_the_harness_has_an_example_of_it_where_keys_are_missing():
 
 
 OTHERS = {
+    "v2": V2,
     "no-shared": {**V3, "shared_experts": 0, "mtp": 1, "tied": True, "mtp_input": "embedding_first"},
     "all-dense": {**V3, "dense_layers": 3, "mtp": 0, "seq_balance": 0.0, "q_rank": 0},
     "all-moe": {
