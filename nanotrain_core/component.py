@@ -194,6 +194,11 @@ class Component:
         for_config = self.supports_for(config) if self.supports_for else {}
         return for_config.get(word, self.supports.get(word, Support.FULL))
 
+    def unsupported(self, config: Any) -> frozenset[str]:
+        """Return the abilities that it declares not to have with this config."""
+        declared = {**self.supports, **(self.supports_for(config) if self.supports_for else {})}
+        return frozenset(word for word, how in declared.items() if how not in (Support.FULL, Support.PARTIAL))
+
     def load(self) -> Callable[[Any], Any]:
         """Import the factory: the only place where a component's code is loaded.
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from fake_distribution import PLUGIN, install
 
+from nanotrain_core.component import Component, Support
 from nanotrain_core.errors import PluginError, Preempted
 from nanotrain_core.registry.advice import FIRST_PARTY, how_to_install
 from nanotrain_core.registry.discovery import PluginArguments, discover
@@ -131,6 +132,15 @@ def test_broken_plugin_is_told_to_who_needs_its_component(site):
 def test_unmet_requirement_on_the_core_is_refused_without_importing(site):
     install(site, "future", "raise SystemExit", core=">=7")
     assert "needs nanotrain-core >=7, but 0.1" in plugin_named(load(), "future").error
+
+
+def test_what_a_component_does_not_support_may_depend_on_its_config():
+    declared = {"a": Support.UNSUPPORTED, "b": Support.NOT_IMPLEMENTED, "c": Support.PARTIAL}
+    component = Component(
+        name="x", config=dict, factory="x:y", supports=declared, supports_for=lambda config: config
+    )
+    assert component.unsupported({}) == {"a", "b"}
+    assert component.unsupported({"a": Support.FULL, "d": Support.UNSUPPORTED}) == {"b", "d"}
 
 
 def test_same_component_from_two_distributions_names_both(site):

@@ -51,14 +51,14 @@ class Resolver:
         self.written_versions()
         if self.problems:
             return None
-        recipe = Recipe(**sections, versions=self._versions(sections))
+        recipe = Recipe(**sections)
+        recipe = attrs.evolve(recipe, versions=self._versions(recipe))
         return recipe if "steps" in self._tree.get("run", {}) else self._with_steps(recipe)
 
     def _phases(self, sections: Mapping[str, Any]) -> tuple[Phase, ...]:
         """Return the phases, once the sections that they change are valid."""
-        if "phase" not in self._tree or None in (sections[name] for name in SECTIONS):
-            return ()
-        if None in (getattr(sections[name], "config", sections[name]) for name in SECTIONS):
+        configs = [getattr(sections[name], "config", sections[name]) for name in SECTIONS]
+        if "phase" not in self._tree or None in configs:
             return ()
         tables = PhaseTables(sections)
         phases = tables.phases(self._tree["phase"])
@@ -97,9 +97,8 @@ class Resolver:
     def _single(self, kind: str) -> Selection | None:
         if kind not in self._tree:
             names = ", ".join(self._registry.names(kind))
-            self.problems.append(
-                Problem(kind, f'missing: write [{kind}] with use = "NAME"; installed: {names}')
-            )
+            text = f'missing: write [{kind}] with use = "NAME"; installed: {names}'
+            self.problems.append(Problem(kind, text))
             return None
         return self._selection(kind, kind, self._tree[kind], f"[{kind}]")
 
@@ -130,7 +129,10 @@ class Resolver:
         except PluginError as error:
             self.problems.append(Problem(join(key, "use"), str(error)))
             return None
-        return Selection(kind, use, self._structure(rest, component.config, key))
+        known = len(self.problems)
+        config = self._structure(rest, component.config, key)
+        valid = len(self.problems) == known  # a plugin's function is not asked about a config that is not
+        return Selection(kind, use, config, component.unsupported(config) if valid else frozenset())
 
     def _requirements(self) -> tuple[str, ...]:
         lines = self._tree.get("requires", [])
@@ -159,14 +161,9 @@ class Resolver:
             if plugin.distribution == canonicalize_name(requirement.name):
                 yield f"{plugin} is broken: {plugin.error}"
 
-    def _versions(self, sections: dict[str, Any]) -> FrozenMapping[str]:
+    def _versions(self, recipe: Recipe) -> FrozenMapping[str]:
         """Return the versions of the distributions that the recipe uses: the core, torch and its plugins."""
-        selections = [s for kind in KINDS for s in _as_tuple(sections[kind])]
-        used = {self._registry.owner(s.kind, s.use).distribution for s in selections}
-        used |= {canonicalize_name(Requirement(line).name) for line in sections["requires"]}
+        used = {self._registry.owner(s.kind, s.use).distribution for s in recipe.selections()}
+        used |= {canonicalize_name(Requirement(line).name) for line in recipe.requires}
         used |= {"nanotrain-core", "torch"}
         return FrozenMapping({name: v for name, v in self._registry.versions().items() if name in used})
-
-
-def _as_tuple(value: Any) -> tuple[Any, ...]:
-    return value if isinstance(value, tuple) else (value,)

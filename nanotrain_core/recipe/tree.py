@@ -75,6 +75,9 @@ class Selection:
     kind: str
     use: str
     config: Any
+    unsupported: frozenset[str] = frozenset()
+    """The abilities that its component declares not to have with this config: a check of another component
+    that relies on one, such as sequence parallelism on the model's layers, must refuse the recipe."""
 
 
 @attrs.define(frozen=True, kw_only=True)

@@ -65,6 +65,13 @@ def check(recipe: Recipe, config: TensorParallelConfig, layout: Layout) -> Itera
     cp = layout.size("cp") if "cp" in layout.dims else 1
     if tp == 1:
         return
+    if config.sequence_parallel and "sequence_parallel" in recipe.model.unsupported:
+        wrapper = next(n for n, each in enumerate(recipe.parallel) if each.config is config)
+        yield Problem(
+            f"parallel.{wrapper}.sequence_parallel",
+            f"model '{recipe.model.use}' declares that it is not supported: its layers need whole sequences; "
+            "write sequence_parallel = false",
+        )
     yield from undivided(recipe.model.config, {*AXES} - {*VOCABULARY}, "tp", tp)
     yield from too_few(recipe.model.config, VOCABULARY, "tp", tp)
     length, reason = recipe.batch.length, _needs_shares(recipe, config)

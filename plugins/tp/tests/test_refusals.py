@@ -85,6 +85,39 @@ def test_short_sequences_will_do_where_they_stay_whole():
     Case("parallel", use="tp", config=config, topology={"tp": 4}, overrides=around).recipe()
 
 
+SHIFTS = """
+import attrs
+from nanotrain_core.api import Component, Support, hookimpl
+
+@attrs.define(frozen=True)
+class Config:
+    pass
+
+@hookimpl
+def nanotrain_register_model(register):
+    no = {"sequence_parallel": Support.UNSUPPORTED}
+    register(Component(name="shifts", config=Config, factory=f"{__name__}:Config", supports=no))
+"""
+
+
+def test_a_model_whose_layers_need_whole_sequences_is_refused_with_sequence_parallelism(tmp_path):
+    (tmp_path / "shifts.py").write_text(SHIFTS)
+
+    def recipe(tp, **config):
+        around = {"model": {"use": "shifts"}, "parallel": [{"use": "recompute"}, {"use": "tp"}]}
+        plugins = [str(tmp_path / "shifts.py")]
+        case = Case(
+            "parallel", use="tp", config=config, topology={"tp": tp}, overrides=around, plugins=plugins
+        )
+        return case.recipe()
+
+    reason = r"parallel.1.sequence_parallel: model 'shifts' declares .* write sequence_parallel = false"
+    with pytest.raises(RecipeError, match=reason):
+        recipe(2)
+    recipe(2, sequence_parallel=False)
+    recipe(1)
+
+
 def test_what_is_not_this_ranks_share_is_refused_in_forward():
     with pytest.raises(SplitError, match=r"axis 1 of \[2, 2, 3\] is not the share of 7 .*rank 0 .*is 1"):
         Ranks(Paper(4)).all_gather(torch.zeros(2, 2, 3), 1, 7)
