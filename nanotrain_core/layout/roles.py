@@ -52,7 +52,9 @@ class Role(Enum):
     HEAD = "output projection [V, D] with the loss: logits may be split over the vocabulary"
     """``module(x [B, S, D], targets [B, S] or None, table [V, D] or None)`` returns the summed loss, or
     logits without targets. ``.weight`` is [V, D], or None when ``table``, the embedding's weight, is
-    passed."""
+    passed. Wrappers replace its forward: logits are ``x @ weight.T`` and the loss is their cross-entropy in
+    nats, summed over targets that are not ``IGNORE``. A bias, a cap of logits or a further loss is no HEAD's:
+    such a projection is REPLICATED, and the part computes its loss."""
     BLOCK = "one layer of the model: the unit of recomputation"
     """``module(x [B, S, D], ...) -> [B, S, D]``: further arguments are the model's own."""
     SHARED = "identity, marks where a tensor that all heads share (MLA's rotary key) enters the split region"

@@ -54,7 +54,8 @@ class TensorParallel(Parallel):
         Raises:
             SplitError: heads or feed-forward width are not divisible by the number of ranks, or it is larger
                 than the vocabulary.
-            NanotrainError: sequences stay whole, and some gradients are not known to be partial or complete.
+            NanotrainError: sequences stay whole, and some gradients are not known to be partial or complete;
+                or a HEAD would be trained without some of its parameters.
         """
         if "tp" not in mesh.layout.dims or mesh.size("tp") == 1:
             return part
@@ -70,6 +71,7 @@ class TensorParallel(Parallel):
         self._boundaries.append(boundary)
         if not self.config.sequence_parallel:
             refuse_unknown(part)
+        refuse_heads_with_more(part)
         for name, module, tag in tagged(part):
             if is_copied(module, tag, ranks.size):
                 copy(name, module, tag, placements, ranks)
@@ -125,6 +127,19 @@ def refuse_unknown(part: nn.Module) -> None:
                 f"{name} has no role: where sequences stay whole, tp cannot tell whether each rank's "
                 "gradient of it is partial. Tag its module Role.INNER if it lies between COLUMN and ROW, "
                 "else Role.NORM; or set sequence_parallel"
+            )
+
+
+def refuse_heads_with_more(part: nn.Module) -> None:
+    """Reject a HEAD with other tensors than its weight: :class:`~nanotrain_tp.regions.Head` drops them."""
+    for name, module, tag in tagged(part):
+        tensors = (*module.named_parameters(), *module.named_buffers())
+        more = [key for key, _ in tensors if key != "weight"] if tag.role is Role.HEAD else []
+        if more:
+            raise NanotrainError(
+                f"{name}.{more[0]}: tp computes a HEAD's loss itself, as the cross-entropy of x @ weight.T, "
+                "which leaves that out. Tag the projection Role.REPLICATED, compute the loss in the model's "
+                "part, and set tp's sequence_parallel = false: every rank then computes all logits"
             )
 
 

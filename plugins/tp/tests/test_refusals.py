@@ -12,6 +12,7 @@ from nanotrain_core.builtin.transformer_config import TransformerConfig
 from nanotrain_core.errors import NanotrainError, RecipeError
 from nanotrain_core.layout.layout import Layout, View
 from nanotrain_core.layout.placement import place
+from nanotrain_core.layout.roles import Role, tag
 from nanotrain_core.models.transformer import Transformer
 from nanotrain_core.pipeline.actions import Part
 from nanotrain_core.testing import Case
@@ -116,6 +117,23 @@ def test_a_model_whose_layers_need_whole_sequences_is_refused_with_sequence_para
         recipe(2)
     recipe(2, sequence_parallel=False)
     recipe(1)
+
+
+@pytest.mark.parametrize("role", [Role.HEAD, Role.REPLICATED])
+@pytest.mark.parametrize("what", ["parameter", "buffer"])
+def test_a_head_with_more_than_its_weight_is_refused_and_a_replicated_one_is_not(role, what):
+    part = Transformer(TransformerConfig(**SIZES)).build(Part.whole(1))
+    add = part.head.register_parameter if what == "parameter" else part.head.register_buffer
+    add("bias", torch.nn.Parameter(torch.empty(SIZES["vocab"], device="meta")))
+    tag(part.head, role)
+    mesh = Paper(2)
+    placements = place([part], mesh.layout)
+    wrapper = TensorParallel(TensorParallelConfig(sequence_parallel=False))
+    if role is Role.REPLICATED:
+        wrapper.apply(part, placements, mesh)
+        return
+    with pytest.raises(NanotrainError, match=r"head.bias: tp computes .* Tag the projection Role.REPLICATED"):
+        wrapper.apply(part, placements, mesh)
 
 
 def test_what_is_not_this_ranks_share_is_refused_in_forward():
