@@ -7,6 +7,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from nanotrain_core.compose import split_linear_layers
+from nanotrain_core.errors import PluginError
 from nanotrain_core.layout.roles import Role, tag, take_over
 from nanotrain_core.models.ops import ops_of
 from nanotrain_core.pipeline.passes import Passes
@@ -91,6 +93,21 @@ def test_a_layer_that_a_wrapper_computes_takes_no_backend():
     assert gemm_parameters(layer) == ()
     assert gemm_parameters(nn.Linear(2, 2)) == ()
     assert gemms_of(layer) is None
+
+
+class Halved(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) / 2
+
+
+def test_a_layer_that_computes_more_than_its_product_takes_no_backend():
+    layer, passes = tag(Halved(2, 2), Role.REPLICATED), Passes()
+    assert gemm_parameters(layer) == ()
+    with pytest.raises(PluginError, match=r"Halved.weight takes no GEMM backend: expected gemm_parameters"):
+        use_gemm(layer, {"weight": TorchGEMM()}, passes)
+    split_linear_layers(nn.Sequential(layer), TorchGEMM(), passes)
+    x = torch.ones(1, 2)
+    assert torch.equal(layer(x), nn.functional.linear(x, layer.weight, layer.bias) / 2)
 
 
 def test_a_backend_can_be_replaced():

@@ -32,7 +32,8 @@ class Role(Enum):
     POSITION = "learned positions [S, D]: same on every rank of a layer"
     """Arbitrary call signature, with ``.weight`` [S, D]."""
     COLUMN = "linear whose outputs may be split: each rank computes some of them from a whole input"
-    """``module(x [..., in]) -> [..., out]``, one tensor; ``.weight`` [out, in], ``.bias`` [out] or None."""
+    """``module(x [..., in]) -> [..., out]``, one tensor; ``.weight`` [out, in], ``.bias`` [out] or None. It
+    computes ``x @ weight.T + bias`` and nothing else: a wrapper or a GEMM backend may do so in its place."""
     ROW = "linear whose inputs may be split: each rank computes a partial sum of every output"
     """As COLUMN; the bias is added once, to the whole sum."""
     REPLICATED = "linear kept whole on every rank, for example a low-rank latent projection"

@@ -19,6 +19,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from nanotrain_core.errors import PluginError
 from nanotrain_core.layout.roles import Role, tag_of, take_over, taken_over_by
 from nanotrain_core.moe.expert_gemms import use_expert_gemms
 from nanotrain_core.pipeline.passes import Passes
@@ -130,9 +131,14 @@ _ATTRIBUTE = "nanotrain_gemms"
 
 
 def gemm_parameters(module: nn.Module) -> tuple[str, ...]:
-    """Return the parameters of ``module`` whose GEMMs can use a backend: see :func:`use_gemm`."""
+    """Return the parameters of ``module`` whose GEMMs can use a backend: see :func:`use_gemm`.
+
+    None of a subclass of ``nn.Linear`` with a forward of its own, which may compute more than the product, as
+    a scaled output: a backend replaces the forward. Nor of a layer that a wrapper has taken over.
+    """
     found = tag_of(module)
-    if found is None or (found.role in LINEAR and taken_over_by(module) not in (None, _forward)):
+    own = isinstance(module, nn.Linear) and type(module).forward is not nn.Linear.forward
+    if found is None or (found.role in LINEAR and (own or taken_over_by(module) not in (None, _forward))):
         return ()  # a wrapper computes on other rows than the module receives
     return ("weight",) if found.role in LINEAR else tuple(found.gemm_weights)
 
@@ -141,10 +147,16 @@ def use_gemm(module: nn.Module, backends: Mapping[str, GEMMBackend], passes: Pas
     """Make ``module`` compute the GEMMs of its parameters with ``backends``, inside all its hooks.
 
     Args:
-        module: a linear layer of any class, or SwiGLU EXPERTS whose tag names ``gemm_weights``.
+        module: a linear layer, or SwiGLU EXPERTS whose tag names ``gemm_weights``.
         backends: for each name in :func:`gemm_parameters`.
         passes: of the run.
+
+    Raises:
+        PluginError: a backend is for a parameter that is not among those.
     """
+    if more := {*backends} - {*gemm_parameters(module)}:
+        text = f"{type(module).__name__}.{min(more)} takes no GEMM backend: expected gemm_parameters(module)"
+        raise PluginError(text)
     gemms = LinearGEMMs(backends, passes)
     setattr(module, _ATTRIBUTE, gemms)
     found = tag_of(module)

@@ -9,11 +9,11 @@ from nanotrain_fp8_deepseek_v3 import FP8DeepSeekV3Config, backends
 from nanotrain_fp8_deepseek_v3.backends import choose
 from nanotrain_fp8_deepseek_v3.formats import TILE, quantize
 from nanotrain_fp8_deepseek_v3.gemm import EmulatedFP8, Float32GEMM, Recipe
-from nanotrain_fp8_deepseek_v3.policy import format_of
+from nanotrain_fp8_deepseek_v3.policy import Row, format_of, rows_of
 from nanotrain_fp8_deepseek_v3.precision import Codec
 
 from nanotrain_core.errors import NanotrainError, RecipeError
-from nanotrain_core.layout.roles import Role, tagged
+from nanotrain_core.layout.roles import Role, tag, tagged
 from nanotrain_core.precision.gemm import gemms_of
 from nanotrain_core.testing import Case
 from nanotrain_core.testing.probe import make_run
@@ -35,8 +35,8 @@ def given(run):
 def test_linear_layers_are_fp8_and_nothing_else_is():
     (part,) = (run := run_of()).stages.values()
     found = given(run)
-    for name, _, tag in tagged(part):
-        linear = tag.role in (Role.COLUMN, Role.ROW, Role.REPLICATED)
+    for name, _, mine in tagged(part):
+        linear = mine.role in (Role.COLUMN, Role.ROW, Role.REPLICATED)
         assert isinstance(found[name], EmulatedFP8) == linear, name
 
 
@@ -52,6 +52,18 @@ def test_experts_that_make_products_of_their_own_are_left_alone_and_the_table_sa
     run = run_of(overrides=ROUTED)
     assert all(products is None for name, products in given(run).items() if name.endswith("experts"))
     assert any(re.search(r"experts +bf16 .*they make products of their own", line) for line in run.described)
+
+
+class Halved(torch.nn.Linear):
+    def forward(self, x):
+        return super().forward(x) / 2
+
+
+def test_a_linear_layer_with_its_own_forward_is_left_alone_and_the_table_says_so():
+    part = torch.nn.ModuleDict({"own": tag(Halved(256, 256), Role.REPLICATED)})
+    assert list(rows_of(part, FP8DeepSeekV3Config())) == [
+        Row("own", "replicated", "bf16", "it has its own forward")
+    ]
 
 
 def test_the_widest_format_that_matches_holds():

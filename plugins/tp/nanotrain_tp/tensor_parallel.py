@@ -55,7 +55,8 @@ class TensorParallel(Parallel):
             SplitError: heads or feed-forward width are not divisible by the number of ranks, or it is larger
                 than the vocabulary.
             NanotrainError: sequences stay whole, and some gradients are not known to be partial or complete;
-                or a HEAD would be trained without some of its parameters.
+                or a HEAD would be trained without some of its parameters, or a linear layer without what
+                its class adds.
         """
         if "tp" not in mesh.layout.dims or mesh.size("tp") == 1:
             return part
@@ -72,6 +73,7 @@ class TensorParallel(Parallel):
         if not self.config.sequence_parallel:
             refuse_unknown(part)
         refuse_heads_with_more(part)
+        refuse_linears_with_more(part)
         for name, module, tag in tagged(part):
             if is_copied(module, tag, ranks.size):
                 copy(name, module, tag, placements, ranks)
@@ -140,6 +142,21 @@ def refuse_heads_with_more(part: nn.Module) -> None:
                 f"{name}.{more[0]}: tp computes a HEAD's loss itself, as the cross-entropy of x @ weight.T, "
                 "which leaves that out. Tag the projection Role.REPLICATED, compute the loss in the model's "
                 "part, and set tp's sequence_parallel = false: every rank then computes all logits"
+            )
+
+
+def refuse_linears_with_more(part: nn.Module) -> None:
+    """Reject a COLUMN or ROW whose class has its own forward: it would see a rank's outputs or partial sums.
+
+    Those of a ROW are without the bias, which is added to their sum.
+    """
+    for name, module, tag in tagged(part):
+        linear = tag.role in (Role.COLUMN, Role.ROW) and isinstance(module, nn.Linear)
+        if linear and type(module).forward is not nn.Linear.forward:
+            raise NanotrainError(
+                f"{name}: {type(module).__name__} has a forward of its own, and tp splits a {tag.role.name} "
+                "as x @ weight.T + bias and nothing else: expected nn.Linear, with what else is computed in "
+                "the module around it"
             )
 
 

@@ -136,6 +136,22 @@ def test_a_head_with_more_than_its_weight_is_refused_and_a_replicated_one_is_not
         wrapper.apply(part, placements, mesh)
 
 
+class Halved(torch.nn.Linear):
+    def forward(self, x):
+        return super().forward(x) / 2
+
+
+@pytest.mark.parametrize("name", ["q", "o"])
+def test_a_linear_layer_that_computes_more_is_refused(name):
+    part = Transformer(TransformerConfig(**SIZES)).build(Part.whole(1))
+    attn, role = part.layers["0"].attn, {"q": Role.COLUMN, "o": Role.ROW}[name]
+    setattr(attn, name, tag(Halved(48, 48, bias=False, device="meta"), role, unit=8))
+    placements, mesh = place([part], Paper(2).layout), Paper(2)
+    reason = rf"layers.0.attn.{name}: Halved has a forward of its own, and tp splits a {role.name} as x @ .*"
+    with pytest.raises(NanotrainError, match=reason):
+        TensorParallel(TensorParallelConfig()).apply(part, placements, mesh)
+
+
 def test_what_is_not_this_ranks_share_is_refused_in_forward():
     with pytest.raises(SplitError, match=r"axis 1 of \[2, 2, 3\] is not the share of 7 .*rank 0 .*is 1"):
         Ranks(Paper(4)).all_gather(torch.zeros(2, 2, 3), 1, 7)
