@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from nanotrain_core.contracts import PartOutput
+from nanotrain_core.contracts import Monitor, PartOutput
 from nanotrain_core.errors import PluginError
 from nanotrain_core.layout.roles import tag
 from nanotrain_core.models.transformer import Transformer, TransformerPart
 from nanotrain_core.moe import routing
 from nanotrain_core.testing import Case
-from nanotrain_core.testing.probe import train
+from nanotrain_core.testing.probe import make_engine, train, weights
 from nanotrain_core.testing.routed_model import Router
 
 ALONE = Case("schedule", use="accumulate")
@@ -66,3 +66,33 @@ def test_a_router_that_does_not_count_reports_no_load(monkeypatch):
     monkeypatch.setattr(routing, "CountingRouter", nn.Identity)  # so that the one it has is none
     found = train(Case("model", use="routed"), {"run": {"steps": 1}})
     assert [report.expert_load for report in found.reports] == [None]
+
+
+class Asks(Monitor):
+    """Has the model compute logits after every step."""
+
+    def on_start(self, run):
+        self.run = run
+
+    def on_step(self, report):
+        self.run.logits(torch.arange(16).expand(4, 16))
+
+
+@pytest.mark.parametrize(
+    ("changes", "monitors"),
+    [({"evaluation": {"every": 1, "sequences": 8}}, []), ({"evaluation": {"sequences": 0}}, [Asks()])],
+    ids=["evaluation", "logits"],
+)
+def test_routers_count_training_tokens_only(changes, monitors):
+    """This model counts in every pass: validation tokens moved the biases that balance the experts."""
+
+    def trained(changes, monitors=()):
+        engine = make_engine(
+            Case("model", use="routed"), {"run": {"steps": 3}, **changes}, callbacks=monitors
+        )
+        engine.fit()
+        return {each.name: each.tensor for each in weights(engine.run)}
+
+    expected, found = trained({"evaluation": {"sequences": 0}}), trained(changes, monitors)
+    assert [tensor.any() for name, tensor in expected.items() if "router.bias" in name] == [True, True]
+    assert all(torch.equal(expected[name], found[name]) for name in expected)

@@ -97,7 +97,12 @@ class CountingRouter(nn.Module):
         self._load: torch.Tensor | None = None
 
     def add_load(self, load_E: torch.Tensor) -> None:
-        """Count the tokens of one pass."""
+        """Count the tokens of one training pass; in evaluation mode nothing is counted.
+
+        A balancing state would otherwise follow validation tokens too, and the prompts of samples.
+        """
+        if not self.training:
+            return
         self._load = load_E if self._load is None else self._load + load_E
 
     def take_load(self) -> torch.Tensor:

@@ -79,7 +79,7 @@ class Router(CountingRouter):
         experts_BSK = wanted_BSE.topk(K, dim=-1).indices
         weights_BSK = scores_BSE.gather(-1, experts_BSK)
         weights_BSK = weights_BSK / weights_BSK.sum(-1, keepdim=True)
-        load = torch.bincount(experts_BSK.flatten(), minlength=E) if self.training else None
+        load = torch.bincount(experts_BSK.flatten(), minlength=E)
         share_BE = F.one_hot(experts_BSK, E).sum((1, 2)).to(scores_BSE) * E / K / x_BSD.shape[1]
         mean_BE = (scores_BSE / scores_BSE.sum(-1, keepdim=True)).mean(1)
         return Routing(experts_BSK, weights_BSK, {"balance": (share_BE * mean_BE).sum()}, load)
