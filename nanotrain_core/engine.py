@@ -184,7 +184,7 @@ class RuntimeEngine:
         self._restore()
         self._first, self.run = self.step, begin_step(self.run, again=self.evaluation_pending)
         info = run_info(self)
-        self.throughput.restart(self.step, self.run.feed.tokens)
+        self.throughput.restart()
         log.begin(name=self.run.name, steps=self.steps, ranks=info.world_size)
         self.monitoring.start(info)
         try:
@@ -217,6 +217,9 @@ class RuntimeEngine:
             scheduler.step()
             self.step += 1
             run.feed.step_done()
+            self.throughput.add(
+                run.feed.tokens - run.feed.tokens_before, run.feed.length, run.flops_per_token
+            )
             last = self.step == self.steps
             logged = self._logged(self.step) or self.stop.reason is not None
             if logged or self.events.every_step:
@@ -351,7 +354,7 @@ class RuntimeEngine:
         if report := evaluation(self, mine, counted, seen):
             self.evaluated = self.step if isfinite(report.loss) else self.evaluated
             self.events.evaluation(report)
-        self.throughput.restart(self.step, self.run.feed.tokens)
+        self.throughput.restart()
 
     def _save(self, *, last: bool = False) -> None:
         """Begin a checkpoint, if there is a run folder. The last one is complete when this returns."""
@@ -365,7 +368,7 @@ class RuntimeEngine:
             return
         self.saved_step = self.step
         self.saves.begin(self.step, state, last=last)
-        self.throughput.restart(self.step, self.run.feed.tokens)
+        self.throughput.restart()
 
     def _restore(self) -> None:
         """Open the run folder's checkpoints and restore the requested one."""

@@ -50,7 +50,7 @@ class RunInfo:
     """Sequence length in tokens in the first step. Phases may change it; ``StepReport.length`` has the length
     of every step. None in a script."""
     flops_per_token: float
-    """Model FLOPs per token in the first step: ``StepReport.flops_per_token`` has the value of every step."""
+    """Model FLOPs per token in the first step: ``StepReport.flops_per_token`` has that of others."""
     recipe: Any
     """The frozen recipe, or the config of a script."""
     optimizer_bytes: int

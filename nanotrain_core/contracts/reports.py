@@ -44,7 +44,9 @@ class StepReport:
     length: int | None = None
     """Sequence length in tokens; None in a script."""
     flops_per_token: float = 0.0
-    """Model FLOPs per token, forward and backward, for sequences of that length."""
+    """Model FLOPs per token, forward and backward: the mean over the tokens of :attr:`tokens_per_second`."""
+    sequences_per_second: float = 0.0
+    """Over the same steps; 0 in a script, whose batches may have any form."""
 
 
 @attrs.define(frozen=True)

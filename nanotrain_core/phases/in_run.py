@@ -99,13 +99,13 @@ class RunPhases:
             self._model.change(now.model.config, tuple(run.stages.values()))
             run.passes.model_changes += 1
             run = attrs.evolve(run, model=now.model, loss_weights=self._model.loss_weights)
-        return run
+        return attrs.evolve(run, flops_per_token=self._model.flops(now.batch.length).total)
 
     def _with_batch(self, run: Run, batch: BatchConfig) -> Run:
-        """Return the run with the schedule and the FLOPs of ``batch``; stages are unchanged."""
-        actions, costs = self._actions(batch), self._model.flops(batch.length)
+        """Return the run with the schedule of ``batch``; stages are unchanged."""
+        actions = self._actions(batch)
         mine = actions[run.mesh.coordinate("pp") if self._pp > 1 else 0]
-        return attrs.evolve(run, actions=mine, schedule=actions, flops_per_token=costs.total)
+        return attrs.evolve(run, actions=mine, schedule=actions)
 
     @property
     def model_keys(self) -> frozenset[str]:

@@ -147,9 +147,8 @@ class DataFeed:
         self.batch, self._validated, sequences = batch, validated, batch.sequences
         if self._sizes[-1][0] == self.taken:
             self._sizes.pop()
-        if (
-            not self._sizes or self._sizes[-1][1] != sequences
-        ):  # a resume adds nothing: same state, same bytes
+        # A resume adds nothing: same state, same bytes.
+        if not self._sizes or self._sizes[-1][1] != sequences:
             self._sizes.append((self.taken, sequences))
 
     def use(self, train: Any, validation: Any) -> None:

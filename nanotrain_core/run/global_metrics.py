@@ -30,9 +30,7 @@ def sum_over_data(
     mine = values.to(mesh.device, torch.float64, non_blocking=True)
     if not mesh.is_first_replica(once_per_pipeline=once_per_pipeline):
         mine = torch.zeros_like(mine)
-    more = torch.tensor(
-        list(extra_sums), dtype=torch.float64
-    )  # created on the device, it would make the host wait
+    more = torch.tensor(list(extra_sums), dtype=torch.float64)  # on the device the host would wait for it
     total = torch.cat([mine, more.to(mesh.device, non_blocking=True)])
     mesh.all_reduce(total)
     return total

@@ -42,7 +42,7 @@ def roll_back(engine: RuntimeEngine) -> None:
     engine.stop.request_rollback(None)
     engine.readback.forget()
     engine.monitoring.board.forget()
-    engine.throughput.restart(engine.step, engine.run.feed.tokens)
+    engine.throughput.restart()
     engine.events.rollback(
         RollbackReport(step, request.onset, restored, skipped[-1], len(skipped), request.reason)
     )

@@ -43,7 +43,7 @@ def report_step(
     nothing = torch.zeros((), device=run.mesh.device)
     sums = sum_over_data(torch.stack([losses.get(name, nothing) for name in names]), run.mesh)
     means = {n: (s / counts[n]).item() for n, s in zip(names, sums.unbind(), strict=True)}
-    seconds, tokens_per_second = engine.throughput.since(engine.step, run.feed.tokens, restart=logged)
+    seconds, tokens, sequences, flops = engine.throughput.since(restart=logged)
     report = StepReport(
         step=engine.step,
         loss=sum(run.loss_weights[name] * value for name, value in means.items()),
@@ -51,7 +51,7 @@ def report_step(
         grad_norm=stats.grad_norm.item(),
         lr=lr,
         tokens=run.feed.tokens,
-        tokens_per_second=tokens_per_second,
+        tokens_per_second=tokens,
         seconds=seconds,
         loss_scale=loss_scale,
         skipped=bool(stats.skipped),
@@ -59,7 +59,8 @@ def report_step(
         bubble=bubble(engine.executor.idle, run.owners, run.mesh),
         phase=run.phases.number if run.phases else None,
         length=run.feed.length,
-        flops_per_token=run.flops_per_token,
+        flops_per_token=flops,
+        sequences_per_second=sequences,
     )
     engine.events.step(report, logged=logged)
     for found in engine.monitoring.board.logged(report.step, step_values(report)) if logged else ():

@@ -28,22 +28,27 @@ def peak_flops(device: str) -> float | None:
 
 
 class Throughput:
-    """Seconds per step and tokens per second since the last measurement or restart."""
+    """Means over the steps since the last measurement or restart, of which phases may change the batch."""
 
     def __init__(self) -> None:
-        self.restart(0, 0)
+        self.restart()
 
-    def restart(self, step: int, tokens: int) -> None:
-        """Measure from here, at this total of steps and tokens: the time before was not training."""
-        self._began, self._step, self._tokens = time.monotonic(), step, tokens
+    def restart(self) -> None:
+        """Measure from here: the time before was not training."""
+        self._began, self._sums = time.monotonic(), [0.0] * 4
 
-    def since(self, step: int, tokens: int, *, restart: bool = True) -> tuple[float, float]:
-        """Return seconds per step and tokens per second since the last restart.
+    def add(self, tokens: int, length: int | None, flops_per_token: float) -> None:
+        """Add a step: the tokens of its batch, in sequences of this length, if it is known."""
+        step = 1, tokens, tokens / length if length else 0.0, tokens * flops_per_token
+        self._sums = [sum(pair) for pair in zip(self._sums, step, strict=True)]
+
+    def since(self, *, restart: bool = True) -> tuple[float, float, float, float]:
+        """Return seconds per step, tokens and sequences per second, and FLOPs per token.
 
         With ``restart``, measure from here afterwards.
         """
         elapsed = max(time.monotonic() - self._began, 1e-9)
-        found = elapsed / max(1, step - self._step), (tokens - self._tokens) / elapsed
+        steps, tokens, sequences, flops = self._sums
         if restart:
-            self.restart(step, tokens)
-        return found
+            self.restart()
+        return elapsed / max(1, steps), tokens / elapsed, sequences / elapsed, flops / max(1, tokens)

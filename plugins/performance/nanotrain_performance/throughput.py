@@ -105,8 +105,8 @@ class Throughput(Monitor):
         run, put = self.run, self.run.metrics.scalar
         put("speed/tokens_per_second_per_device", report.tokens_per_second / run.world_size)
         put("speed/steps_per_second", 1 / report.seconds)
-        if report.length:
-            put("speed/samples_per_second", report.tokens_per_second / report.length)
+        if report.sequences_per_second:
+            put("speed/samples_per_second", report.sequences_per_second)
         if self.effective is not None:
             put("speed/effective_tokens_per_second", self.effective / (steps * report.seconds))
         self.effective = None

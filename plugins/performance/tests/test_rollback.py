@@ -32,7 +32,13 @@ class Works:
 
 
 #: Of a logged step.
-REPORT = {"step": 1, "seconds": 3.0, "tokens_per_second": 1.0, "length": 16, "flops_per_token": 0.0}
+REPORT = {
+    "step": 1,
+    "seconds": 3.0,
+    "tokens_per_second": 1.0,
+    "sequences_per_second": 0.5,
+    "flops_per_token": 0.0,
+}
 
 
 def started(progress, told):
