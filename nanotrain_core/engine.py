@@ -342,7 +342,7 @@ class RuntimeEngine:
         A stop request ends it without a report; a resumed run then evaluates before its first step.
         """
         mine, counted, seen = torch.zeros(3, 1, dtype=torch.float64, device=self.run.mesh.device)
-        for batch in self.run.feed.validation():
+        for batch, positions in self.run.feed.validation():
             self.note("evaluation")
             agree_now(self.stop, self.run.mesh)
             self.evaluation_pending = self.stop.reason is not None
@@ -350,7 +350,7 @@ class RuntimeEngine:
                 return
             mine += self.executor.forward(batch).get("lm", 0.0)
             counted += self.run.feed.counts(batch)["lm"]
-            seen += self.run.feed.positions(batch)
+            seen += positions
         if report := evaluation(self, mine, counted, seen):
             self.evaluated = self.step if isfinite(report.loss) else self.evaluated
             self.events.evaluation(report)

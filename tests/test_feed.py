@@ -116,7 +116,7 @@ def test_every_rank_has_as_many_microbatches_the_last_of_them_smaller(sequences,
         data, shard = Rows(), Shard(rank, ranks)
         fed = DataFeed(data, data, shape, EvaluationConfig(sequences=1), shard, torch.device("cpu"))
         seen.append(fed.microbatches())
-        validated.append(list(fed.validation()))
+        validated.append([batch for batch, _ in fed.validation()])
     assert sorted([[part.sequences for part in mine] for mine in seen], reverse=True) == sizes
     for found in (seen, validated):
         taken = torch.cat([part.tokens for mine in found for part in mine])
@@ -141,18 +141,20 @@ def test_rows_that_fill_up_the_last_validation_batch_are_no_positions():
 
 
 class Masked(SequenceData):
-    """Ten held-out sequences of four tokens, of which every other target is ignored."""
+    """Ten held-out sequences of four tokens: every other target is ignored, and all of every third one."""
 
     bytes_per_token, loss_counts = None, None
 
     def read_batch(self, numbers, *, validation):
         tokens = torch.ones(len(numbers), 4, dtype=torch.int64)
-        return Batch(tokens, torch.tensor([1, IGNORE, 1, IGNORE]).expand(len(numbers), 4))
+        targets = torch.tensor([1, IGNORE, 1, IGNORE]).repeat(len(numbers), 1)
+        targets[[number % 3 == 0 for number in numbers]] = IGNORE
+        return Batch(tokens, targets)
 
 
 @pytest.mark.parametrize(("ranks", "parts"), [(1, 1), (3, 1), (2, 2), (1, 3)])
 def test_positions_are_those_of_the_held_out_sequences_on_every_layout(ranks, parts):
-    """A part may have none of its sequence's targets: its positions are not those of padding."""
+    """A part, or a whole sequence, may have no target: its positions are not those of padding."""
     shape, found = BatchConfig(sequences=8, microbatch=2, length=4), 0
     for rank, part in product(range(ranks), range(parts)):
         data = Masked()
@@ -161,7 +163,7 @@ def test_positions_are_those_of_the_held_out_sequences_on_every_layout(ranks, pa
         fed = DataFeed(
             data, data, shape, EvaluationConfig(sequences=16), device=torch.device("cpu"), **shards
         )
-        found += sum(int(fed.positions(batch)) for batch in fed.validation())
+        found += sum(positions for _, positions in fed.validation())
     assert found == 10 * 4
 
 

@@ -46,7 +46,9 @@ class Data(Protocol):
     def validation_batch(self, index: int, sequences: int, shard: Shard) -> Batch | None:
         """Return this shard's rows of the ``index``-th validation batch; None after the last.
 
-        Batches come in one fixed order. The last is padded with rows of ignored targets.
+        Batches come in one fixed order. The last is padded with rows of ignored targets. If there is an
+        attribute ``validation``, an int, it is the number of held-out sequences: it tells sequences without
+        any target from padding.
         """
         ...
 

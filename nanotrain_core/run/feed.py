@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from typing import Any, Protocol, TypeGuard
 
 import torch
@@ -57,16 +58,15 @@ class Feed(Protocol):
         """
         ...
 
-    def validation(self) -> Iterator[Batch]:
-        """Yield this rank's shard of the validation batches, the same each time."""
+    def validation(self) -> Iterator[tuple[Batch, int]]:
+        """Yield this rank's shard of the validation batches, the same each time.
+
+        Each comes with the number of its tokens, predicted or not, without rows that pad it.
+        """
         ...
 
     def counts(self, batch: Batch) -> Mapping[str, torch.Tensor]:
         """Return the counts by which each loss term of ``batch`` is averaged."""
-        ...
-
-    def positions(self, batch: Batch) -> torch.Tensor | int:
-        """Return the number of tokens of a validation batch, predicted or not, without rows that pad it."""
         ...
 
     def resize(self, batch: BatchConfig, validated: BatchConfig) -> None:
@@ -256,7 +256,7 @@ class DataFeed:
         if self._sizes[-1][1] != self.batch.sequences:
             self._sizes.append((self.taken, self.batch.sequences))
 
-    def validation(self) -> Iterator[Batch]:
+    def validation(self) -> Iterator[tuple[Batch, int]]:
         """Yield this rank's microbatches of ``[evaluation] sequences``, rounded up to whole global batches.
 
         A global batch is the unit so that every layout evaluates the same sequences.
@@ -264,16 +264,23 @@ class DataFeed:
         shape = self._validated
         self._have_length(shape.length)
         for index in range(-(-self.evaluation.sequences // shape.sequences)):
-            batch = self.data.validation_batch(index, shape.sequences, self.shard)
-            if batch is None:
+            if (batch := self.data.validation_batch(index, shape.sequences, self.shard)) is None:
                 return
-            yield from self._split(self._checked("validation_batch", batch, shape), shape)
+            rows = iter(self._held_out(self._checked("validation_batch", batch, shape), index))
+            for mine in self._split(batch, shape):
+                yield mine, sum(islice(rows, mine.sequences)) * mine.tokens.shape[1]
 
-    def positions(self, batch: Batch) -> torch.Tensor:
-        """Return the number of tokens in rows with a target: rows of padding have none."""
-        whole = batch.whole or batch
-        assert whole.targets is not None
-        return (whole.targets != IGNORE).any(1).sum() * batch.tokens.shape[1]
+    def _held_out(self, batch: Batch, index: int) -> list[bool]:
+        """Return for each row of the ``index``-th validation batch whether it is no padding.
+
+        A sequence may have no target, as padding does: rows without targets are taken for padding only where
+        the data does not say how many sequences it holds out.
+        """
+        known, size = getattr(self.data, "validation", None), self._validated.sequences
+        if isinstance(known, int):
+            return [index * size + row < known for row in self.shard.rows(size)]
+        assert batch.targets is not None
+        return (batch.targets != IGNORE).any(1).tolist()
 
 
 def _skips_ahead(data: Data) -> TypeGuard[SkipsAhead]:
@@ -282,7 +289,5 @@ def _skips_ahead(data: Data) -> TypeGuard[SkipsAhead]:
     If inherited from a class whose ``train_batch`` a subclass overrides, it may not advance the subclass.
     """
     order = type(data).__mro__
-    defines = {name: next((c for c in order if name in vars(c)), object) for name in ("skip", "train_batch")}
-    return isinstance(data, SkipsAhead) and order.index(defines["skip"]) <= order.index(
-        defines["train_batch"]
-    )
+    skip, take = (next((c for c in order if name in vars(c)), object) for name in ("skip", "train_batch"))
+    return isinstance(data, SkipsAhead) and order.index(skip) <= order.index(take)

@@ -169,8 +169,8 @@ class LoaderFeed:
         """Return whether any batch of the step at ``position`` is in a skipped range."""
         return any(first < position + self.accumulate and position < end for first, end in self.skipped)
 
-    def validation(self) -> Iterator[Batch]:
-        """Yield all validation batches. Collective.
+    def validation(self) -> Iterator[tuple[Batch, int]]:
+        """Yield all validation batches, each with the number of its tokens: none is padding. Collective.
 
         Raises:
             NanotrainError: ranks have different numbers of them, as far as loaders know theirs: each batch is
@@ -183,15 +183,11 @@ class LoaderFeed:
                 f"the validation loaders of ranks 0 to {len(counts) - 1} have {counts} batches: expected "
                 "equally many, as a DistributedSampler gives"
             )
-        return map(self._batch, loader)
+        return ((batch, batch.tokens.numel()) for batch in map(self._batch, loader))
 
     def counts(self, batch: Batch) -> Mapping[str, torch.Tensor]:
         """Return the number of predicted positions."""
         return {"lm": batch.target_tokens()}
-
-    def positions(self, batch: Batch) -> int:
-        """Return the number of tokens, predicted or not: a loader's batches are not padded."""
-        return batch.tokens.numel()
 
     def of_last(self, steps: int) -> tuple[int, int]:
         """Return which batches the last ``steps`` steps used, including those they skipped."""

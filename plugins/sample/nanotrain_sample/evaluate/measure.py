@@ -68,7 +68,7 @@ def validation(run: Run) -> Measured:
     """
     executor = Executor(run.stages, run.gradients, run.mesh, run.owners, run.passes)
     mine, counted = torch.zeros(2, 1, dtype=torch.float64, device=run.mesh.device)
-    for batch in run.feed.validation():
+    for batch, _ in run.feed.validation():
         mine += executor.forward(batch).get("lm", 0.0)
         counted += run.feed.counts(batch)["lm"]
     loss = sum_over_data(mine, run.mesh).item()
