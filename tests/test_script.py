@@ -234,18 +234,33 @@ def test_the_schedule_drives_the_scripts_optimizer():
     assert [report.lr for report in recorder.steps] == pytest.approx([0.2, 0.4, 0.4, 0.3, 0.2, 0.1])
 
 
-def test_a_rate_that_is_set_between_two_calls_is_the_new_peak():
+@pytest.mark.parametrize("kind", [float, torch.tensor])
+def test_a_rate_that_is_set_between_two_calls_is_the_new_peak(kind):
     """The first call's schedule had overwritten it."""
     model, recorder = make_model(), Recorder()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=kind(0.1))
     config = ScriptConfig(lr_schedule=LRScheduleConfig(warmup_steps=2))
     engine = RuntimeEngine(model, optimizer, config, callbacks=[recorder])
     engine.fit(make_loader(), steps=4)
-    optimizer.param_groups[0]["lr"] = 0.001
+    optimizer.param_groups[0]["lr"] = kind(0.001)
     engine.fit(make_loader(), steps=6)
     RuntimeEngine(model, optimizer, config, callbacks=[recorder]).fit(make_loader(), steps=3)
     rates = [report.lr for report in recorder.steps]
-    assert rates == [0.05, 0.1, 0.1, 0.1, 0.001, 0.001, 0.0005, 0.001, 0.001]
+    assert rates == pytest.approx([0.05, 0.1, 0.1, 0.1, 0.001, 0.001, 0.0005, 0.001, 0.001], rel=1e-6)
+
+
+def test_a_rate_that_is_a_tensor_stays_the_peak_of_a_second_call():
+    """The schedule writes in place into the tensor, which was also remembered as the peak."""
+    model, recorder = make_model(), Recorder()
+    optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.4))
+    config = ScriptConfig(lr_schedule=LRScheduleConfig(use="linear", warmup_steps=0))
+    engine = RuntimeEngine(model, optimizer, config, callbacks=[recorder])
+    engine.fit(make_loader(), steps=2)
+    engine.fit(make_loader(), steps=4)
+    assert [report.lr for report in recorder.steps] == pytest.approx([0.4, 0.2, 0.2, 0.1])
+    optimizer.param_groups[0]["lr"].fill_(0.8)
+    engine.fit(make_loader(), steps=5)
+    assert recorder.steps[-1].lr == pytest.approx(0.16)
 
 
 def test_a_callback_can_stop_the_run():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from math import cos, pi
+from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
@@ -39,6 +40,11 @@ def factor(config: LRScheduleConfig, steps: int) -> Callable[[int], float]:
     return at
 
 
+def copied(rate: Any) -> Any:
+    """Return a rate as it is now: ``LambdaLR`` writes in place into one that is a tensor."""
+    return rate.detach().clone() if isinstance(rate, torch.Tensor) else rate
+
+
 class Scheduler(LambdaLR):
     """Advances after a skipped step too, even the first, without torch's warning about it."""
 
@@ -51,8 +57,7 @@ class Scheduler(LambdaLR):
     def _note(self) -> None:
         """Record the rates, by which :func:`lr_scheduler` knows those that a script sets."""
         for group in self.optimizer.param_groups:
-            if isinstance(group["lr"], float):  # a tensor on a device is not read
-                group["scheduled_lr"] = group["lr"]
+            group["scheduled_lr"] = copied(group["lr"])
 
     def set_peak(self, rate: float, of: float) -> None:
         """Apply the schedule's factors, including that of the next step, to another peak rate.
@@ -78,7 +83,7 @@ def lr_scheduler(
     since the last schedule of the optimizer is the new peak.
     """
     for group in optimizer.param_groups:
-        if "scheduled_lr" in group and group["scheduled_lr"] != group["lr"]:
-            group["initial_lr"] = group["lr"]
-        group.setdefault("initial_lr", group["lr"])
+        if float(group.get("scheduled_lr", group["lr"])) != float(group["lr"]):
+            group["initial_lr"] = copied(group["lr"])
+        group.setdefault("initial_lr", copied(group["lr"]))
     return Scheduler(optimizer, factor(config, steps), last_epoch=done - 1)
