@@ -93,7 +93,7 @@ def script(seed, optimizer, stop_after=0, loader="list", width=8, steps=STEPS, *
     losses = {report.step: (report.loss, report.grad_norm, report.lr, report.loss_scale, report.tokens)
               for report in records.reports}  # fmt: skip
     names = {parameter: name for name, parameter in model.named_parameters()}
-    state = {names[parameter]: found for parameter, found in inner.state.items()}
+    state = {names.get(key, key): found for key, found in inner.state.items()}
     return losses, copy.deepcopy({"model": model.state_dict(), "optimizer": state})
 
 
@@ -132,6 +132,70 @@ def test_a_script_that_is_stopped_and_run_again_ends_as_one_that_was_not(
     assert list(after) == list(range(STOP + 1, STEPS + 1))
     assert_bitwise(resumed, straight)
     assert len(straight["optimizer"]) == 5, "one head has no state"
+
+
+class Counting(torch.optim.Optimizer):
+    """Keeps state outside that of parameters: in its groups, as Prodigy and schedule-free do, and by name."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1, "decay": 0.5, "k": 0, "began": False, "late": 1.0})
+        self.state["all"] = {"sum": torch.zeros(()), "steps": 0}
+        self.state["scale"] = 1.0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        whole = self.state["all"]
+        whole["steps"] += 1
+        self.state["scale"] *= 0.9
+        for group in self.param_groups:
+            group["k"], group["began"] = group["k"] + 1, True
+            group.setdefault("total", torch.zeros(1)).add_(1)
+            group["late"] = 2.0 if group["k"] > STOP else group["late"]
+            gradients = [p for p in group["params"] if p.grad is not None]
+            for parameter in gradients:
+                whole["sum"] += parameter.grad.square().sum()
+                rate = group["lr"] * self.state["scale"] * group["late"]
+                rate /= group["k"] + group["total"].item()
+                parameter.sub_(rate * parameter.grad / (whole["sum"] + whole["steps"]).sqrt())
+                parameter.mul_(1 - rate * group["decay"])
+
+
+OPTIMIZERS["Counting"] = Counting
+
+
+def test_state_that_an_optimizer_keeps_apart_from_parameters_is_restored(tmp_path):
+    losses, straight = script(0, "Counting")
+    first, _ = script(0, "Counting", stop_after=STOP - 1, folder=tmp_path, resume="auto")
+    after, resumed = script(1, "Counting", folder=tmp_path, resume="auto")
+    assert {**first, **after} == losses
+    assert_bitwise(resumed, straight)
+    assert straight["optimizer"]["all"]["steps"] == STEPS
+
+
+def test_going_back_undoes_what_an_optimizer_changed_in_its_groups_alone(tmp_path):
+    """What the script has changed since then stays."""
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = Counting(model.parameters())
+    settings = ScriptConfig(folder=tmp_path, save_every=STOP)
+    engine = RuntimeEngine(model, optimizer, settings)
+    engine.fit(plain_list(), steps=STOP)
+    group = optimizer.param_groups[0]
+    group["decay"] = 0.25
+    engine.fit(plain_list(), steps=STOP + 2)
+    assert (group["k"], group["late"]) == (STOP + 2, 2.0)
+    assert engine.load(str(STOP))
+    found = {key: group[key] for key in ("k", "began", "late", "decay", "total")}
+    expected = {"k": STOP, "began": True, "late": 1.0, "decay": 0.25, "total": torch.full((1,), float(STOP))}
+    assert_bitwise(found, expected)
+
+
+def test_state_that_cannot_be_saved_is_refused(tmp_path):
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.state[3] = {"steps": 0}
+    with pytest.raises(CheckpointError, match="keeps state under a int; only that of the model's parameters"):
+        RuntimeEngine(model, optimizer, ScriptConfig(folder=tmp_path)).fit(plain_list(), steps=1)
 
 
 def test_any_saved_step_can_be_gone_back_to(tmp_path):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 from nanotrain_core.contracts import Block, GradientSync, Optimizer, Precision, StepStats
 from nanotrain_core.errors import CheckpointError, NanotrainError
@@ -17,6 +17,10 @@ from nanotrain_core.optim.master_optimizer import step_unless
 
 #: Options that affect how a step is computed, not its result: a resumed run may change them.
 FREE = {"foreach", "fused", "capturable", "differentiable"}
+#: Entries of a parameter group that are not the optimizer's own: the script or a schedule sets them.
+SET = {"params", "lr", "initial_lr", "scheduled_lr"}
+#: Types of values that JSON keeps unchanged.
+PLAIN = bool | int | float | str | None
 
 
 def has_momentum(inner: torch.optim.Optimizer) -> bool:
@@ -71,9 +75,9 @@ class Reached:
 class ScriptOptimizer(Optimizer):
     """A torch optimizer that steps on the engine's gradients.
 
-    Its state for each parameter is saved unchanged, tensors of any shape and plain numbers, for any
-    optimizer. Its options, such as betas and weight decay, are those that the script sets, even after a
-    resume.
+    Its state is saved unchanged, tensors of any shape and plain numbers, for any optimizer. What it changes
+    in its parameter groups when it steps, as Prodigy does its ``d``, is state. Its options, such as betas and
+    weight decay, are those that the script sets, even after a resume.
     """
 
     def __init__(
@@ -88,6 +92,8 @@ class ScriptOptimizer(Optimizer):
         self.clip_norm = clip_norm
         self.reached = Reached(placed, mesh)
         self.names = {each.parameter: each.placement.name for each in placed}
+        self.own: dict[int, dict[str, Any]] = defaultdict(dict)
+        """For each parameter group the entries that are state, with their values before they changed."""
         self._incoming: dict[str, dict[str, Any]] | None = None
 
     def setup(
@@ -124,19 +130,31 @@ class ScriptOptimizer(Optimizer):
             return StepStats(norm, skipped=True)
         if pairs and (self.clip_norm or loss_scale != 1.0):
             torch._foreach_mul_(gradients, clip_factor(norm, self.clip_norm, gradients) / loss_scale)
+        before = [dict(group) for group in self.inner.param_groups]
         step_unless(skipped.float() if on_device else None, self.inner)
+        for old, (group, own) in zip(before, self._groups_and_own(), strict=False):
+            changed = {key for key in group if not same(old.get(key), group[key])} - SET
+            own.update({key: old.get(key) for key in changed - own.keys()})
         return StepStats(norm, skipped if on_device else False)
 
     # --- state --------------------------------------------------------------------------------
 
     def blocks(self) -> Iterator[Block]:
-        """Yield every tensor of the optimizer's state, named after its parameter."""
+        """Yield every tensor of the optimizer's state, named after its parameter, group or key."""
         for name, state in self._state():
             yield from (block(key, name, t) for key, t in state.items() if isinstance(t, torch.Tensor))
 
-    def _state(self) -> Iterable[tuple[str, dict[str, Any]]]:
+    def _state(self) -> Iterator[tuple[str, dict[str, Any]]]:
         kept = self.inner.state
-        return ((name, kept[parameter]) for parameter, name in self.names.items() if parameter in kept)
+        yield from ((name, kept[parameter]) for parameter, name in self.names.items() if parameter in kept)
+        for number, (group, own) in enumerate(self._groups_and_own()):
+            yield f"param_groups[{number}]", {key: group[key] for key in own if key in group}
+        others: dict[Any, Any] = {key: value for key, value in kept.items() if key not in self.names}
+        yield from ((f"state[{key}]", value) for key, value in others.items() if isinstance(value, dict))
+        yield "state", {key: value for key, value in others.items() if not isinstance(value, dict)}
+
+    def _groups_and_own(self) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+        return ((group, self.own[number]) for number, group in enumerate(self.inner.param_groups))
 
     def meta(self) -> dict[str, Any]:
         """Return the class of the optimizer and its state: plain values, and the form of each tensor.
@@ -144,6 +162,12 @@ class ScriptOptimizer(Optimizer):
         Raises:
             CheckpointError: its state has something that cannot be saved.
         """
+        for key in self.inner.state.keys() - self.names.keys():
+            if not isinstance(key, str):
+                raise CheckpointError(
+                    f"the optimizer keeps state under a {type(key).__name__}; only that of the model's "
+                    "parameters, and under names, can be saved"
+                )
         state = {
             name: {key: described(f"{key} of {name}", value) for key, value in found.items()}
             for name, found in self._state()
@@ -155,9 +179,11 @@ class ScriptOptimizer(Optimizer):
         return [
             {
                 "parameters": [self.names[p] for p in group["params"]],
-                "switches": {k: v for k, v in group.items() if isinstance(v, bool) and k not in FREE},
+                "switches": {
+                    k: v for k, v in group.items() if isinstance(v, bool) and k not in FREE | {*own}
+                },
             }
-            for group in self.inner.param_groups
+            for group, own in self._groups_and_own()
         ]
 
     def expect(self, meta: Mapping[str, Any]) -> list[Block]:
@@ -169,11 +195,10 @@ class ScriptOptimizer(Optimizer):
             CheckpointError: it belongs to another optimizer.
         """
         self._refuse_other(meta)
-        parameters = {name: parameter for parameter, name in self.names.items()}
+        devices = {name: parameter.device for parameter, name in self.names.items()}
         self._incoming = {
-            name: {key: allocated(parameters[name], form) for key, form in state.items()}
+            name: {key: allocated(devices.get(name, self.mesh.device), form) for key, form in state.items()}
             for name, state in meta["state"].items()
-            if name in parameters
         }
         return [
             block(key, name, value)
@@ -218,6 +243,13 @@ class ScriptOptimizer(Optimizer):
             self.inner.state.pop(parameter, None)
             if name in incoming:
                 self.inner.state[parameter] = incoming[name]
+        for number, (group, own) in enumerate(self._groups_and_own()):
+            saved = incoming.get(f"param_groups[{number}]", {})
+            own.update({key: group.get(key) for key in saved.keys() - own.keys()})
+            group.update({**own, **saved})
+        others: dict[Any, Any] = self.inner.state
+        others.update(incoming.get("state", {}))
+        others.update({name[6:-1]: kept for name, kept in incoming.items() if name.startswith("state[")})
 
 
 def block(key: str, name: str, tensor: torch.Tensor) -> Block:
@@ -225,21 +257,31 @@ def block(key: str, name: str, tensor: torch.Tensor) -> Block:
     return Block(f"{key}/{name}", tuple(tensor.shape), (0,) * tensor.dim(), tensor)
 
 
+def same(old: Any, new: Any) -> bool:
+    """Return whether an entry of a parameter group is unchanged.
+
+    A tensor is not read, and always counts as changed: a script sets none but a learning rate.
+    """
+    if isinstance(new, torch.Tensor):
+        return False
+    return old is new or (isinstance(new, PLAIN) and type(old) is type(new) and bool(old == new))
+
+
 def described(what: str, value: Any) -> Any:
     """Return the form of a tensor, or a plain value unchanged, as JSON."""
     if isinstance(value, torch.Tensor):
         dtype = str(value.dtype).removeprefix("torch.")
         return {"dtype": dtype, "shape": list(value.shape), "host": value.device.type == "cpu"}
-    if value is None or isinstance(value, bool | int | float | str):
+    if isinstance(value, PLAIN):
         return {"value": value}
     raise CheckpointError(
         f"the optimizer keeps a {type(value).__name__} as {what}; only tensors and plain numbers can be saved"
     )
 
 
-def allocated(parameter: nn.Parameter, form: Mapping[str, Any]) -> Any:
-    """Return an empty tensor of the recorded shape, where the optimizer had one, or the plain value."""
+def allocated(device: torch.device, form: Mapping[str, Any]) -> Any:
+    """Return an empty tensor of the recorded shape, there or on the host, or the plain value."""
     if "value" in form:
         return form["value"]
-    device = torch.device("cpu") if form["host"] else parameter.device
-    return torch.empty(form["shape"], dtype=getattr(torch, form["dtype"]), device=device)
+    where = torch.device("cpu") if form["host"] else device
+    return torch.empty(form["shape"], dtype=getattr(torch, form["dtype"]), device=where)
