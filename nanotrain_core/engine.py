@@ -166,7 +166,7 @@ class RuntimeEngine:
     def _fit(self, train_loader: Loader | None, val_loader: Loader | None, steps: int | None) -> EndReport:
         if steps is None and not self.steps:
             raise TypeError("fit needs steps=..., the total number of optimizer steps")
-        self.run.feed.use(train_loader, val_loader)
+        self.run.feed.use(train_loader, val_loader, go_on=self.step > self.steps)
         self.steps = self.steps if steps is None else steps
         self.stop.clear()
         self.run.gradients.zero()

@@ -221,7 +221,7 @@ SMALL = {
     "recipe": 1718,
     "registry": 600,
     "run": 2344,
-    "script": 585,
+    "script": 590,
     "watch": 438,
 }
 

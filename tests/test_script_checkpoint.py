@@ -233,6 +233,36 @@ def test_every_rank_of_a_script_finds_its_own_place(tmp_path):
         assert all(map(torch.equal, resumed[rank], straight[rank]))
 
 
+def two_calls(seed, first, second, stop_after=0, **config):
+    torch.manual_seed(seed)
+    model, records = Net(), Records(stop_after)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    engine = RuntimeEngine(model, optimizer, ScriptConfig(**config), callbacks=[records])
+    engine.fit(first, steps=2)
+    torch.rand(seed)
+    engine.fit(second, steps=STEPS)
+    return {report.step: report.loss for report in records.reports}
+
+
+def test_a_script_with_several_calls_of_fit_goes_on_in_the_loader_of_the_right_one(tmp_path):
+    """Each call starts its loader anew, also the second of a resumed script, which had lost its position."""
+    short = plain_list()[:2]
+    losses = two_calls(0, short, shuffled())
+    first = two_calls(0, short, shuffled(), stop_after=4, folder=tmp_path, resume="auto")
+    assert max(first) == 5
+    assert {**first, **two_calls(1, short, shuffled(), folder=tmp_path, resume="auto")} == losses
+
+
+def test_an_iterator_over_several_calls_of_fit_is_refused_after_a_resume(tmp_path):
+    once = iter(many_batches())
+    two_calls(0, once, once, stop_after=4, folder=tmp_path, resume="auto")
+    again = iter(many_batches())
+    with pytest.raises(
+        NanotrainError, match="the train_loader is a list_iterator, which can be iterated only"
+    ):
+        two_calls(0, again, again, folder=tmp_path, resume="auto")
+
+
 # --- what cannot be resumed -----------------------------------------------------------------------
 
 

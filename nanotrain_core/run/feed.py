@@ -42,8 +42,15 @@ class Feed(Protocol):
     """Ranges of sequences (for a script's loader: batches), counted from the beginning of the run, that are
     not trained on."""
 
-    def use(self, train: Any, validation: Any) -> None:
-        """Set a script's loaders; a recipe's feed has its data already and rejects others."""
+    def use(self, train: Any, validation: Any, *, go_on: bool) -> None:
+        """Set a script's loaders; a recipe's feed has its data already and rejects others.
+
+        Args:
+            train: the loader of one call of fit.
+            validation: its validation batches.
+            go_on: whether the step is beyond the previous call's last one: a checkpoint of a later call was
+                loaded, and the position in its loader must be kept.
+        """
         ...
 
     def step_done(self) -> None:
@@ -151,7 +158,7 @@ class DataFeed:
         if not self._sizes or self._sizes[-1][1] != sequences:
             self._sizes.append((self.taken, sequences))
 
-    def use(self, train: Any, validation: Any) -> None:
+    def use(self, train: Any, validation: Any, *, go_on: bool = False) -> None:
         """Reject loaders: the recipe names the data. The batch of an interrupted step is skipped.
 
         Raises:

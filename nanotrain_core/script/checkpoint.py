@@ -52,8 +52,8 @@ class ScriptCheckpoint(SimpleCheckpoint):
         """Load, and restore how the pass over the loader began in the feed; not after a change of layout."""
         saved = super().load(which, state)
         if saved is not None:
-            streams = saved.rank_tensors.items()
-            self.feed.begun = {n.removeprefix(LOADER): t for n, t in streams if n.startswith(LOADER)}
+            self.feed.restored = streams = saved.rank_tensors
+            self.feed.begun = {n.removeprefix(LOADER): streams[n] for n in streams if n.startswith(LOADER)}
         return saved
 
 

@@ -63,21 +63,29 @@ class LoaderFeed:
         self.tokens = self.tokens_before = self.taken = self.into = self.epoch = 0
         self.begun: Mapping[str, torch.Tensor] = {}
         """Streams at the beginning of the pass that :attr:`into` counts in: see :class:`Taken`."""
+        self.restored: Mapping[str, torch.Tensor] = {}
+        """Streams of a restored position, until a batch is taken from it."""
         self._tokens = 0
         self._ahead: list[Taken] = []
         """The next step's batches, if their size was already requested."""
 
-    def use(self, train: Loader | None, validation: Loader | None) -> None:
-        """Set the loaders of one call of fit.
+    def use(self, train: Loader | None, validation: Loader | None, *, go_on: bool = False) -> None:
+        """Set the loaders of one call of fit, and begin with them, or keep the position if it goes on.
 
         Raises:
             TypeError: there is no training loader.
+            NanotrainError: the position is in an iterator of which an earlier call has taken batches.
         """
         if train is None:
             raise TypeError("fit needs a train_loader that yields (inputs, targets)")
+        if self.restored and train is self.data:
+            self._refuse_iterator()
         self.data, self.held_out, self._used = train, validation, False
-        self.epoch += self.taken > 0
-        self._go_to(0)
+        if go_on:  # calls without a step have read a batch of their loaders, to know its size
+            random_state.restore(self.restored)
+        else:
+            self.epoch += self.taken > 0
+        self._go_to(self.into if go_on else 0)
 
     def _go_to(self, into: int) -> None:
         self.into, self._ahead, self._tokens = into, [], 0
@@ -128,7 +136,7 @@ class LoaderFeed:
         if not self._tokens:
             try:
                 self._ahead = self._take()
-            except EmptyLoader:  # raised when a step needs a batch
+            except (EmptyLoader, CheckpointError):  # raised when a step needs a batch
                 self._batches = self._from(self.into)
             self._tokens = self._size(self._ahead)
         return self._tokens
@@ -153,7 +161,7 @@ class LoaderFeed:
             self.taken += self.accumulate
         self.taken += self.accumulate
         self.into, self.epoch, self.begun = taken[-1].into, taken[-1].epoch, taken[-1].begun
-        self._tokens = self._size(taken)
+        self._tokens, self.restored = self._size(taken), {}
         self.tokens_before, self.tokens = self.tokens, self.tokens + self._tokens
         return [each.batch for each in taken]
 
@@ -209,15 +217,18 @@ class LoaderFeed:
         Raises:
             NanotrainError: the loader is an iterator that batches were taken from: it cannot be restarted.
         """
+        self._refuse_iterator()
+        self.taken, self.tokens = int(meta["taken"]), int(meta["tokens"])
+        self.skipped = [(int(first), int(end)) for first, end in meta["skipped"]]
+        self.epoch = int(meta.get("epoch", 0))
+        self._go_to(int(meta["into"]))
+
+    def _refuse_iterator(self) -> None:
         if self._used and isinstance(self.data, Iterator):
             raise NanotrainError(
                 f"the train_loader is a {type(self.data).__name__}, which can be iterated only once: to go "
                 "back to a checkpoint it must be iterable again, as a list or a DataLoader is"
             )
-        self.taken, self.tokens = int(meta["taken"]), int(meta["tokens"])
-        self.skipped = [(int(first), int(end)) for first, end in meta["skipped"]]
-        self.epoch = int(meta.get("epoch", 0))
-        self._go_to(int(meta["into"]))
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
