@@ -118,6 +118,21 @@ def test_verify_compares_the_model_with_the_recipe_and_the_tensors(run, tmp_path
     assert said in ended.out
 
 
+def in_a_phase(meta):
+    meta["model"]["rope_theta"] = 20000.0
+    meta["recipe"] += "\n[[phase]]\nuntil_tokens = 96\n\n[[phase]]\n[phase.model]\nrope_theta = 20000.0\n"
+
+
+def test_verify_accepts_a_model_that_a_phase_has_changed(run, tmp_path):
+    path = tmp_path / "step-00000006.safetensors"
+    path.write_bytes((run / "run/checkpoints" / path.name).read_bytes())
+    change_state(path, "simple", in_a_phase)
+    ended = ckpt("verify", ".", cwd=tmp_path)
+    assert (ended.code, ended.out) == (Exit.DONE, "step 6: whole\n")
+    change_state(path, "simple", norm)  # which no phase changes
+    assert "its state is of another model: model.norm_eps is 0.1" in ckpt("verify", ".", cwd=tmp_path).out
+
+
 @pytest.mark.parametrize(
     ("words", "text"),
     [

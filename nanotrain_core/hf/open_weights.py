@@ -167,8 +167,11 @@ def model_problems(saved: CheckpointInfo, registry: Registry) -> list[str]:
         return []
     try:
         model = select(described["meta"]["model"], registry, saved.path)
-        recipe = select(tomli.loads(described["meta"]["recipe"])["model"], registry, saved.path)
-        refuse_other_model(model_table(model), recipe, what=f"{saved.path}: unlike its recipe, its state is")
+        recipe = tomli.loads(described["meta"]["recipe"])
+        ours = select(recipe["model"], registry, saved.path)
+        changing = {key for phase in recipe.get("phase", ()) for key in phase.get("model", ())}
+        what = f"{saved.path}: unlike its recipe, its state is"
+        refuse_other_model(model_table(model), ours, what=what, changing=changing)
         return [f"{saved.path}: {problem}" for problem in differences(weights, shapes_of(model, registry))]
     except (NanotrainError, tomli.TOMLDecodeError, LookupError) as problem:
         return [str(problem)]

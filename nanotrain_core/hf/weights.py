@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 
 import attrs
 import torch
@@ -73,12 +74,8 @@ class Atlas:
         """
         for name, shape in self.theirs.items():
             pieces = self.pieces[name]
-            yield Entry(
-                name,
-                shape,
-                dtypes[pieces[0].name],
-                lambda name=name, pieces=pieces: _assemble(source, pieces, self.upright[name]),  # type: ignore[misc]
-            )
+            assemble = partial(_assemble, source, pieces, self.upright[name])
+            yield Entry(name, shape, dtypes[pieces[0].name], assemble)
 
 
 def _pieces(mapping: ParameterMapping, shape: Shape) -> list[Piece]:
