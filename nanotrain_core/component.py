@@ -176,7 +176,8 @@ class Component:
     weights: str | None = None
     """``"module:attribute"`` of a callable that opens a checkpoint of this component to read only its
     weights: it takes a path and returns :class:`~nanotrain_core.contracts.SavedWeights`, or None if the path
-    has another format. For ``--weights`` and ``nanotrain convert``."""
+    has another format; of a run folder, those of the newest checkpoint. For ``--weights`` and ``nanotrain
+    convert``. In a folder with checkpoints of several components ``listing`` tells which is the newest."""
     listing: str | None = None
     """``"module:attribute"`` of a callable that lists the checkpoints of this component at a path (a run
     folder, the folder of its checkpoints, or one of them), oldest first, each as a

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 
 import pytest
@@ -11,7 +12,9 @@ from safetensors.torch import load_file
 from test_damaged_checkpoints import change_state
 from test_run import SMALL
 
-from nanotrain_core.errors import Exit
+from nanotrain_core.errors import CheckpointError, Exit
+from nanotrain_core.hf.open_weights import open_weights
+from nanotrain_core.registry.registry import load_plugins
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +134,35 @@ def test_verify_accepts_a_model_that_a_phase_has_changed(run, tmp_path):
     assert (ended.code, ended.out) == (Exit.DONE, "step 6: whole\n")
     change_state(path, "simple", norm)  # which no phase changes
     assert "its state is of another model: model.norm_eps is 0.1" in ckpt("verify", ".", cwd=tmp_path).out
+
+
+@pytest.fixture(scope="module")
+def mixed(run):
+    """Return a function that fills a folder: ``simple`` checkpoints of given steps, a sharded one of 3."""
+    assert ckpt("convert", "run", "other", "--to", "sharded_v2", "--step", "3", cwd=run).code == Exit.DONE
+
+    def fill(folder, *steps):
+        shutil.copytree(run / "other/checkpoints", folder / "checkpoints")
+        for step in steps:
+            name = f"checkpoints/step-{step:08d}.safetensors"
+            shutil.copy(run / "run" / name, folder / name)
+        return folder
+
+    return fill
+
+
+def test_the_newest_of_several_kinds_is_opened_for_its_weights(run, mixed, tmp_path):
+    reader = open_weights(mixed(tmp_path, 6), load_plugins()).reader
+    newest = load_file(run / "run/checkpoints/step-00000006.safetensors")
+    assert torch.equal(reader.read("norm.weight", (slice(0, 16),)), newest["norm.weight"])
+    assert ckpt("verify", ".", cwd=tmp_path).out == "step 3, sharded_v2: whole\nstep 6, simple: whole\n"
+
+
+def test_two_kinds_of_the_newest_step_are_refused_by_name(mixed, tmp_path):
+    said = r"step-00000003 and .*step-00000003\.safetensors; name one by its path"
+    with pytest.raises(CheckpointError, match=said):
+        open_weights(mixed(tmp_path, 3), load_plugins())
+    assert open_weights(tmp_path / "checkpoints/step-00000003", load_plugins()).reader.shapes
 
 
 @pytest.mark.parametrize(

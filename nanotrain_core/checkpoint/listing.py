@@ -15,6 +15,28 @@ def listed(path: Path, use: str, registry: Registry) -> list[CheckpointInfo]:
     return list(list_checkpoints(path)) if list_checkpoints is not None and path.exists() else []
 
 
+def listed_of_all(path: Path, registry: Registry) -> list[tuple[str, CheckpointInfo]]:
+    """Return (component, checkpoint) of every format at ``path``; oldest first."""
+    found = [(use, saved) for use in registry.names("checkpoint") for saved in listed(path, use, registry)]
+    return sorted(found, key=lambda item: item[1].step)
+
+
+def newest_path(path: Path, registry: Registry) -> Path:
+    """Return the newest checkpoint of any format at ``path``.
+
+    Raises:
+        CheckpointError: two of different formats are equally new, or no format that is there has a listing.
+    """
+    found = listed_of_all(path, registry)
+    newest = sorted({saved.path for _, saved in found if saved.step == found[-1][1].step})
+    if len(newest) != 1:
+        several = " and ".join(map(str, newest)) or "those of several formats that list none"
+        raise CheckpointError(
+            f"{path}: no checkpoint is newer than all others: {several}; name one by its path"
+        )
+    return newest[0]
+
+
 def resume_path(resume: str | None) -> Path | None:
     """Return the path that ``--resume`` names; None for a step, ``"latest"``, ``"auto"`` or nothing."""
     if resume is None or resume in ("auto", "latest") or resume.isdecimal():

@@ -87,9 +87,8 @@ class SimpleCheckpoint:
         self._agree(error)
         seconds = time.monotonic() - began
         written = [self.path(step)] if self.mesh.rank == 0 else []
-        self._complete.append(
-            CheckpointReport(step, self.path(step), seconds, blocked=seconds, written=written)
-        )
+        report = CheckpointReport(step, self.path(step), seconds, blocked=seconds, written=written)
+        self._complete.append(report)
 
     def settle(self) -> None:
         """Do nothing: a save is complete when :meth:`save` returns."""
@@ -149,10 +148,8 @@ class SimpleCheckpoint:
             same_layout = meta.get("degrees") == self.mesh.layout.degrees
             prefix = f"rng/{self.mesh.rank}/"
             self._set_aside_after(path, meta["step"])
-            streams = [name for name in names if same_layout and name.startswith(prefix)]
-            return TrainState(
-                state.blocks, meta, {n.removeprefix(prefix): file.get_tensor(n) for n in streams}
-            )
+            streams = [n.removeprefix(prefix) for n in names if same_layout and n.startswith(prefix)]
+            return TrainState(state.blocks, meta, {n: file.get_tensor(prefix + n) for n in streams})
 
     def fitted(self, state: TrainState, meta: Mapping[str, Any]) -> TrainState:
         """Return the state to fill, for a subclass whose blocks depend on the saved ``meta``."""
@@ -199,10 +196,8 @@ class SimpleCheckpoint:
             damaged[self.path(step)] = "; ".join(problems)
         # All damaged ones stay in place: otherwise the next launch would find none, and start from the
         # beginning.
-        none = damaged and found is None
-        self._agree(
-            f"no checkpoint in {self.folder} is whole: {next(iter(damaged.values()))}" if none else None
-        )
+        text = f"no checkpoint in {self.folder} is whole: {next(iter(damaged.values()), '')}"
+        self._agree(text if damaged and found is None else None)
         newest: Path | None = self.mesh.gather(found)[0]
         return newest, damaged
 
@@ -361,13 +356,8 @@ def put(whole: dict[str, torch.Tensor], key: BlockKey, tensor: torch.Tensor) -> 
 def gather_streams(streams: Mapping[str, torch.Tensor], mesh: Mesh) -> dict[str, torch.Tensor]:
     """Gather on rank 0: return every rank's streams under ``rng/<rank>/``."""
     mine = dict(streams)
-    everyone: list[dict[str, torch.Tensor] | None] = [mine]
+    everyone: list[dict[str, torch.Tensor]] = [mine]
     if mesh.world_size > 1:
-        everyone = [None] * mesh.world_size
+        everyone = [{}] * mesh.world_size
         dist.gather_object(mine, everyone if mesh.rank == 0 else None, dst=0)
-    return {
-        f"rng/{rank}/{name}": t
-        for rank, theirs in enumerate(everyone)
-        if theirs
-        for name, t in theirs.items()
-    }
+    return {f"rng/{rank}/{name}": t for rank, theirs in enumerate(everyone) for name, t in theirs.items()}

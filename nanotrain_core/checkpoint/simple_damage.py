@@ -42,10 +42,9 @@ def damage(path: Path) -> list[str]:
                 problems = [text for text in (_streams_problem(file),) if text]
             if problems:
                 return [f"{path}: {problem}" for problem in problems]
-            weights = [name for name in names_in(file) if "/" not in name]
-            return [
-                f"{path}: {name} is not finite" for name in weights if not is_finite(file.get_tensor(name))
-            ]
+            weights = (name for name in names_in(file) if "/" not in name)
+            odd = [name for name in weights if not is_finite(file.get_tensor(name))]
+            return [f"{path}: {name} is not finite" for name in odd]
     except (OSError, SafetensorError, KeyError, TypeError, ValueError) as problem:
         return [f"{path} is damaged: {problem}"]
 

@@ -26,13 +26,9 @@ def _files(path: Path) -> Iterator[Path]:
 
 
 def _saved(path: Path) -> CheckpointInfo:
-    return CheckpointInfo(
-        step=step_of(path),
-        path=path,
-        nbytes=path.stat().st_size,
-        describe=partial(_describe, path),
-        verify=partial(_verify, path),
-    )
+    step, nbytes = step_of(path), path.stat().st_size
+    describe, verify = partial(_describe, path), partial(_verify, path)
+    return CheckpointInfo(step=step, path=path, nbytes=nbytes, describe=describe, verify=verify)
 
 
 def _describe(path: Path) -> Mapping[str, Any]:

@@ -103,10 +103,11 @@ def verify(args: argparse.Namespace, registry: Registry) -> int:
 
     code = Exit.DONE
     found = find_checkpoints(args.path, registry, args.step)
-    for number, (_, saved) in enumerate(found, 1):
+    several = len({use for use, _ in found}) > 1
+    for number, (use, saved) in enumerate(found, 1):
         with show_progress(f"verifying checkpoint {number} of {len(found)}, {amount(saved.nbytes, 'B')}"):
             problems = saved.verify() or model_problems(saved, registry)
-        print(f"step {saved.step}: {'; '.join(problems) or 'whole'}")
+        print(f"step {saved.step}{f', {use}' if several else ''}: {'; '.join(problems) or 'whole'}")
         code = Exit.USER if problems else code
     print("nanotrain: a resume also compares its own recipe and data, not read here", file=sys.stderr)
     return code

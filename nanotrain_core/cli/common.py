@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from nanotrain_core.checkpoint.info import CheckpointInfo
-from nanotrain_core.checkpoint.listing import listed
+from nanotrain_core.checkpoint.listing import listed_of_all
 from nanotrain_core.errors import CheckpointError, shortened
 from nanotrain_core.recipe.load import Resolution, resolve_recipe
 from nanotrain_core.registry.discovery import PluginArguments
@@ -110,8 +110,7 @@ def find_checkpoints(
             f"{path}: no such file or folder{near}; expected a run folder, or a checkpoint in it"
         )
     kinds = [use for use in registry.names("checkpoint") if registry.get("checkpoint", use).listing]
-    found = [(use, saved) for use in kinds for saved in listed(path, use, registry)]
-    found.sort(key=lambda item: item[1].step)
+    found = listed_of_all(path, registry)
     chosen = [item for item in found if step in (None, item[1].step)]
     if not chosen:
         known = ", ".join(str(saved.step) for _, saved in found) or "none"

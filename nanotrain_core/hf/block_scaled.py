@@ -46,12 +46,10 @@ class BlockScaled:
         found = self._shards.read(name, index)
         if name not in self._narrow:
             return found
-        spans = [
-            slice(part.start // size, -(-part.stop // size))
-            for part, size in zip(index, self._block, strict=True)
-        ]
-        scale = self._shards.read(name + SCALE, tuple(spans))
-        for axis, (part, size) in enumerate(zip(index, self._block, strict=True)):
+        parts = list(zip(index, self._block, strict=True))
+        spans = tuple(slice(part.start // size, -(-part.stop // size)) for part, size in parts)
+        scale = self._shards.read(name + SCALE, spans)
+        for axis, (part, size) in enumerate(parts):
             each = torch.arange(part.start, part.stop) // size - part.start // size
             scale = scale.index_select(axis, each)
         return found.float().mul_(scale).bfloat16()

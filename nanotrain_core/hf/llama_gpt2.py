@@ -110,7 +110,7 @@ def _llama_config(config: TransformerConfig) -> dict[str, Any]:
     c = config
     if c.width % c.heads:
         raise HFError(f"{c.heads} heads do not divide width {c.width}, which its Llama wants")
-    result = {
+    return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "hidden_size": c.width,
@@ -128,7 +128,6 @@ def _llama_config(config: TransformerConfig) -> dict[str, Any]:
         "attention_dropout": 0.0,
         **_shared_config(c),
     }
-    return result
 
 
 def _shared_config(config: TransformerConfig) -> dict[str, Any]:

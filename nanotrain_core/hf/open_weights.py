@@ -6,7 +6,7 @@ component can open for its weights: a checkpoint, or a run folder.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import sha256
 from math import prod
 from pathlib import Path
@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from nanotrain_core.checkpoint.info import CheckpointInfo
+from nanotrain_core.checkpoint.listing import newest_path
 from nanotrain_core.checkpoint.run_state import load_json, read_json
 from nanotrain_core.checkpoint.safetensors_files import DTYPES, Shards, Tensors
 from nanotrain_core.checkpoint.tensor_boxes import Shape
@@ -104,15 +105,23 @@ def _open_ours(folder: Path) -> SavedWeights:
 def _open_checkpoint(path: Path, registry: Registry) -> SavedWeights:
     if not path.exists():
         raise CheckpointError(f"{path}: there is no such file or folder{nearby_weights(path)}")
-    for name in registry.names("checkpoint"):
-        opener = registry.get("checkpoint", name).load_optional("weights")
-        found: SavedWeights | None = opener(path) if opener else None
-        if found is not None:
-            return found
+    found = list(_opened(path, registry))
+    if len(found) > 1:  # listed in this case alone: a listing looks at every file of every checkpoint
+        found = list(_opened(newest_path(path, registry), registry))
+    if found:
+        return found[0]
     raise CheckpointError(
         f"{path} holds no weights that can be read: expected a folder with {CONFIG} (Hugging Face) or "
         f"{TABLE} (`nanotrain convert`), a checkpoint, or the folder of a run that saved one"
     )
+
+
+def _opened(path: Path, registry: Registry) -> Iterator[SavedWeights]:
+    """Yield what each checkpoint component opens at ``path``: of a run folder the newest of its own."""
+    for use in registry.names("checkpoint"):
+        opener = registry.get("checkpoint", use).load_optional("weights")
+        if opener is not None and (saved := opener(path)) is not None:
+            yield saved
 
 
 def known_dtypes(path: Path, shards: Tensors) -> dict[str, torch.dtype]:
@@ -214,13 +223,12 @@ def _open_hf(folder: Path, registry: Registry) -> Weights:
         text = f"a value of {CONFIG} is of a kind that it does not expect: {describe(problem)}"
         raise HFError(f"{folder}: model '{use}' cannot represent it: {text}") from None
     selection = select(table, registry, folder)
-    own = selection.config
-    _expect_about_as_many(folder, hf.mappings_in(own, config), shards)
+    _expect_about_as_many(folder, hf.mappings_in(selection.config, config), shards)
     shapes = shapes_of(selection, registry)
     numbers, held = (sum(map(prod, each.values())) for each in (shapes, shards.shapes))
     if numbers > MUCH * held:
         refuse(folder, [f"{CONFIG} describes {numbers:,} numbers, and the files hold {held:,}"])
-    atlas = Atlas(hf.mappings_in(own, config), shapes)
+    atlas = Atlas(hf.mappings_in(selection.config, config), shapes)
     return Weights(folder, selection, _read_hf(folder, shards, atlas, hf.ignored), hf=True)
 
 

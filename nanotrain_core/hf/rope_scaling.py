@@ -66,9 +66,8 @@ def _read_dynamic(options: Mapping[str, Any], hf: Mapping[str, Any]) -> dict[str
 
 
 def _read_llama3(options: Mapping[str, Any], hf: Mapping[str, Any]) -> dict[str, Any]:
-    scaling = {
-        name: expect_number(options, name) for name in ("factor", "low_freq_factor", "high_freq_factor")
-    }
+    names = ("factor", "low_freq_factor", "high_freq_factor")
+    scaling = {name: expect_number(options, name) for name in names}
     return {**scaling, "original_length": _original(options, hf)}
 
 

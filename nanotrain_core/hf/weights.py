@@ -106,9 +106,8 @@ def _upright(name: str, pieces: Sequence[Piece]) -> Shape:
     used = [number for piece in pieces for number in _order(piece, axis)]
     rests = {piece.shape[:axis] + piece.shape[axis + 1 :] for piece in pieces}
     if sorted(used) != list(range(len(used))) or len(rests) > 1:
-        what = _AXES[axis]
         raise PluginError(
-            f"Hugging Face names: the {what} of {name} are not each used once: {len(used)} are given"
+            f"Hugging Face names: the {_AXES[axis]} of {name} are not each used once: {len(used)} are given"
         )
     shape = pieces[0].shape
     return (*shape[:axis], len(used), *shape[axis + 1 :])
