@@ -199,13 +199,13 @@ def code_lines(path: Path) -> int:
 ROOMS = {path.parent.name for path in CORE.glob("*/__init__.py")}
 #: What each room of the core may have of code, in lines; "": all that is in none. Not the harness.
 SMALL = {
-    "": 985,
+    "": 990,
     "api": 646,
     "builtin": 490,
     "checkpoint": 895,
     "cli": 1642,
     "compile": 680,
-    "contracts": 660,
+    "contracts": 665,
     "data": 830,
     "hf": 860,
     "launch": 1986,
@@ -220,7 +220,7 @@ SMALL = {
     "precision": 680,
     "recipe": 1718,
     "registry": 600,
-    "run": 2344,
+    "run": 2350,
     "script": 590,
     "watch": 438,
 }

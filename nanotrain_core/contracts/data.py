@@ -46,9 +46,8 @@ class Data(Protocol):
     def validation_batch(self, index: int, sequences: int, shard: Shard) -> Batch | None:
         """Return this shard's rows of the ``index``-th validation batch; None after the last.
 
-        Batches come in one fixed order. The last is padded with rows of ignored targets. If there is an
-        attribute ``validation``, an int, it is the number of held-out sequences: it tells sequences without
-        any target from padding.
+        Batches come in one fixed order. The last is padded with rows of ignored targets, which
+        :class:`CountsHeldOut` tells from sequences without any target.
         """
         ...
 
@@ -91,6 +90,14 @@ class SkipsAhead(Protocol):
     def skip(self, sequences: int) -> None:
         """Advance as :meth:`Data.train_batch` does, by this many sequences."""
         ...
+
+
+@runtime_checkable
+class CountsHeldOut(Protocol):
+    """Optional interface of a data component that knows the number of its validation sequences."""
+
+    validation: int
+    """How many there are; 0 before :meth:`Data.open`. Rows of validation batches beyond it are padding."""
 
 
 @runtime_checkable

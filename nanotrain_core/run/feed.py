@@ -10,6 +10,7 @@ import torch
 
 from nanotrain_core.batch import IGNORE, Batch, Shard
 from nanotrain_core.contracts import ChangesLength, Data, Model, SkipsAhead
+from nanotrain_core.contracts.data import CountsHeldOut
 from nanotrain_core.errors import PluginError
 from nanotrain_core.recipe.tree import BatchConfig, EvaluationConfig
 from nanotrain_core.run.upload import Upload
@@ -283,9 +284,9 @@ class DataFeed:
         A sequence may have no target, as padding does: rows without targets are taken for padding only where
         the data does not say how many sequences it holds out.
         """
-        known, size = getattr(self.data, "validation", None), self._validated.sequences
-        if isinstance(known, int):
-            return [index * size + row < known for row in self.shard.rows(size)]
+        if isinstance(self.data, CountsHeldOut):
+            size = self._validated.sequences
+            return [index * size + row < self.data.validation for row in self.shard.rows(size)]
         assert batch.targets is not None
         return (batch.targets != IGNORE).any(1).tolist()
 
