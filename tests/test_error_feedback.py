@@ -5,7 +5,7 @@ import torch
 from test_optimizers import gradients_of, make_model
 
 from nanotrain_core.builtin.configs import AdamWConfig, PrecisionConfig, SGDConfig
-from nanotrain_core.contracts import ErrorFeedback
+from nanotrain_core.contracts import ErrorFeedback, MasterWeight
 from nanotrain_core.errors import NanotrainError
 from nanotrain_core.layout.gradients import LocalGradients
 from nanotrain_core.layout.layout import Layout, View
@@ -13,9 +13,10 @@ from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import place, placed_parameters
 from nanotrain_core.optim import master_optimizer as optimizers
 from nanotrain_core.optim.adamw import AdamW
-from nanotrain_core.optim.master_optimizer import waves
+from nanotrain_core.optim.master_optimizer import MasterOptimizer, waves
 from nanotrain_core.optim.sgd import SGD
-from nanotrain_core.precision.uniform import fp32
+from nanotrain_core.precision.uniform import fp32, fp64
+from nanotrain_core.recipe.tree import OptimizerConfig
 
 STEP = 0.25
 
@@ -59,8 +60,8 @@ def set_up(make, config, precision):
     return model, gradients, optimizer
 
 
-def train(make, config, steps, lrs=None):
-    model, gradients, optimizer = set_up(make, config, Coarse())
+def train(make, config, steps, lrs=None, precision=None):
+    model, gradients, optimizer = set_up(make, config, precision or Coarse())
     for step in range(steps):
         for group in optimizer.inner.param_groups:
             group["lr"] = lrs[step] if lrs else config.lr
@@ -197,3 +198,85 @@ def test_torch_sees_no_weight_that_is_not_loaded(monkeypatch):
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     assert seen == [[35, 7], [14, 7, 7, 2]]
+
+
+class Counting(torch.optim.SGD):
+    """Divides the learning rate by the number of steps, which it counts itself."""
+
+    t = 0
+
+    def step(self):
+        self.t += 1
+        for group in self.param_groups:
+            for weight in group["params"]:
+                weight.sub_(weight.grad, alpha=group["lr"] / self.t)
+
+
+class GroupCounting(torch.optim.SGD):
+    """Counts in its groups."""
+
+    def step(self):
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+            for weight in group["params"]:
+                weight.sub_(weight.grad, alpha=group["lr"] / group["k"])
+
+
+class TensorCounting(Counting):
+    """Counts in a tensor."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.t = torch.zeros(())
+
+
+class CountedOutside(Counting):
+    """The count is that of the training steps: see Decayed.precondition."""
+
+    def step(self):
+        for group in self.param_groups:
+            for weight in group["params"]:
+                weight.sub_(weight.grad, alpha=group["lr"] / self.t)
+
+
+class Exact(Coarse):
+    """float64 with masters that are loaded and stored, and lose nothing."""
+
+    def master(self, weight, piece):
+        master = MasterWeight()
+        master.load, master.store = weight.clone, weight.copy_
+        return master
+
+
+def decayed(inner, precision):
+    """Return the model after three steps of an optimizer whose ``inner`` this is."""
+
+    class Decayed(MasterOptimizer):
+        def make(self, groups):
+            return inner(groups, lr=self.config.lr)
+
+        def initial_state(self, weight):
+            return {}
+
+        def precondition(self, gradients):
+            if inner is CountedOutside:
+                self.inner.t += 1
+
+    return train(Decayed, OptimizerConfig(lr=0.5, clip_norm=0.0), 3, precision=precision)[0]
+
+
+@pytest.mark.parametrize(
+    ("inner", "what"), [(Counting, "self.t"), (TensorCounting, "self.t"), (GroupCounting, "group 0.k")]
+)
+def test_a_count_of_steps_that_several_calls_would_advance_is_refused(inner, what, monkeypatch):
+    """The model had trained with a count for each wave of its weights, without a word."""
+    monkeypatch.setattr(optimizers, "waves", lambda slots: waves(slots, 42))
+    with pytest.raises(NanotrainError, match=rf"{inner.__name__}.step changes {what}, but a step may"):
+        decayed(inner, Exact())
+
+
+def test_a_count_of_steps_advances_once_in_a_step(monkeypatch):
+    monkeypatch.setattr(optimizers, "waves", lambda slots: waves(slots, 42))
+    plain, cut = decayed(Counting, fp64(PrecisionConfig())), decayed(CountedOutside, Exact())
+    for one, other in zip(plain.parameters(), cut.parameters(), strict=True):
+        assert torch.equal(one, other)

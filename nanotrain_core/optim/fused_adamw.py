@@ -53,10 +53,8 @@ class FusedAdamW(torch.optim.AdamW):
             fused_adamw(*lists, group, self.found_inf)
 
     def _gathered(self, weights: Tensors) -> Lists:
-        states = [self.state[weight] for weight in weights]
-        return Lists(
-            weights, *([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq", "step"))
-        )
+        lists = ([self.state[w][name] for w in weights] for name in ("exp_avg", "exp_avg_sq", "step"))
+        return Lists(weights, *lists)
 
 
 def fused_adamw(

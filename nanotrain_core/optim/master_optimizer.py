@@ -34,6 +34,8 @@ WAVE = 2**24
 class MasterOptimizer(Optimizer):
     """Steps a ``torch.optim`` optimizer on the masters; subclasses define the optimizer and its state.
 
+    One training step may call ``inner.step`` several times, each time with some of the weights in its groups,
+    so whatever it changes must be of single weights: see :meth:`precondition` for a count of steps.
     See :class:`~nanotrain_core.contracts.Optimizer`.
     """
 
@@ -44,7 +46,9 @@ class MasterOptimizer(Optimizer):
         """Return the torch optimizer for parameter groups with the :meth:`options` of their slots.
 
         For ``adamw`` it is torch's fused AdamW (``fused_adamw.py``), or a variant with moments of other
-        dtypes.
+        dtypes. One training step calls its ``step`` several times, each time with some of the weights in its
+        groups, where masters are not plain: whatever ``step`` changes must be of single weights, or the first
+        such call is refused.
         """
         raise NotImplementedError(f"{type(self).__name__} has no make(groups)")
 
@@ -60,9 +64,10 @@ class MasterOptimizer(Optimizer):
     def precondition(self, gradients: list[torch.Tensor]) -> None:
         """Replace gradients, in the order of ``slots``, after clipping and before any update.
 
-        Called on all ranks in the same steps, so it may use collectives: an update that needs whole matrices
-        gathers them here, with :class:`~nanotrain_core.optim.whole_tensors.WholeTensors`. Not called for a
-        step that is skipped.
+        Called once in each step that is not skipped, on all ranks, so it may use collectives: an update that
+        needs whole matrices gathers them here, with
+        :class:`~nanotrain_core.optim.whole_tensors.WholeTensors`. A count of steps for all weights together
+        advances here too: ``inner.step`` may be called several times in a step, or never.
         """
 
     def initial_state(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -313,8 +318,14 @@ def waves(slots: Iterable[Slot], limit: int = WAVE) -> Iterator[list[Slot]]:
 
 @contextmanager
 def only(inner: torch.optim.Optimizer, slots: Sequence[Slot]) -> Iterator[None]:
-    """Restrict ``inner`` to the weights of these slots within the block: all others are not loaded."""
+    """Restrict ``inner`` to the weights of these slots within the block: all others are not loaded.
+
+    Raises:
+        NanotrainError: the block changed a number that is of no single weight, such as a count of steps: one
+            training step would change it as often as it has such blocks, which depends on the model's size.
+    """
     groups, weights = inner.param_groups, [group["params"] for group in inner.param_groups]
+    before = own_numbers(inner)
     try:
         for group in groups:
             group["params"] = [slot.weight for slot in slots if slot.group is group]
@@ -324,3 +335,15 @@ def only(inner: torch.optim.Optimizer, slots: Sequence[Slot]) -> Iterator[None]:
         inner.param_groups = groups
         for group, each in zip(groups, weights, strict=True):
             group["params"] = each
+    if changed := [name for name, value in own_numbers(inner).items() if before.get(name, value) != value]:
+        raise NanotrainError(
+            f"{type(inner).__name__}.step changes {changed[0]}, but a step may call it several times, each "
+            "for some weights: expected state of each weight, or the change in precondition() (once a step)"
+        )
+
+
+def own_numbers(inner: torch.optim.Optimizer) -> dict[str, float]:
+    """Return the numbers that ``inner`` and its groups hold, and how often their tensors were changed."""
+    held = {"self": vars(inner), **{f"group {n}": group for n, group in enumerate(inner.param_groups)}}
+    pairs = [(f"{of}.{name}", value) for of, each in held.items() for name, value in each.items()]
+    return {name: getattr(v, "_version", v) for name, v in pairs if type(v) in (int, float, torch.Tensor)}

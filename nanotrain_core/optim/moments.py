@@ -98,14 +98,10 @@ def grouped(piece: Piece) -> Piece:
     def shorter(numbers: tuple[int, ...]) -> tuple[int, ...]:
         return (*numbers[:-1], numbers[-1] // GROUP)
 
-    placement = attrs.evolve(
-        placement,
-        global_shape=shorter(placement.global_shape),
-        shape=shorter(placement.shape),
-        offset=shorter(placement.offset),
-    )
+    names = ("global_shape", "shape", "offset")
+    shapes: dict[str, Any] = {name: shorter(getattr(placement, name)) for name in names}
     span = piece.span and (piece.span[0] // GROUP, piece.span[1] // GROUP)
-    return attrs.evolve(piece, placement=placement, span=span)
+    return attrs.evolve(piece, placement=attrs.evolve(placement, **shapes), span=span)
 
 
 def load(state: State, name: str, dtype: torch.dtype) -> torch.Tensor:
