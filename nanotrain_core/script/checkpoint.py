@@ -28,10 +28,12 @@ class ScriptCheckpoint(SimpleCheckpoint):
         self, config: SimpleCheckpointConfig, model: nn.Module, optimizer: ScriptOptimizer, feed: LoaderFeed
     ) -> None:
         super().__init__(config)
+        refuse_extra_state(model)
         self.model, self.optimizer, self.feed = model, optimizer, feed
 
     def save(self, step: int, state: TrainState) -> None:
         """Save, with the model's buffers and the streams at the beginning of the pass over the loader."""
+        refuse_extra_state(self.model)  # which may have appeared with the first batch
         streams = {LOADER + name: stream for name, stream in self.feed.begun.items()}
         super().save(
             step,
@@ -55,6 +57,21 @@ class ScriptCheckpoint(SimpleCheckpoint):
             self.feed.restored = streams = saved.rank_tensors
             self.feed.begun = {n.removeprefix(LOADER): streams[n] for n in streams if n.startswith(LOADER)}
         return saved
+
+
+def refuse_extra_state(model: nn.Module) -> None:
+    """Refuse a module's state that is neither a parameter nor a buffer: only these are saved.
+
+    Raises:
+        CheckpointError: with its name.
+    """
+    for key, value in model.state_dict().items():
+        empty = value is None or 0 in getattr(value, "shape", ()) or (isinstance(value, dict) and not value)
+        if key.rpartition(".")[2] == "_extra_state" and not empty:
+            raise CheckpointError(
+                f"the model has state that a script's checkpoint would lose, {key} of get_extra_state(): "
+                "keep it in buffers, or train without a folder"
+            )
 
 
 def buffers(model: nn.Module) -> Iterator[Block]:
