@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from test_damaged_checkpoints import change_state
 from test_run import SMALL
 
+from nanotrain_core.checkpoint.listing import expect_own_kind
 from nanotrain_core.errors import CheckpointError, Exit
 from nanotrain_core.hf.open_weights import open_weights
 from nanotrain_core.registry.registry import load_plugins
@@ -163,6 +164,19 @@ def test_two_kinds_of_the_newest_step_are_refused_by_name(mixed, tmp_path):
     with pytest.raises(CheckpointError, match=said):
         open_weights(mixed(tmp_path, 3), load_plugins())
     assert open_weights(tmp_path / "checkpoints/step-00000003", load_plugins()).reader.shapes
+
+
+def test_a_resume_where_another_kind_has_the_newest_step_is_refused(mixed, tmp_path):
+    """It had gone on from an older step, or branch, without a word. A step that is named is not refused."""
+    folder, registry = mixed(tmp_path, 6), load_plugins()
+    said = (
+        r"holds checkpoints of 'simple' \(steps 6\) and no newer one of 'sharded_v2' than that of step 3: "
+        r'set checkpoint.use = "simple", or name a step: --resume 3'
+    )
+    with pytest.raises(CheckpointError, match=said):
+        expect_own_kind(folder, "latest", "sharded_v2", registry)
+    for resume, use in (("3", "sharded_v2"), (None, "sharded_v2"), ("latest", "simple"), ("6", "simple")):
+        expect_own_kind(folder, resume, use, registry)
 
 
 @pytest.mark.parametrize(

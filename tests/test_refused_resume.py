@@ -46,6 +46,29 @@ def test_by_another_model_or_other_data(tmp_path, kind, changes, text):
     assert len(list((tmp_path / "checkpoints").glob("superseded-*/*"))) == 2
 
 
+def test_a_run_that_goes_on_from_elsewhere_sets_all_kinds_aside(tmp_path):
+    """A format knows its own checkpoints: those of another one had stayed, and were taken for the newest."""
+    engine(tmp_path / "a", "sharded_v2", {}).fit()
+    engine(tmp_path / "b", "simple", {}).fit()
+    other, here = tmp_path / "b/checkpoints/step-00000002.safetensors", tmp_path / "a/checkpoints"
+    engine(tmp_path / "a", "simple", {}, resume=str(other)).fit()
+    names = [f"step-{step:08d}.safetensors" for step in (3, 4)]
+    assert sorted(path.name for path in here.glob("step-*")) == names
+    assert len(list(here.glob("superseded-*/step-????????"))) == 4
+
+
+def test_a_run_that_goes_back_sets_later_steps_of_all_kinds_aside(tmp_path):
+    engine(tmp_path, "sharded_v2", {}).fit()
+    for name in ("step-00000002.other", "step-00000009.other", "step-00000009 (copy).other"):
+        (tmp_path / "checkpoints" / name).touch()
+    engine(tmp_path, "sharded_v2", {}, resume="2").fit()
+    kept = sorted(path.name for path in tmp_path.glob("checkpoints/*.other"))
+    assert kept == ["step-00000002.other", "step-00000009 (copy).other"]
+    assert [path.name for path in tmp_path.glob("checkpoints/superseded-*/*.other")] == [
+        "step-00000009.other"
+    ]
+
+
 def test_after_its_progress_was_applied(tmp_path, monkeypatch):
     """The run had the step and the position in the data of a checkpoint that it had refused."""
     engine(tmp_path, "simple", {}).fit()

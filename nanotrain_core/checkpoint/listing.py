@@ -45,9 +45,10 @@ def resume_path(resume: str | None) -> Path | None:
 
 
 def expect_own_kind(folder: Path, resume: str | None, use: str, registry: Registry) -> None:
-    """Reject a resume if all saved checkpoints have other formats, or if its path holds several checkpoints.
+    """Reject a resume if the newest checkpoint has another format, or if its path holds several checkpoints.
 
-    Otherwise the run would start from the beginning and silently ignore checkpoints that it cannot read.
+    Otherwise the run would start from the beginning, or from an older step, and silently ignore checkpoints
+    that it cannot read. A step that is named may be older.
 
     Args:
         folder: of the run.
@@ -61,14 +62,16 @@ def expect_own_kind(folder: Path, resume: str | None, use: str, registry: Regist
         return
     path = resume_path(resume)
     at = path or folder / "checkpoints"
-    own = listed(at, use, registry)
+    found = listed_of_all(at, registry)
+    own = [saved for kind, saved in found if kind == use]
     if own and path and at.resolve() not in [saved.path.resolve() for saved in own]:
         raise CheckpointError(f"{at} is no checkpoint but holds some; expected one, such as {own[-1].path}")
-    for other in () if own else registry.names("checkpoint"):
-        found = listed(at, other, registry)
-        if found:
-            steps = ", ".join(str(saved.step) for saved in found)
-            raise CheckpointError(
-                f"{at} holds checkpoints of '{other}' (steps {steps}) and none of '{use}': "
-                f'set checkpoint.use = "{other}", or see `nanotrain ckpt convert`'
-            )
+    if found and (not own or (found[-1][1].step > own[-1].step and not resume.isdecimal())):
+        other = found[-1][0]
+        steps = ", ".join(str(saved.step) for kind, saved in found if kind == other)
+        ours = f"no newer one of '{use}' than that of step {own[-1].step}" if own else f"none of '{use}'"
+        instead = f"name a step: --resume {own[-1].step}" if own else "see `nanotrain ckpt convert`"
+        raise CheckpointError(
+            f"{at} holds checkpoints of '{other}' (steps {steps}) and {ours}: "
+            f'set checkpoint.use = "{other}", or {instead}'
+        )

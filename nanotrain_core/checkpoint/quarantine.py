@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterable
 from itertools import count
 from pathlib import Path
+
+import structlog
+
+from nanotrain_core.checkpoint.listing import resume_path
+
+#: The name of a checkpoint in any format: its step, and the format's suffix.
+_NAME = re.compile(r"step-([0-9]{8,})(\.\w+)?")
 
 
 def quarantine_checkpoint(damaged: Path) -> Path:
@@ -26,6 +34,26 @@ def set_checkpoints_aside(folder: Path, unwanted: Iterable[Path]) -> Path | None
     for old in there:
         old.rename(aside / old.name)
     return aside
+
+
+def set_branch_aside(folder: Path, which: str, step: int) -> None:
+    """Move aside the branch that a run leaves when it continues from ``step``, in whatever format it is.
+
+    It consists of the later steps in ``folder``, and of all there if the run continues from one elsewhere.
+    A format knows its own checkpoints alone: those of another one would still be the newest.
+
+    Args:
+        folder: the run's checkpoints.
+        which: what was loaded, as :meth:`~nanotrain_core.contracts.Checkpoint.load` takes it.
+        step: of the checkpoint that was loaded.
+    """
+    path = resume_path(which)
+    own = path is None or path.resolve().parent == folder.resolve()
+    named = ((entry, _NAME.fullmatch(entry.name)) for entry in folder.glob("step-*") if entry.exists())
+    left = [entry for entry, name in named if name and (int(name[1]) > step or not own)]
+    if aside := set_checkpoints_aside(folder, left):
+        log = structlog.get_logger("nanotrain.checkpoint")
+        log.warning("checkpoints of an abandoned branch were set aside", now=str(aside))
 
 
 def _free(folder: Path, stem: str) -> Path:

@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from nanotrain_core.builtin.configs import SimpleCheckpointConfig
 from nanotrain_core.checkpoint.box_cover import uncovered
 from nanotrain_core.checkpoint.info import unexpected_kinds
-from nanotrain_core.checkpoint.quarantine import quarantine_checkpoint, set_checkpoints_aside
+from nanotrain_core.checkpoint.quarantine import quarantine_checkpoint, set_branch_aside
 from nanotrain_core.checkpoint.run_state import load_json, newest_evaluated, state_problems
 from nanotrain_core.checkpoint.safetensors_files import CODES, DTYPES
 from nanotrain_core.checkpoint.simple_damage import FORMAT, damage, digest, names_in, read_header
@@ -147,7 +147,8 @@ class SimpleCheckpoint:
                 block.tensor.copy_(read_block(file, block))
             same_layout = meta.get("degrees") == self.mesh.layout.degrees
             prefix = f"rng/{self.mesh.rank}/"
-            self._set_aside_after(path, meta["step"])
+            if self.mesh.rank == 0:
+                set_branch_aside(self.folder, str(path), meta["step"])
             streams = [n.removeprefix(prefix) for n in names if same_layout and n.startswith(prefix)]
             return TrainState(state.blocks, meta, {n: file.get_tensor(prefix + n) for n in streams})
 
@@ -174,15 +175,6 @@ class SimpleCheckpoint:
             if theirs != everyone[0][0]:
                 raise CheckpointError(f"rank {rank}: {where} is another checkpoint there than on rank 0")
         return file
-
-    def _set_aside_after(self, path: Path, step: int) -> None:
-        """Move aside the checkpoints of an abandoned branch: later ones, or all if ``path`` is not one."""
-        if self.mesh.rank == 0:
-            own = path.resolve().parent == self.folder.resolve()
-            later = [saved for saved in self.steps() if saved > step or not own]
-            if aside := set_checkpoints_aside(self.folder, map(self.path, later)):
-                log = structlog.get_logger("nanotrain.checkpoint")
-                log.warning("checkpoints of an abandoned branch were set aside", now=str(aside))
 
     def _newest_whole(self) -> tuple[Path | None, Mapping[Path, str]]:
         """Return the newest intact file, as rank 0 finds it, and what is wrong with newer ones."""
