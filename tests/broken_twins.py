@@ -269,7 +269,7 @@ class AsLongAsItsPiece(SGD):
 
     def precondition(self, gradients):
         for number, slot in enumerate(self.slots):
-            ratio = slot.weight.norm() / gradients[number].norm().clamp(min=1e-30)
+            ratio = slot.master.load().norm() / gradients[number].norm().clamp(min=1e-30)
             gradients[number] = gradients[number] * ratio
 
 
@@ -297,6 +297,37 @@ class DropsErrors(AdamW):
 
     def carry(self, slot, error):
         pass
+
+
+class Fading(torch.optim.SGD):
+    """Divides the rate by the number of its steps, which it counts in a list, where no one looks for it."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.calls = [0]
+
+    def step(self):
+        self.calls[0] += 1
+        rates = [group["lr"] for group in self.param_groups]
+        for group, rate in zip(self.param_groups, rates, strict=True):
+            group["lr"] = rate / self.calls[0]
+        super().step()
+        for group, rate in zip(self.param_groups, rates, strict=True):
+            group["lr"] = rate
+
+
+class CountsCalls(SGD):
+    """Takes the calls of its ``inner.step`` for the steps of the run."""
+
+    def make(self, groups):
+        return Fading(groups, lr=self.config.lr, momentum=self.config.momentum)
+
+    def meta(self):
+        return {**super().meta(), "calls": self.inner.calls[0]}
+
+    def load_meta(self, meta):
+        super().load_meta(meta)
+        self.inner.calls[0] = meta["calls"]
 
 
 class SumsInItsStep(SummedGradients, SGD):
@@ -475,6 +506,7 @@ def nanotrain_register_optimizer(register):
     register(twin(DecaysEverything, configs.AdamWConfig))
     register(twin(DecaysNothing, configs.AdamWConfig))
     register(twin(DropsErrors, configs.AdamWConfig))
+    register(twin(CountsCalls, configs.SGDConfig))
     register(twin(SumsInItsStep, configs.SGDConfig, provides={"gradient_sync"}, mesh_dims={"dp"}))
 
 

@@ -117,6 +117,7 @@ FAULTS = [
     (Case("optimizer", use="decays_everything", plugins=TWINS), {"weight_decay_is_for_matrices"}),
     (Case("optimizer", use="decays_nothing", plugins=TWINS), {"weight_decay_is_for_matrices"}),
     (Case("optimizer", use="drops_errors", plugins=TWINS), {"lost_weights_are_carried_or_refused"}),
+    (Case("optimizer", use="counts_calls", plugins=TWINS), {"masters_are_updated_in_parts"}),
     (
         Case(
             "optimizer",

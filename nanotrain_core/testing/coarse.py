@@ -19,7 +19,7 @@ class CoarseConfig:
     """``[precision] use = "coarse"``."""
 
     step: float = 0.1
-    """Weights are multiples of this."""
+    """Weights are multiples of this. 0: masters are exact, but loaded and stored as others are."""
 
 
 @hookimpl

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 
 from nanotrain_core.contracts import ErrorFeedback, MasterWeight
@@ -12,16 +10,28 @@ from nanotrain_core.precision.loss_scale import NoLossScale
 from nanotrain_core.precision.uniform import Uniform
 
 
-class CoarseMaster(ErrorFeedback):
-    """Rounds to multiples of a step, and reports the error: see ``ErrorFeedback`` of the contracts."""
+class LoadedMaster(MasterWeight):
+    """Keeps a weight exactly, but is not plain: it is loaded for every update, and stored."""
 
-    def __init__(self, weight: torch.Tensor, step: float) -> None:
-        self.weight, self.step = weight, step
-        self.store(weight.clone())
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.weight = weight
 
     def load(self) -> torch.Tensor:
         """Return a copy, as a master that decodes does."""
         return self.weight.clone()
+
+    def store(self, value: torch.Tensor) -> None:
+        """Copy it."""
+        self.weight.copy_(value)
+
+
+class CoarseMaster(LoadedMaster, ErrorFeedback):
+    """Rounds to multiples of a step, and reports the error: see ``ErrorFeedback`` of the contracts."""
+
+    def __init__(self, weight: torch.Tensor, step: float) -> None:
+        super().__init__(weight)
+        self.step = step
+        self.store(weight.clone())
 
     def store(self, value: torch.Tensor) -> None:
         """Round to nearest."""
@@ -30,10 +40,6 @@ class CoarseMaster(ErrorFeedback):
     def error(self, value: torch.Tensor) -> torch.Tensor:
         """Return the rounding error."""
         return value - self.weight
-
-    def state(self) -> Mapping[str, torch.Tensor]:
-        """Return no state."""
-        return {}
 
 
 class Coarse(Uniform):
@@ -45,4 +51,4 @@ class Coarse(Uniform):
 
     def master(self, weight: torch.Tensor, piece: Piece) -> MasterWeight:
         """Round the weight immediately."""
-        return CoarseMaster(weight, self.step)
+        return CoarseMaster(weight, self.step) if self.step else LoadedMaster(weight)

@@ -1,19 +1,25 @@
-"""An optimizer uses the learning rate of each step, ignores skipped steps, and stays correct over many."""
+"""An optimizer uses the rate of each step, ignores skipped ones, and stays correct over many and in parts."""
 
 from __future__ import annotations
 
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import attrs
 
+from nanotrain_core.contracts import Block
+from nanotrain_core.errors import NanotrainError
+from nanotrain_core.optim import master_optimizer
 from nanotrain_core.testing.case import Case
 from nanotrain_core.testing.checks import check, distributed
 from nanotrain_core.testing.checks.optimizer import driven, has_decay, undecayed, weights, whole_of
 from nanotrain_core.testing.compare import assert_bitwise, assert_same, whole
 from nanotrain_core.testing.pool import run_ranks
-from nanotrain_core.testing.probe import Drive, train
+from nanotrain_core.testing.probe import Drive, make_run, push, train
+from nanotrain_core.testing.probe import weights as weights_of
 
 
 @check("optimizer", since="0.2")
@@ -91,3 +97,39 @@ def resumed_twice_is_the_same_run(case: Case) -> None:
         what = f"rank {rank}, resumed after steps 2 and 4"
         assert_bitwise(whole_of(resumed), whole_of(whole_run), what)
         assert resumed.meta == whole_run.meta, f"{what}: {resumed.meta} instead of {whole_run.meta}"
+
+
+@check("optimizer", since="0.3")
+def masters_are_updated_in_parts(case: Case) -> None:
+    """Masters that are loaded and stored one after the other end as those updated at once, or are refused."""
+    at_once, in_parts = (
+        run_ranks(stepped, case.world_size, case, precision)
+        for precision in ({"use": "fp64"}, {"use": "coarse", "step": 0.0})
+    )
+    if None in in_parts:
+        return
+    try:
+        assert_same(
+            whole(in_parts), whole(at_once), "weights after 3 steps, each weight in a call of its own"
+        )
+    except AssertionError as error:
+        hint = (
+            "a step may call inner.step several times, each for some weights: it may change the state of "
+            "these alone; precondition() is called once in a step: a count of steps advances there, and a "
+            "weight is read with slot.master.load()"
+        )
+        raise AssertionError(f"{error}; {hint}") from None
+
+
+def stepped(case: Case, precision: dict[str, Any]) -> list[Block] | None:
+    """Return a rank's weights after three steps, in waves of one master; None if the masters are rejected."""
+    try:
+        run = make_run(case, {"precision": precision, "optimizer": {"clip_norm": 0.0}})
+    except NanotrainError:
+        return None
+    with mock.patch.object(master_optimizer, "waves", partial(master_optimizer.waves, limit=1)):
+        for step in range(3):
+            push(run, step, 1.0)
+            run.optimizer.step()
+            run.gradients.zero()
+    return weights_of(run)
