@@ -109,6 +109,33 @@ class MixesHeads(Transformer):
         return module
 
 
+class PenalizesHiddenStates(Transformer):
+    """A loss term of the hidden states behind its layers, of which a rank may have a share of the tokens."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.loss_weights = {"lm": 1.0, "penalty": 0.1}
+
+    def loss_counts(self, batch):
+        return {**super().loss_counts(batch), "penalty": torch.tensor(batch.tokens.numel())}
+
+    def build(self, part, *ops):
+        module, kept = super().build(part, *ops), []
+
+        def add(part, inputs, output):
+            penalty = kept.pop().square().mean(-1).sum()
+            return (
+                output
+                if output.value is not None
+                else PartOutput(None, {**output.losses, "penalty": penalty})
+            )
+
+        if part.has_head:
+            module.norm.register_forward_pre_hook(lambda norm, inputs: kept.append(inputs[0]))
+            module.register_forward_hook(add)
+        return module
+
+
 class CountsAll(Transformer):
     """Counts ignored targets too."""
 
@@ -476,6 +503,7 @@ def nanotrain_register_model(register):
     register(twin(ForgetsToChange, WeightedConfig))
     register(twin(ReadsAhead, TransformerConfig))
     register(twin(MixesHeads, TransformerConfig))
+    register(twin(PenalizesHiddenStates, TransformerConfig))
     register(twin(CountsAll, TransformerConfig))
     register(twin(ForgetsItsPlace, TransformerConfig))
     register(twin(NumbersExperts, RoutedConfig))

@@ -93,6 +93,10 @@ FAULTS = [
         Case("model", use="mixes_heads", config=MODEL, plugins=TWINS),
         {"roles_are_true", "sequence_parallel_is_exact"},
     ),
+    (
+        Case("model", use="penalizes_hidden_states", config=MODEL, plugins=TWINS),
+        {"sequence_parallel_is_exact"},
+    ),
     (Case("model", use="counts_all", config=MODEL, plugins=TWINS), {"terms_are_weighed_and_counted"}),
     (Case("model", use="forgets_its_place", config=MODEL, plugins=TWINS), {"goes_on_from_its_cache"}),
     (Case("model", use="numbers_experts", plugins=TWINS), {"experts_may_be_anywhere"}),

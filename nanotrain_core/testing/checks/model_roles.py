@@ -51,7 +51,9 @@ def sequence_parallel_is_exact(case: Case) -> None:
                 f"with the tokens between sharded layers split over {degree} ranks: {error}\n"
                 "Does forward take the length of sequences from batch.tokens, or what a COLUMN returned, and "
                 "not from hidden states between layers? Is attention all that reads other tokens than its "
-                "own? Else declare supports={'sequence_parallel': Support.UNSUPPORTED}."
+                "own? Does no loss term come from hidden states outside of the HEAD, such as a penalty on "
+                "them? It would be of a rank's tokens, and reported for tensor-parallel rank 0 alone. Else "
+                "declare supports={'sequence_parallel': Support.UNSUPPORTED}."
             ) from None
 
 
