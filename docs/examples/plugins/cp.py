@@ -1,7 +1,7 @@
-"""Context parallelism: ranks share each sequence, and while they attend, heads (DeepSpeed-Ulysses).
+"""Context parallelism (DeepSpeed-Ulysses, arXiv 2309.14509): ranks share each sequence, and heads to attend.
 
-The core cuts each sequence. All layers but attention compute token by token; around attention two all-to-alls
-exchange tokens for heads and back: exact, with any positions. Source: Jacobs et al., arXiv 2309.14509.
+Only attention may mix tokens, besides routers: two all-to-alls around it exchange tokens for heads and back,
+exactly. A model that mixes them elsewhere, as by a convolution over tokens, trains wrong, and nothing tells.
 
 Shapes: R ranks, B batch, S sequence, s this rank's part of it, H heads, h = H / R, K size of a head, D width.
 """
