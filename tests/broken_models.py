@@ -1,5 +1,7 @@
 """Models that say what is not true of them, one deliberate fault each: see ``broken_twins.py``."""
 
+from types import MethodType
+
 import attrs
 import torch
 from broken_twins import twin
@@ -8,7 +10,7 @@ from torch.nn.functional import cross_entropy
 from nanotrain_core import hookimpl
 from nanotrain_core.batch import IGNORE
 from nanotrain_core.builtin.transformer_config import TransformerConfig
-from nanotrain_core.contracts import PartOutput
+from nanotrain_core.contracts import Initializer, PartOutput
 from nanotrain_core.layout.roles import Role, tag
 from nanotrain_core.models.transformer import Transformer
 from nanotrain_core.pipeline.actions import Costs
@@ -243,6 +245,60 @@ class HalvesValueHeads(HalvesKeyHeads):
     names = ("v",)
 
 
+# --- linear layers and heads that compute more -------------------------------------------------------------
+
+
+class Halved(torch.nn.Linear):
+    def forward(self, x):
+        return super().forward(x) / 2
+
+
+class HalvesQueries(Transformer):
+    """Queries are half of their product: a backend that replaces the layer's forward leaves that out."""
+
+    def build(self, part, *ops):
+        module = super().build(part, *ops)
+        for layer in module.layers.values():
+            layer.attn.q.__class__ = Halved
+        return module
+
+
+class CapsItsLogits(Transformer):
+    """Logits go through a tangent, with targets and without."""
+
+    def build(self, part, *ops):
+        module = super().build(part, *ops)
+        if part.has_head:
+            module.head.forward = MethodType(self.head, module.head)
+        return module
+
+    def logits(self, head, x, table):
+        return 2 * torch.tanh(x @ (head.weight if table is None else table).T / 2)
+
+    def head(self, head, x, targets, table):
+        logits = self.logits(head, x, table)
+        if targets is None:
+            return logits
+        return cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction="sum")
+
+
+class BiasesItsLogits(CapsItsLogits):
+    """Tokens have a bias, which is zero at first."""
+
+    def build(self, part, *ops):
+        module = super().build(part, *ops)
+        if part.has_head:
+            module.head.bias = torch.nn.Parameter(torch.empty(self.vocab_size, device="meta"))
+            known = module.initializer
+            module.initializer = lambda name: (
+                Initializer("constant", 0) if name == "head.bias" else known(name)
+            )
+        return module
+
+    def logits(self, head, x, table):
+        return x @ (head.weight if table is None else table).T + head.bias
+
+
 @hookimpl
 def nanotrain_register_model(register):
     for cls in (
@@ -265,6 +321,9 @@ def nanotrain_register_model(register):
         HalvesKeyHeads,
         CutsKeyHeadsAnywhere,
         HalvesValueHeads,
+        HalvesQueries,
+        CapsItsLogits,
+        BiasesItsLogits,
     ):
         register(twin(cls, TransformerConfig))
     register(twin(KeepsItsFirstDocuments, TransformerConfig, provides={"document_masks"}))

@@ -9,9 +9,9 @@ from nanotrain_core.testing import Case, conformance, failures, trials
 from nanotrain_core.testing.conformance import planned
 from nanotrain_core.testing.pool import COLLECTIVE_CHECKS
 
-TWINS, PRECISIONS, CHECKPOINTS, KERNELS = (
+TWINS, MODELS, PRECISIONS, CHECKPOINTS, KERNELS = (
     (str(Path(__file__).with_name(f"broken_{kind}.py")),)
-    for kind in ("twins", "precisions", "checkpoints", "kernels")
+    for kind in ("twins", "models", "precisions", "checkpoints", "kernels")
 )
 SYNTHETIC = {"vocab": 64, "sequences": 64, "validation_sequences": 10}
 MODEL = {"layers": 2, "width": 32, "heads": 4, "vocab": 64, "init_std": 0.2}
@@ -96,6 +96,14 @@ FAULTS = [
     (
         Case("model", use="penalizes_hidden_states", config=MODEL, plugins=TWINS),
         {"sequence_parallel_is_exact"},
+    ),
+    (
+        Case("model", use="caps_its_logits", config=MODEL, plugins=MODELS),
+        {"linear_layers_and_heads_add_nothing"},
+    ),
+    (
+        Case("model", use="halves_queries", config=MODEL, plugins=MODELS),
+        {"linear_layers_and_heads_add_nothing"},
     ),
     (Case("model", use="counts_all", config=MODEL, plugins=TWINS), {"terms_are_weighed_and_counted"}),
     (Case("model", use="forgets_its_place", config=MODEL, plugins=TWINS), {"goes_on_from_its_cache"}),

@@ -119,6 +119,13 @@ FAULTS = (
         "roles_are_true divisibility_is_true",
     ),
     _fault(
+        "broken_models",
+        "model",
+        "a linear layer or the head computes more",
+        "halves_queries caps_its_logits biases_its_logits",
+        "linear_layers_and_heads_add_nothing",
+    ),
+    _fault(
         "broken_layouts",
         "topology",
         "two ranks are swapped",

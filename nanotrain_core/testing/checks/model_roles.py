@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
+from nanotrain_core.batch import IGNORE
 from nanotrain_core.layout.roles import Role, Tag, tagged
 from nanotrain_core.moe.routing import Routing, run_locally, sort_by_expert
+from nanotrain_core.precision.gemm import LINEAR
 from nanotrain_core.recipe.divisibility import divisors_near
 from nanotrain_core.testing.case import Case
 from nanotrain_core.testing.checks import check
@@ -85,7 +88,7 @@ def _assert_same_sliced(case: Case, degree: int, wrapper: dict[str, Any]) -> Non
 @check("model", since="0.1")
 def experts_may_be_anywhere(case: Case) -> None:
     """EXPERTS give the same for a share of tokens, for some of the experts, and summed along ``split``."""
-    for name, module, found, (x, routing) in _calls_of_experts(case):
+    for name, module, found, (x, routing) in _calls(case, {Role.EXPERTS}):
         expected = module(x, routing)
         every = len(next(module.parameters()))
         order, counts = sort_by_expert(routing.experts, every)
@@ -106,11 +109,43 @@ def experts_may_be_anywhere(case: Case) -> None:
             assert_same({name: got}, {name: wanted}, what)
 
 
-def _calls_of_experts(case: Case) -> Iterator[tuple[str, nn.Module, Tag, tuple[torch.Tensor, Routing]]]:
-    """Pass a batch through the model and yield (name, module, tag, inputs) of EXPERTS."""
+@check("model", since="0.3")
+def linear_layers_and_heads_add_nothing(case: Case) -> None:
+    """COLUMN, ROW and REPLICATED are ``x @ weight.T + bias``, HEAD the cross-entropy of ``x @ weight.T``."""
+    generator = torch.Generator().manual_seed(0)
+    for name, module, found, args in _calls(case, {*LINEAR, Role.HEAD}):
+        # A bias that is zero at first, or a cap of small logits, shows with larger weights alone.
+        for parameter in module.parameters():
+            parameter.normal_(generator=generator)
+        x = torch.empty_like(args[0]).normal_(generator=generator)
+        try:
+            if found.role is Role.HEAD:
+                _assert_plain_head(name, module, x, *args[1:])
+            else:
+                wanted = F.linear(x, module.get_parameter("weight"), module.bias)  # type: ignore[arg-type]
+                assert_same({name: module(x)}, {name: wanted}, f"{found.role.name}, x @ weight.T + bias")
+        except Exception as error:
+            raise AssertionError(
+                f"{error}\nWrappers, precisions and schedules compute that in place of its forward. What "
+                f"else {name} computes, such as a scale, belongs in the module around it; a projection whose "
+                "logits get a bias or a cap is REPLICATED, with the loss in the model's part."
+            ) from None
+
+
+def _assert_plain_head(
+    name: str, module: nn.Module, x: torch.Tensor, targets: torch.Tensor, table: torch.Tensor | None
+) -> None:
+    logits = F.linear(x, module.get_parameter("weight") if table is None else table)
+    assert_same({name: module(x, None, table)}, {name: logits}, "HEAD without targets, x @ weight.T")
+    loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction="sum")
+    assert_same({name: module(x, targets, table)}, {name: loss}, "HEAD's loss, of x @ weight.T", rtol=EXACT)
+
+
+def _calls(case: Case, roles: Collection[Role]) -> Iterator[tuple[str, nn.Module, Tag, tuple[Any, ...]]]:
+    """Pass a batch through the model and yield (name, module, tag, inputs) of the modules of ``roles``."""
     parts = parts_of(case)
     seen: dict[nn.Module, Any] = {}
-    modules = [each for part in parts for each in tagged(part) if each[2].role is Role.EXPERTS]
+    modules = [each for part in parts for each in tagged(part) if each[2].role in roles]
     handles = [
         module.register_forward_pre_hook(lambda module, args: seen.setdefault(module, args) and None)
         for _, module, _ in modules
