@@ -54,7 +54,8 @@ class TensorParallel(Parallel):
         Raises:
             SplitError: heads or feed-forward width are not divisible by the number of ranks, or it is larger
                 than the vocabulary.
-            NanotrainError: sequences stay whole, and some gradients are not known to be partial or complete;
+            NanotrainError: sequences stay whole, and some gradients are not known to be partial or complete,
+                or dropout would make ranks differ;
                 or a HEAD would be trained without some of its parameters, or a linear layer without what
                 its class adds.
         """
@@ -72,6 +73,7 @@ class TensorParallel(Parallel):
         self._boundaries.append(boundary)
         if not self.config.sequence_parallel:
             refuse_unknown(part)
+            refuse_dropout(part)
         refuse_heads_with_more(part)
         refuse_linears_with_more(part)
         for name, module, tag in tagged(part):
@@ -129,6 +131,27 @@ def refuse_unknown(part: nn.Module) -> None:
                 f"{name} has no role: where sequences stay whole, tp cannot tell whether each rank's "
                 "gradient of it is partial. Tag its module Role.INNER if it lies between COLUMN and ROW, "
                 "else Role.NORM; or set sequence_parallel"
+            )
+
+
+#: torch's modules that draw a mask, each with its probability ``p``.
+DROPOUT = (
+    *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
+    *(nn.AlphaDropout, nn.FeatureAlphaDropout),
+)
+
+
+def refuse_dropout(part: nn.Module) -> None:
+    """Reject dropout: ranks draw other masks of the same hidden states, and replicated weights drift apart.
+
+    With sequence parallelism each rank draws for tokens of its own, and gradients are summed.
+    """
+    for name, module in part.named_modules():
+        if isinstance(module, DROPOUT) and module.p > 0:
+            raise NanotrainError(
+                f"{name}: {type(module).__name__} with p = {module.p:g} draws another mask on each tensor-"
+                "parallel rank, where all of them have the same tokens: weights that they replicate would "
+                "drift apart. Expected p = 0, or tp's sequence_parallel = true"
             )
 
 

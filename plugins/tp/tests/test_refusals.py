@@ -136,6 +136,19 @@ def test_a_head_with_more_than_its_weight_is_refused_and_a_replicated_one_is_not
         wrapper.apply(part, placements, mesh)
 
 
+@pytest.mark.parametrize(("p", "whole"), [(0.1, True), (0.0, True), (0.1, False)])
+def test_dropout_is_refused_where_ranks_have_the_same_tokens(p, whole):
+    part = Transformer(TransformerConfig(**SIZES)).build(Part.whole(1))
+    part.layers["0"].drop = torch.nn.Dropout(p)
+    placements, mesh = place([part], Paper(2).layout), Paper(2)
+    wrapper = TensorParallel(TensorParallelConfig(sequence_parallel=not whole))
+    if not (p and whole):
+        wrapper.apply(part, placements, mesh)
+        return
+    with pytest.raises(NanotrainError, match=r"layers.0.drop: Dropout with p = 0.1 draws another mask"):
+        wrapper.apply(part, placements, mesh)
+
+
 class Halved(torch.nn.Linear):
     def forward(self, x):
         return super().forward(x) / 2
