@@ -221,7 +221,7 @@ SMALL = {
     "recipe": 1718,
     "registry": 600,
     "run": 2350,
-    "script": 600,
+    "script": 610,
     "watch": 438,
 }
 

@@ -1,6 +1,7 @@
 """A script that is stopped and run again goes on bit by bit, from what its folder has."""
 
 import copy
+import gc
 from itertools import islice
 
 import pytest
@@ -16,6 +17,7 @@ from nanotrain_core.contracts import Monitor
 from nanotrain_core.errors import CheckpointError, Diverged, NanotrainError
 from nanotrain_core.monitors.guard import Guard
 from nanotrain_core.recipe.tree import LRScheduleConfig
+from nanotrain_core.run.stop import Rollback
 from nanotrain_core.script import ScriptConfig
 from nanotrain_core.testing import run_ranks
 
@@ -60,14 +62,20 @@ def plain_list():
     return list(zip(*(tensor.split(4) for tensor in tokens_and_targets()), strict=True))
 
 
-def shuffled(generator=None):
-    return DataLoader(TensorDataset(*tokens_and_targets()), batch_size=4, shuffle=True, generator=generator)
+def shuffled(generator=None, **options):
+    data = TensorDataset(*tokens_and_targets())
+    return DataLoader(data, batch_size=4, shuffle=True, generator=generator, **options)
+
+
+def with_workers():
+    return shuffled(num_workers=1, persistent_workers=True)
 
 
 LOADERS = {
     "list": lambda seed: plain_list(),
     "shuffled": lambda seed: shuffled(),
     "with a generator": lambda seed: shuffled(torch.Generator().manual_seed(seed)),
+    "with workers": lambda seed: with_workers(),
 }
 
 OPTIMIZERS = {
@@ -82,14 +90,14 @@ OPTIMIZERS = {
 STEPS, STOP = 8, 4
 
 
-def script(seed, optimizer, stop_after=0, loader="list", width=8, steps=STEPS, **config):
+def script(seed, optimizer, stop_after=0, loader="list", width=8, steps=STEPS, validation=None, **config):
     """Run a whole script; return its losses, and all that it has learned."""
     torch.manual_seed(seed)
     model = Net(width)
     inner, records = OPTIMIZERS[optimizer](model.parameters()), Records(stop_after)
     settings = ScriptConfig(accumulate=2, clip_norm=0.5, lr_schedule=COSINE, **config)
     engine = RuntimeEngine(model, inner, settings, callbacks=[records])
-    engine.fit(LOADERS[loader](seed), steps=steps)
+    engine.fit(LOADERS[loader](seed), validation, steps=steps)
     losses = {report.step: (report.loss, report.grad_norm, report.lr, report.loss_scale, report.tokens)
               for report in records.reports}  # fmt: skip
     names = {parameter: name for name, parameter in model.named_parameters()}
@@ -198,6 +206,23 @@ def test_state_that_cannot_be_saved_is_refused(tmp_path):
         RuntimeEngine(model, optimizer, ScriptConfig(folder=tmp_path)).fit(plain_list(), steps=1)
 
 
+@pytest.fixture
+def workers(monkeypatch):
+    """Let the garbage collector end a loader's workers, in the time between two of their checks."""
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.1)
+    yield
+    gc.collect()
+
+
+@pytest.mark.usefixtures("workers")
+def test_a_loader_with_workers_that_persist_keeps_its_order(tmp_path):
+    """They had begun before the pass: a loader of a resumed script draws no other number at its beginning."""
+    losses, _ = script(0, "SGD", loader="with workers")
+    script(0, "SGD", loader="with workers", stop_after=STOP - 1, folder=tmp_path, resume="auto")
+    after, _ = script(1, "SGD", loader="with workers", folder=tmp_path, resume="auto")
+    assert after == {step: losses[step] for step in range(STOP + 1, STEPS + 1)}
+
+
 def test_any_saved_step_can_be_gone_back_to(tmp_path):
     losses, straight = script(0, "AdamW", "shuffled")
     script(0, "AdamW", "shuffled", folder=tmp_path, save_every=2, keep=3)
@@ -209,6 +234,12 @@ def test_any_saved_step_can_be_gone_back_to(tmp_path):
     replayed = nanotrain("ckpt", "replay", str(tmp_path), cwd=tmp_path)
     assert (replayed.code, replayed.out) == (2, "")
     assert "is of a script, not of a recipe: run the script to go on from it" in replayed.err
+
+
+def test_validation_leaves_trainings_random_numbers_alone():
+    """Workers that persist draw one when they begin: those of a resumed script begin once more."""
+    losses, _ = script(0, "SGD", loader="shuffled")
+    assert script(0, "SGD", loader="shuffled", validation=shuffled(), evaluate_every=2)[0] == losses
 
 
 def two_ranks(folder, seed, stop_after):
@@ -413,6 +444,35 @@ def test_the_guard_takes_a_script_back_and_leaves_its_data_out(tmp_path):
     kept = [pair for number, pair in enumerate(loader) if not first <= number < end]
     straight = guarded(kept, 30, [])
     assert all(map(torch.equal, model.parameters(), straight.parameters()))
+
+
+class BackOnce(Monitor):
+    """Asks for a rollback after a step, which leaves its data out."""
+
+    every_step = True
+
+    def __init__(self, after):
+        self.after = after
+
+    def on_step(self, report):
+        if report.step == self.after:
+            self.after = 0
+            return Rollback(report.step, "a test")
+        return None
+
+
+@pytest.mark.usefixtures("workers")
+def test_going_back_into_the_first_pass_keeps_the_order_of_a_loader_with_workers(tmp_path):
+    """Its workers had begun since, and no longer drew a random number before the order."""
+    torch.manual_seed(0)
+    seen = []
+    model = Net()
+    model.embed.register_forward_pre_hook(lambda _, args: seen.extend(map(tuple, args[0].tolist())))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    settings = ScriptConfig(folder=tmp_path, save_every=1, keep=9)
+    RuntimeEngine(model, optimizer, settings, callbacks=[BackOnce(2)]).fit(with_workers(), steps=4)
+    assert len(seen) == 20, "a pass"
+    assert {*seen} == {*map(tuple, tokens_and_targets()[0].tolist())}
 
 
 def test_a_guard_with_nothing_to_go_back_to_says_what_it_needs():

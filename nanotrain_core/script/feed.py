@@ -118,9 +118,18 @@ class LoaderFeed:
 
     def _capture(self) -> Mapping[str, torch.Tensor]:
         own = {name: generator.get_state() for name, generator in generators(self.data).items()}
+        if getattr(self.data, "persistent_workers", False):
+            own["workers"] = torch.tensor(getattr(self.data, "_iterator", None) is not None)
         return {**random_state.capture(self.mesh.device), **own}
 
     def _restore(self, streams: Mapping[str, torch.Tensor]) -> None:
+        """Restore :meth:`_capture`; first whether there are workers, since beginning them draws a number."""
+        loader: Any = self.data
+        if "workers" in streams and getattr(loader, "persistent_workers", False):
+            if not streams["workers"]:
+                loader._iterator = None
+            elif loader._iterator is None:
+                iter(loader)
         random_state.restore(streams)
         for name, generator in generators(self.data).items():
             if name in streams:
@@ -180,6 +189,9 @@ class LoaderFeed:
     def validation(self) -> Iterator[tuple[Batch, int]]:
         """Yield all validation batches, each with the number of its tokens: none is padding. Collective.
 
+        Training's random-number streams stay as they are: a loader with persistent workers draws from them
+        when it is first iterated, which a resumed run would do again.
+
         Raises:
             NanotrainError: ranks have different numbers of them, as far as loaders know theirs: each batch is
                 evaluated by all ranks together.
@@ -191,7 +203,11 @@ class LoaderFeed:
                 f"the validation loaders of ranks 0 to {len(counts) - 1} have {counts} batches: expected "
                 "equally many, as a DistributedSampler gives"
             )
-        return ((batch, batch.tokens.numel()) for batch in map(self._batch, loader))
+        streams = random_state.capture(self.mesh.device)
+        try:
+            yield from ((batch, batch.tokens.numel()) for batch in map(self._batch, loader))
+        finally:
+            random_state.restore(streams)
 
     def counts(self, batch: Batch) -> Mapping[str, torch.Tensor]:
         """Return the number of predicted positions."""
