@@ -1,0 +1,46 @@
+"""The example ``shampoo``: state of whole matrices, of which a rank may have several ranges, or none."""
+
+from collections import Counter
+
+import pytest
+from examples_of_plugins import example
+from test_docs import failed
+
+from nanotrain_core.testing import run_ranks
+from nanotrain_core.testing.probe import make_engine
+
+ZERO = [{"use": "zero12", "bucket_mb": 0.01}]
+
+
+def statistics(case):
+    """Return the most ranges of one matrix on this rank, and how many blocks each name has."""
+    optimizer = make_engine(case, {}).run.optimizer
+    most = max(Counter(slot.placement.name for slot in optimizer.behind.slots).values())
+    names = Counter(block.name for block in optimizer.blocks())
+    return most, {name: count for name, count in names.items() if name.startswith(("left/", "right/"))}
+
+
+def test_a_rank_has_them_once_for_each_matrix_that_it_has_ranges_of():
+    case = example("optimizer", "shampoo", topology={"dp": 2}, overrides={"parallel": ZERO})
+    found = run_ranks(statistics, 2, case)
+    assert max(most for most, _ in found) > 1
+    for _, names in found:
+        assert set(names.values()) == {1}
+    everywhere = {name for _, names in found for name in names}
+    assert {"left/layers.0.attn.k.weight", "right/layers.1.ffn.down.weight"} <= everywhere
+
+
+@pytest.mark.parametrize(
+    ("topology", "wrappers"),
+    [
+        ({"dp": 2}, ZERO),
+        pytest.param({"tp": 2}, [{"use": "tp"}], marks=pytest.mark.full),
+        pytest.param({"dp": 2, "tp": 2}, [{"use": "tp"}, *ZERO], marks=pytest.mark.full),
+        pytest.param({"dp": 2, "pp": 2}, ZERO, marks=pytest.mark.full),
+    ],
+    ids=["zero1", "tp", "tp x zero1", "pp x zero1"],
+)
+def test_every_layout_saves_and_trains_what_one_process_does(topology, wrappers):
+    around = {"parallel": wrappers, **({"schedule": {"use": "1f1b"}} if "pp" in topology else {})}
+    case = example("optimizer", "shampoo", config={"lr": 0.02}, topology=topology, overrides=around)
+    assert failed(case, "state_has_a_place", "layout_changes_nothing", "resume_is_bit_equal") == {}
