@@ -12,7 +12,6 @@ import attrs
 import torch
 from torch import nn
 
-from nanotrain_core.checkpoint.quarantine import set_branch_aside
 from nanotrain_core.checkpoint.saver import CheckpointSaver
 from nanotrain_core.compile.captured_executor import CapturingExecutor
 from nanotrain_core.compose import Run, compose
@@ -400,8 +399,6 @@ class RuntimeEngine:
         """
         if not load_checkpoint(self, which):
             return False
-        if self.folder is not None and self.run.mesh.rank == 0:
-            set_branch_aside(self.folder / "checkpoints", which, self.step)
         # A further call of fit continues from where this one ends.
         self.saved_step, self.resume = self.step, None
         return True

@@ -199,7 +199,7 @@ def code_lines(path: Path) -> int:
 ROOMS = {path.parent.name for path in CORE.glob("*/__init__.py")}
 #: What each room of the core may have of code, in lines; "": all that is in none. Not the harness.
 SMALL = {
-    "": 990,
+    "": 995,
     "api": 646,
     "builtin": 490,
     "checkpoint": 895,
@@ -214,13 +214,13 @@ SMALL = {
     "moe": 365,
     "metrics": 1335,
     "monitors": 1056,
-    "optim": 695,
+    "optim": 700,
     "phases": 365,
     "pipeline": 610,
     "precision": 680,
     "recipe": 1718,
     "registry": 600,
-    "run": 2350,
+    "run": 2355,
     "script": 610,
     "watch": 438,
 }

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from nanotrain_core.checkpoint.quarantine import set_branch_aside
 from nanotrain_core.checkpoint.run_state import NO_RUN_STATE, state_problems
 from nanotrain_core.contracts import Block, TrainState
 from nanotrain_core.errors import CheckpointError, NanotrainError
@@ -99,9 +100,12 @@ def load_checkpoint(engine: RuntimeEngine, which: str) -> bool:
     except NanotrainError:
         restore_meta(engine, state.meta)  # that of the refused checkpoint may have been applied
         raise
-    if saved is not None:
-        resume_from(engine, saved, state.blocks)
-    return saved is not None
+    if saved is None:
+        return False
+    resume_from(engine, saved, state.blocks)
+    if engine.folder is not None and engine.run.mesh.rank == 0:
+        set_branch_aside(engine.folder / "checkpoints", which, engine.step)
+    return True
 
 
 def resume_from(engine: RuntimeEngine, saved: TrainState, blocks: Sequence[Block]) -> None:
