@@ -8,8 +8,6 @@ from collections.abc import Iterable
 from itertools import count
 from pathlib import Path
 
-import structlog
-
 from nanotrain_core.checkpoint.listing import resume_path
 
 #: The name of a checkpoint in any format: its step, and the format's suffix.
@@ -52,6 +50,8 @@ def set_branch_aside(folder: Path, which: str, step: int) -> None:
     named = ((entry, _NAME.fullmatch(entry.name)) for entry in folder.glob("step-*") if entry.exists())
     left = [entry for entry, name in named if name and (int(name[1]) > step or not own)]
     if aside := set_checkpoints_aside(folder, left):
+        import structlog  # every command imports this module, and `--help` needs no logger
+
         log = structlog.get_logger("nanotrain.checkpoint")
         log.warning("checkpoints of an abandoned branch were set aside", now=str(aside))
 
