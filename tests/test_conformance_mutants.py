@@ -91,7 +91,7 @@ FAULTS = [
     ),
     (
         Case("model", use="mixes_heads", config=MODEL, plugins=TWINS),
-        {"roles_are_true", "sequence_parallel_is_exact"},
+        {"roles_are_true", "sequence_parallel_is_exact", "linear_layers_and_heads_add_nothing"},
     ),
     (
         Case("model", use="penalizes_hidden_states", config=MODEL, plugins=TWINS),
