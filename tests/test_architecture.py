@@ -218,7 +218,7 @@ SMALL = {
     "phases": 365,
     "pipeline": 610,
     "precision": 680,
-    "recipe": 1718,
+    "recipe": 1725,
     "registry": 600,
     "run": 2355,
     "script": 610,

@@ -17,7 +17,7 @@ DDP = '[[parallel]]\nuse = "ddp"\n'
 PLUGIN = """
 import attrs
 from nanotrain_core import hookimpl
-from nanotrain_core.component import Component
+from nanotrain_core.component import Component, Support
 from nanotrain_core.errors import Problem
 
 @attrs.define(frozen=True)
@@ -39,6 +39,7 @@ def nanotrain_register_parallel(register):
     add("makes", provides={"magic"})
     add("hates", conflicts={"magic", "parallel:splits"})
     add("checks", check=check)
+    add("alone", supports={"dp": Support.UNSUPPORTED, "tp": Support.PARTIAL})
 """
 
 
@@ -117,6 +118,14 @@ def test_dimension_that_nothing_installed_handles_is_refused_without_a_false_rem
     assert line.endswith("handles cp; nor does an installed one: set cp = 1")
     (line,) = reasons(tmp_path, "syncs", ranks=2, overrides=["topology.ep=2"])
     assert line.endswith("handles ep; nor has model 'transformer' experts: set ep = 1")
+
+
+def test_a_dimension_that_a_component_declares_not_to_support_is_refused(tmp_path):
+    """The harness alone had read what is declared."""
+    dp = ["recipe.toml: topology.dp: dp = 2, and parallel 'alone' declares that it does not support it"]
+    assert reasons(tmp_path, "splits", "alone", ranks=2) == dp
+    assert reasons(tmp_path, "splits", "alone", ranks=2, overrides=["topology.tp=2"]) == []
+    assert reasons(tmp_path, "splits", "alone", ranks=1) == []
 
 
 def test_two_providers_of_gradient_sync_are_refused_and_named(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator
 from contextlib import suppress
 from functools import lru_cache
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -330,12 +331,17 @@ def _batch(recipe: Recipe, layout: Layout) -> Iterator[Problem]:
 def _dimensions(
     members: list[Member], layout: Layout, recipe: Recipe, registry: Registry
 ) -> Iterator[Problem]:
-    """Check that some component handles each dimension that has more than one rank.
+    """Check that some component handles each dimension that has more than one rank, and that all support it.
 
-    Data-parallel dimensions need none: the core itself reduces partial gradients.
+    Data-parallel dimensions need none to handle them: the core itself reduces partial gradients.
     """
     handled = {"dp", "edp"}.union(*(member.component.mesh_dims for member in members))
-    for dim in (dim for dim in layout.dims if layout.size(dim) > 1 and dim not in handled):
+    split = [dim for dim in layout.dims if layout.size(dim) > 1]
+    for each, dim in product(recipe.selections(), split):
+        if dim in each.unsupported:
+            whose = f"{each.kind} '{each.use}' declares that it does not support it"
+            yield Problem(f"topology.{dim}", f"{dim} = {layout.size(dim)}, and {whose}")
+    for dim in (dim for dim in split if dim not in handled):
         remedy = for_idle_ranks(dim, recipe.model, registry)
         text = f"{dim} = {layout.size(dim)}, but no component of this recipe handles {dim}; {remedy}"
         yield Problem(f"topology.{dim}", text)
