@@ -128,7 +128,7 @@ class LoaderFeed:
         if "workers" in streams and getattr(loader, "persistent_workers", False):
             if not streams["workers"]:
                 loader._iterator = None
-            elif loader._iterator is None:
+            elif getattr(loader, "_iterator", loader) is None:
                 iter(loader)
         random_state.restore(streams)
         for name, generator in generators(self.data).items():
