@@ -62,7 +62,7 @@ def test_of_a_layer_its_input_alone_is_kept():
         assert torch.equal(one, other)
 
 
-@pytest.mark.full_cases("deepseek-auto", "deepseek-torch", "llama-torch", "llama-auto")
+@pytest.mark.full
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
 @pytest.mark.parametrize("model", [LLAMA, MODELS["deepseek_v3"]], ids=["llama", "deepseek"])
 def test_selective_repeats_no_matrix_product_and_keeps_less_than_everything(model, kernels):

@@ -253,7 +253,7 @@ def is_bfloat16(gradient):
 ROUNDED = Recipe(input_power_of_two=True, quantize_swiglu=True)
 
 
-@pytest.mark.full_cases("tiles", "tensors", "float32")
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("make", "inputs"),
     [

@@ -75,20 +75,20 @@ def full(*values):
     return pytest.param(*values, marks=pytest.mark.full)
 
 
-@pytest.mark.full_cases("zero2-residual-simple", "int8-eco-sharded_v2")
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("layout", "variant", "checkpoint"),
     [
         ("zero2", "residual", "simple"),
         ("int8", "eco", "sharded_v2"),
-        full("narrow2", "eco", "sharded_v2"),
-        full("one", "residual", "simple"),
-        full("one", "eco", "sharded_v2"),
-        full("zero2", "residual", "sharded_v2"),
-        full("tp2", "eco", "simple"),
-        full("zero2-tp2", "residual", "sharded_v2"),
-        full("pp2", "eco", "simple"),
-        full("ep2", "residual", "sharded_v2"),
+        ("narrow2", "eco", "sharded_v2"),
+        ("one", "residual", "simple"),
+        ("one", "eco", "sharded_v2"),
+        ("zero2", "residual", "sharded_v2"),
+        ("tp2", "eco", "simple"),
+        ("zero2-tp2", "residual", "sharded_v2"),
+        ("pp2", "eco", "simple"),
+        ("ep2", "residual", "sharded_v2"),
     ],
 )
 def test_a_resumed_run_has_every_bit_of_one_that_went_through(layout, variant, checkpoint):

@@ -91,8 +91,8 @@ def test_what_is_rounded_on_the_way_to_experts_is_what_one_process_rounds_there(
     assert sent["amax"] == max(part["amax"] for part in parts)
 
 
-@pytest.mark.full_cases("ep2")
-@pytest.mark.parametrize("layout", [pytest.param("pp2", marks=pytest.mark.full), "ep2"])
+@pytest.mark.full
+@pytest.mark.parametrize("layout", ["pp2", "ep2"])
 def test_a_run_over_ranks_has_the_numbers_of_one_without_it(layout):
     case = case_of(layout, "fp8_deepseek_v3", every=2)
     evaluated = {"evaluation": {"every": 2, "sequences": 8}}

@@ -164,8 +164,8 @@ def run(case, folder, **options):
     return whole([t.weights for t in traces]), whole([t.state for t in traces])
 
 
-@pytest.mark.full_cases("int8")
-@pytest.mark.parametrize("form", [pytest.param("bfloat16", marks=pytest.mark.full), "int8"])
+@pytest.mark.full
+@pytest.mark.parametrize("form", ["bfloat16", "int8"])
 def test_sharded_or_not_the_moments_are_the_same(form):
     """The update is the same, and so is the rounding; in float64, where sums have no order."""
     with tempfile.TemporaryDirectory() as folder:

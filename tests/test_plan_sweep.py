@@ -185,7 +185,7 @@ def test_as_many_buckets_have_buffers_as_the_runtime_lends():
     assert buffers.IN_FLIGHT == buckets.DEPTH + 1
 
 
-@pytest.mark.full_cases("phases", "ragged")
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("pp", "sequences", "microbatch", "phases", "tolerance"),
     [(2, 132, 8, "", 0.02), (1, 64, 4, FEW_SEQUENCES, 0.02)],
@@ -212,7 +212,7 @@ def test_fewer_sequences_than_a_microbatch_take_less_time(
     assert estimate.peak == pytest.approx(whole.worst.peak, rel=tolerance)
 
 
-@pytest.mark.full_cases("4", "1")
+@pytest.mark.full
 @pytest.mark.parametrize("microbatch", [1, 4])
 def test_rates_of_a_recipe_with_phases_are_those_of_its_whole_run(with_phases, microbatch):
     """With microbatches of 4 the first phase has the largest, and the recipe's own has the second phase."""

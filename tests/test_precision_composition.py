@@ -173,7 +173,7 @@ def test_hybrid_is_that_of_one_process_that_rounds_the_same_together(name):
     assert losses == pytest.approx(wanted, rel=EXACT)
 
 
-@pytest.mark.full_cases("tp2", "ep2")
+@pytest.mark.full
 @pytest.mark.parametrize("name", OTHER_SCALES)
 def test_hybrid_is_near_one_process_that_has_other_scales(name):
     found, losses = hybrid({}, *LAYOUTS[name][:2])

@@ -80,7 +80,7 @@ def test_all_reduces_start_in_the_last_w_pass(tied):
     assert_trains_as_one_process(replicated)
 
 
-@pytest.mark.full_cases("dualpipe_v-2", "zb_h1-1", "zb_h1-2")
+@pytest.mark.full
 @pytest.mark.parametrize(("schedule", "pp"), [("zb_h1", 1), ("zb_h1", 2), ("dualpipe_v", 2)])
 def test_a_tied_weight_with_gradients_in_both_passes_gets_all_of_them(schedule, pp):
     """In one stage it gets an embedding's gradient in the B pass, and a head's in the W pass."""

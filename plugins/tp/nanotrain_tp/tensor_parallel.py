@@ -55,9 +55,8 @@ class TensorParallel(Parallel):
             SplitError: heads or feed-forward width are not divisible by the number of ranks, or it is larger
                 than the vocabulary.
             NanotrainError: sequences stay whole, and some gradients are not known to be partial or complete,
-                or dropout would make ranks differ;
-                or a HEAD would be trained without some of its parameters, or a linear layer without what
-                its class adds.
+                or dropout would make ranks differ; or a HEAD would be trained without some of its parameters,
+                or a linear layer without what its class adds.
         """
         if "tp" not in mesh.layout.dims or mesh.size("tp") == 1:
             return part
