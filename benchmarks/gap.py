@@ -59,3 +59,21 @@ class Gap:
     def seeds_for(self, half_width: float) -> int:
         """Return how many seeds, spread as these, would make a 95% interval that narrow."""
         return math.ceil((1.96 * stdev(self.each) / half_width) ** 2)
+
+
+def unpaired(losses: Sequence[float], others: Sequence[float]) -> tuple[float, float, float]:
+    """Return the difference of two means, and its 95% interval, of runs whose seeds have nothing in common.
+
+    Source: Welch, Biometrika 34 (1947), with degrees of freedom rounded down.
+
+    Args:
+        losses: of two runs or more.
+        others: likewise.
+    """
+    own, theirs = (stdev(each) ** 2 / len(each) for each in (losses, others))
+    difference, error = mean(losses) - mean(others), math.sqrt(own + theirs)
+    if not error:
+        return difference, difference, difference
+    degrees = error**4 / (own**2 / (len(losses) - 1) + theirs**2 / (len(others) - 1))
+    around = STUDENT[min(max(1, math.floor(degrees)), len(STUDENT)) - 1] * error
+    return difference, difference - around, difference + around
