@@ -200,10 +200,10 @@ ROOMS = {path.parent.name for path in CORE.glob("*/__init__.py")}
 #: What each room of the core may have of code, in lines; "": all that is in none. Not the harness.
 SMALL = {
     "": 995,
-    "api": 646,
+    "api": 652,
     "builtin": 490,
     "checkpoint": 895,
-    "cli": 1642,
+    "cli": 1668,
     "compile": 680,
     "contracts": 665,
     "data": 830,

@@ -101,13 +101,13 @@ def test_check_explains_origins_in_toml(capsys, tmp_path):
 def test_rank_counts_must_be_positive(capsys, tmp_path, option):
     code, _, err = call(capsys, "check", write(tmp_path), *option)
     assert code == Exit.USER
-    assert "expected a number above 0" in err
+    assert "expected a whole number above 0" in err
 
 
 @pytest.mark.parametrize(
     ("option", "text"),
     [
-        (["--max-restarts", "-1"], "--max-restarts: expected 0 or a number above it, got '-1'"),
+        (["--max-restarts", "-1"], "--max-restarts: expected 0 or a whole number above it, got '-1'"),
         (["--rdzv-endpoint", "node1"], "--rdzv-endpoint node1: expected HOST:PORT"),
         (
             ["--rdzv-endpoint", "node1:http"],

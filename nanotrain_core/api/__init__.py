@@ -18,6 +18,7 @@ from nanotrain_core.checkpoint.run_state import (
 )
 from nanotrain_core.checkpoint.simple_listing import list_checkpoints as list_simple_checkpoints
 from nanotrain_core.checkpoint.tensor_boxes import Shape
+from nanotrain_core.cli.argument_types import positive_int, real_number, unsigned_int, whole_number
 from nanotrain_core.cli.common import (
     PIPED_WIDTH,
     add_plugin_options,
@@ -249,10 +250,12 @@ __all__ = [
     "pipeline_of",
     "plan_recipe",
     "plugin_arguments",
+    "positive_int",
     "quarantine_checkpoint",
     "read_metrics",
     "read_rope",
     "read_toml",
+    "real_number",
     "remove_leftovers",
     "replace",
     "resolve",
@@ -276,7 +279,9 @@ __all__ = [
     "uncovered",
     "undivided",
     "unexpected_kinds",
+    "unsigned_int",
     "usable_processors",
+    "whole_number",
     "without_secrets",
     "write_atomically",
     "write_rope",

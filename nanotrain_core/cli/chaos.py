@@ -7,7 +7,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from nanotrain_core.cli.common import plugin_arguments, positive, resolve
+from nanotrain_core.cli.argument_types import positive_int
+from nanotrain_core.cli.common import plugin_arguments, resolve
 from nanotrain_core.errors import FolderError
 
 
@@ -16,12 +17,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     from nanotrain_core.cli.common import add_recipe_options
 
     add_recipe_options(parser)
-    parser.add_argument("--steps", type=positive, default=24, metavar="N", help="steps of a run; default 24")
     parser.add_argument(
-        "--every", type=positive, default=6, metavar="N", help="steps between checkpoints; default 6"
+        "--steps", type=positive_int, default=24, metavar="N", help="steps of a run; default 24"
     )
     parser.add_argument(
-        "--repeat", type=positive, default=1, metavar="N", help="times to try each row; default 1"
+        "--every", type=positive_int, default=6, metavar="N", help="steps between checkpoints; default 6"
+    )
+    parser.add_argument(
+        "--repeat", type=positive_int, default=1, metavar="N", help="times to try each row; default 1"
     )
     parser.add_argument(
         "--seed", type=int, default=1, metavar="N", help="seed for the choice of steps, ranks and bits"
@@ -29,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--only", action="append", default=[], metavar="ROW", help="a row's number, or a part of its name"
     )
-    parser.add_argument("--soak", type=positive, metavar="N", help="N random faults in one run, no rows")
+    parser.add_argument("--soak", type=positive_int, metavar="N", help="N random faults in one run, no rows")
     parser.add_argument("--short", action="store_true", help="the few rows that the tests run")
     parser.add_argument(
         "--hang-timeout", type=float, default=12.0, metavar="S", help="run.hang_timeout; default 12"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from nanotrain_core.checkpoint.info import CheckpointInfo
 from nanotrain_core.checkpoint.listing import listed_of_all
+from nanotrain_core.cli.argument_types import positive_int
 from nanotrain_core.errors import CheckpointError, shortened
 from nanotrain_core.recipe.load import Resolution, resolve_recipe
 from nanotrain_core.registry.discovery import PluginArguments
@@ -50,23 +51,9 @@ def add_recipe_options(parser: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE",
         help="change one value, for example optimizer.lr=1e-4 or parallel.0.overlap=false",
     )
-    parser.add_argument("--nproc", type=positive, metavar="N", help="ranks on each machine")
-    parser.add_argument("--nnodes", type=positive, metavar="N", help="machines")
+    parser.add_argument("--nproc", type=positive_int, metavar="N", help="ranks on each machine")
+    parser.add_argument("--nnodes", type=positive_int, metavar="N", help="machines")
     add_plugin_options(parser)
-
-
-def positive(text: str) -> int:
-    """Parse a number above 0, for ``argparse``."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a number above 0, got '{text}'")
-    return int(text)
-
-
-def count(text: str) -> int:
-    """Parse a number of at least 0, for ``argparse``."""
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"expected 0 or a number above it, got '{text}'")
-    return int(text)
 
 
 def ranks(args: argparse.Namespace) -> int | None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from nanotrain_core.cli.common import positive
+from nanotrain_core.cli.argument_types import positive_int
 from nanotrain_core.component import KINDS
 from nanotrain_core.errors import Exit, NanotrainError, RecipeError, did_you_mean
 from nanotrain_core.recipe.source import override_source
@@ -52,7 +52,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--degree", action="append", default=[], metavar="DIM=N", help="the layout, for example dp=2"
     )
     parser.add_argument(
-        "--nproc", type=positive, metavar="N", help="ranks, if not the smallest number with these degrees"
+        "--nproc",
+        type=positive_int,
+        metavar="N",
+        help="ranks, if not the smallest number with these degrees",
     )
     parser.add_argument(
         "--plugin",
@@ -74,7 +77,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="run checks whose id contains this; a printed line will do",
     )
     parser.add_argument("-x", dest="exitfirst", action="store_true", help="stop at the first failure")
-    parser.add_argument("--jobs", type=positive, metavar="N", help="checks to run in parallel (one per core)")
+    parser.add_argument(
+        "--jobs", type=positive_int, metavar="N", help="checks to run in parallel (one per core)"
+    )
     parser.add_argument(
         "--timeout", type=float, default=180.0, metavar="SECONDS", help="time limit for one check (180)"
     )

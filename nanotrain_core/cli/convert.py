@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from nanotrain_core.cli.argument_types import real_number
 from nanotrain_core.cli.common import add_plugin_options, plugin_arguments
 from nanotrain_core.errors import Exit
 from nanotrain_core.registry.registry import load_plugins
@@ -27,19 +28,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dtype", choices=DTYPES, help="dtype of all weights; default: unchanged")
     parser.add_argument(
-        "--shard-gb", type=_size, default=5.0, metavar="GB", help="maximum size of one file (default: 5)"
+        "--shard-gb",
+        type=real_number("a number of gigabytes above 0", lambda size: size > 0),
+        default=5.0,
+        metavar="GB",
+        help="maximum size of one file (default: 5)",
     )
     add_plugin_options(parser)
-
-
-def _size(text: str) -> float:
-    try:
-        size = float(text)
-    except ValueError:
-        size = 0.0
-    if not size > 0:
-        raise argparse.ArgumentTypeError(f"expected a number of gigabytes above 0, got '{text}'")
-    return size
 
 
 def run(args: argparse.Namespace) -> int:

@@ -7,7 +7,8 @@ import json
 from pathlib import Path
 
 from nanotrain_core.checkpoint.listing import resume_path
-from nanotrain_core.cli.common import add_recipe_options, count, plugin_arguments, positive, resolve
+from nanotrain_core.cli.argument_types import positive_int, unsigned_int
+from nanotrain_core.cli.common import add_recipe_options, plugin_arguments, resolve
 from nanotrain_core.cli.gpus import fit_to_gpus
 from nanotrain_core.cli.machines import fewest_machines
 from nanotrain_core.cli.replay import replay
@@ -25,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_recipe_options(parser)
     parser.add_argument(
         "--min-nnodes",
-        type=positive,
+        type=positive_int,
         metavar="N",
         help="smallest number of machines to start with, or continue with after a loss; default: --nnodes",
     )
@@ -40,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--max-restarts",
-        type=count,
+        type=unsigned_int,
         metavar="N",
         help="restart all ranks after a failure, at most N times; default: run.max_restarts",
     )

@@ -7,7 +7,8 @@ import shutil
 import sys
 from typing import TYPE_CHECKING, Any
 
-from nanotrain_core.cli.common import add_plugin_options, plugin_arguments, positive
+from nanotrain_core.cli.argument_types import positive_int
+from nanotrain_core.cli.common import add_plugin_options, plugin_arguments
 from nanotrain_core.cli.drawing import draw
 from nanotrain_core.errors import Exit, NanotrainError, PluginError, RecipeError, describe
 from nanotrain_core.phases.timeline import PhaseTimeline
@@ -28,10 +29,10 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command."""
     parser.add_argument("subject", metavar="NAME|RECIPE", help="a schedule such as 1f1b, or a recipe")
-    parser.add_argument("--pp", type=positive, metavar="P", help="pipeline ranks (4)")
-    parser.add_argument("--microbatches", type=positive, metavar="M", help="microbatches per step (8)")
-    parser.add_argument("--v", type=positive, metavar="V", help="virtual stages on each rank: --set v=V")
-    parser.add_argument("--layers", type=positive, metavar="L", help="also show how L layers are split")
+    parser.add_argument("--pp", type=positive_int, metavar="P", help="pipeline ranks (4)")
+    parser.add_argument("--microbatches", type=positive_int, metavar="M", help="microbatches per step (8)")
+    parser.add_argument("--v", type=positive_int, metavar="V", help="virtual stages on each rank: --set v=V")
+    parser.add_argument("--layers", type=positive_int, metavar="L", help="also show how L layers are split")
     parser.add_argument(
         "--set",
         action="append",

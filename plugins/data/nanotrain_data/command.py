@@ -6,7 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
-from nanotrain_core.api import DataError, NanotrainError, usable_processors
+from nanotrain_core.api import DataError, NanotrainError, positive_int, unsigned_int, usable_processors
 from nanotrain_data.manifest import read_manifest
 from nanotrain_data.sources import TEXT_SUFFIXES
 
@@ -59,11 +59,11 @@ def _add_prepare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokenizer", required=True, metavar="T", help=TOKENIZER)
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="output folder for shards")
     parser.add_argument(
-        "--workers", type=_above_zero, metavar="N", help="processes (default: one for each processor)"
+        "--workers", type=positive_int, metavar="N", help="processes (default: one for each processor)"
     )
     parser.add_argument(
         "--shard-mb",
-        type=_above_zero,
+        type=positive_int,
         default=256,
         metavar="N",
         help="approximate size of text per shard, in units of 2^20 bytes (default: 256)",
@@ -137,7 +137,7 @@ def _add_inspect(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--samples",
-        type=_count,
+        type=unsigned_int,
         default=3,
         metavar="N",
         help="number of documents whose beginning is shown (default: 3)",
@@ -197,12 +197,12 @@ def _convert(args: argparse.Namespace) -> None:
 def _add_train(parser: argparse.ArgumentParser) -> None:
     _add_sources(parser)
     parser.add_argument(
-        "--vocab", required=True, type=_above_zero, metavar="N", help="maximum vocabulary size"
+        "--vocab", required=True, type=positive_int, metavar="N", help="maximum vocabulary size"
     )
     parser.add_argument("--out", required=True, type=Path, metavar="FILE", help="a tokenizer.json to write")
     parser.add_argument(
         "--mb",
-        type=_above_zero,
+        type=positive_int,
         metavar="N",
         help="read this many 2^20 bytes of text, evenly from all of it (default: all)",
     )
@@ -214,15 +214,3 @@ def _train(args: argparse.Namespace) -> None:
     size = args.mb * 2**20 if args.mb else None
     field = args.field or "text"
     print(train_tokenizer(args.sources, _suffixes(args.suffixes), field, args.vocab, args.out, size))
-
-
-def _above_zero(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a number above 0, got '{text}'")
-    return int(text)
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"expected 0 or a number above it, got '{text}'")
-    return int(text)

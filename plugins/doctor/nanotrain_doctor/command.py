@@ -17,6 +17,7 @@ from nanotrain_core.api import (
     add_plugin_options,
     load_plugins,
     plugin_arguments,
+    positive_int,
     usable_processors,
 )
 from nanotrain_core.api.ranks import Ranks, is_port
@@ -41,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command."""
     parser.add_argument(
         "--ranks",
-        type=_positive,
+        type=positive_int,
         metavar="N",
         help="ranks of this host for measurements (its GPUs, or 2)",
     )
@@ -174,12 +175,6 @@ def _ranks_here(quick: bool) -> int:
     except Exception:  # of any kind: which, is a finding
         return 1
     return torch.cuda.device_count() or 2
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a number above 0, got '{text}'")
-    return int(text)
 
 
 def _endpoint(text: str) -> str:

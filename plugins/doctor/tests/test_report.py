@@ -125,7 +125,7 @@ def test_a_torch_that_does_not_import_is_told_and_no_rank_is_started(monkeypatch
     ("words", "told"),
     [
         (["--hardware", "h2000"], "no hardware is named 'h2000'"),
-        (["--ranks", "0"], "expected a number above 0"),
+        (["--ranks", "0"], "expected a whole number above 0"),
         (["--rdzv-endpoint", "localhost"], "expected HOST:PORT, got 'localhost'"),
         (["--fast"], "unknown option '--fast'"),
     ],

@@ -27,6 +27,7 @@ from nanotrain_core.api import (
     plugin_arguments,
     shipped_recipes,
     show_progress,
+    unsigned_int,
 )
 from nanotrain_inspect.experts import loads_of, loads_told, norms_of, norms_told
 
@@ -55,15 +56,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="parameters, 'layers.0.*'; may be repeated",
     )
     parser.add_argument("--all", action="store_true", help="one line per parameter instead of per layer")
-    parser.add_argument("--top", type=_count, default=5, metavar="N", help="outliers to list (default: 5)")
+    parser.add_argument(
+        "--top", type=unsigned_int, default=5, metavar="N", help="outliers to list (default: 5)"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     add_plugin_options(parser)
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"expected 0 or a number above it, got '{text}'")
-    return int(text)
 
 
 def run(args: argparse.Namespace) -> int:

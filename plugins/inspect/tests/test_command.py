@@ -216,7 +216,7 @@ def test_mistakes_are_told_without_a_traceback(trained, capsys, words, text, tmp
 def test_a_number_of_outliers_below_0_is_refused(capsys):
     with pytest.raises(SystemExit):
         main(["inspect", "run", "--top", "-1"])
-    assert "expected 0 or a number above it, got '-1'" in capsys.readouterr().err
+    assert "expected 0 or a whole number above it, got '-1'" in capsys.readouterr().err
 
 
 def test_a_recipe_without_the_plugin_that_reads_it(tmp_path, capsys):

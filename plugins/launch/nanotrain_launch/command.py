@@ -23,7 +23,9 @@ from nanotrain_core.api import (
     input_problems,
     obstacle_to_writing,
     plugin_arguments,
+    positive_int,
     resolve_recipe,
+    unsigned_int,
     write_text_atomically,
 )
 from nanotrain_launch import fits, kubernetes, slurm, ssh, torchrun
@@ -37,10 +39,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command."""
     parser.add_argument("target", choices=list(TARGETS), help="the tool that starts processes there")
     add_recipe_options(parser)
-    parser.add_argument("--nodes", type=_positive, metavar="N", help="machines, as --nnodes")
+    parser.add_argument("--nodes", type=positive_int, metavar="N", help="machines, as --nnodes")
     parser.add_argument(
         "--min-nnodes",
-        type=_positive,
+        type=positive_int,
         metavar="N",
         help="as of `nanotrain run`: machines that are enough to begin, and to go on with",
     )
@@ -66,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--out", metavar="FILE", help="write the script there instead of printing it")
     parser.add_argument("--folder", metavar="PATH", help="run folder (run.folder, or runs/<name>)")
-    parser.add_argument("--max-restarts", type=_count, metavar="N", help="as in `nanotrain run`")
+    parser.add_argument("--max-restarts", type=unsigned_int, metavar="N", help="as in `nanotrain run`")
     parser.add_argument(
         "--hardware",
         metavar="NAME|FILE",
@@ -75,20 +77,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-plan", action="store_true", help="do not check with `nanotrain plan` whether it fits"
     )
-
-
-def _positive(text: str) -> int:
-    """Read a whole number above 0, for ``argparse``."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number above 0, got '{text}'")
-    return int(text)
-
-
-def _count(text: str) -> int:
-    """Read a whole number that may be 0."""
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"expected 0 or a whole number above it, got '{text}'")
-    return int(text)
 
 
 def run(args: argparse.Namespace) -> int:

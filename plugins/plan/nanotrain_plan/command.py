@@ -17,6 +17,7 @@ from nanotrain_core.api import (
     NanotrainError,
     add_recipe_options,
     plugin_arguments,
+    positive_int,
     resolve_recipe,
     usable_processors,
 )
@@ -26,7 +27,6 @@ from nanotrain_plan.options import (
     amount,
     count,
     factor,
-    positive,
     seed,
     share,
     world_size,
@@ -61,7 +61,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command."""
     add_recipe_options(parser)
     parser.add_argument(
-        "--ranks", type=positive, metavar="N", help="devices to plan for (default: the recipe's run.ranks)"
+        "--ranks",
+        type=positive_int,
+        metavar="N",
+        help="devices to plan for (default: the recipe's run.ranks)",
     )
     parser.add_argument(
         "--hardware",
@@ -72,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--html", metavar="FILE", help="also write an HTML page with the pipeline's timeline")
     parser.add_argument(
         "--sweep",
-        type=positive,
+        type=positive_int,
         nargs="?",
         const=500,
         metavar="N",

@@ -7,53 +7,17 @@ from __future__ import annotations
 
 import argparse
 
-from nanotrain_core.api import NanotrainError
+from nanotrain_core.api import NanotrainError, real_number, whole_number
 
-
-def positive(text: str) -> int:
-    """Read a whole number above 0, for ``argparse``, as the functions below."""
-    return _whole(text, "a whole number above 0", 1)
-
-
-def count(text: str) -> int:
-    """Read a number of things to draw."""
-    return _whole(text, "a whole number from 1 to 1,000,000", 1, 1_000_000)
-
-
-def seed(text: str) -> int:
-    """Read a seed, as torch takes it."""
-    return _whole(text, "a whole number from 0 to 2^63 - 1", 0)
-
-
-def share(text: str) -> float:
-    """Read a fraction."""
-    return _number(text, "a fraction from 0 to 1", 0.0, 1.0)
-
-
-def factor(text: str) -> float:
-    """Read by how much something takes longer."""
-    return _number(text, "a number from 1 to 1000", 1.0, 1000.0)
-
-
-def amount(text: str) -> float:
-    """Read a number of hours or minutes."""
-    return _number(text, "a number above 0, at most a million", 1e-6, 1e6)
-
-
-def _number(text: str, expected: str, low: float, high: float) -> float:
-    try:
-        found = float(text)
-    except ValueError:
-        found = float("nan")
-    if not low <= found <= high:
-        raise argparse.ArgumentTypeError(f"expected {expected}, got '{text}'")
-    return found
-
-
-def _whole(text: str, expected: str, low: int, high: int = 2**63 - 1) -> int:
-    if not text.isdecimal() or not low <= int(text) <= high:
-        raise argparse.ArgumentTypeError(f"expected {expected}, got '{text}'")
-    return int(text)
+#: Things to draw.
+count = whole_number("a whole number from 1 to 1,000,000", 1, 1_000_000)
+#: As torch takes it.
+seed = whole_number("a whole number from 0 to 2^63 - 1")
+share = real_number("a fraction from 0 to 1", lambda number: 0 <= number <= 1)
+#: By how much something takes longer.
+factor = real_number("a number from 1 to 1000", lambda number: 1 <= number <= 1000)
+#: Hours or minutes.
+amount = real_number("a number above 0, at most a million", lambda number: 1e-6 <= number <= 1e6)
 
 
 def world_size(args: argparse.Namespace) -> tuple[int | None, str]:

@@ -6,7 +6,7 @@ import argparse
 import re
 from pathlib import Path
 
-from nanotrain_core.api import Exit, NanotrainError, obstacle_to_writing, write_text_atomically
+from nanotrain_core.api import Exit, NanotrainError, obstacle_to_writing, whole_number, write_text_atomically
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,7 +26,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="follow the run in a browser, on this machine only, until Ctrl-C",
     )
     parser.add_argument(
-        "--port", type=port, default=0, metavar="N", help="port for --serve; default: a free one"
+        "--port",
+        type=whole_number("a port, 0 to 65535", 0, 65535),
+        default=0,
+        metavar="N",
+        help="port for --serve; default: a free one",
     )
 
 
@@ -62,10 +66,3 @@ def default_out(runs: list[Path]) -> Path:
         return runs[0] / "report.html"
     names = [re.sub(r"[^\w.-]", "-", path.resolve().name) for path in runs]
     return Path(f"report-{'-'.join(names)[:80]}.html")
-
-
-def port(text: str) -> int:
-    """Read a port for ``argparse``."""
-    if not text.isdecimal() or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f"expected a port, 0 to 65535, got '{text}'")
-    return int(text)

@@ -8,7 +8,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from nanotrain_core.api import Exit
+from nanotrain_core.api import Exit, real_number
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--every",
-        type=seconds,
+        type=real_number("seconds between 0.1 and 3600", lambda seconds: 0.1 <= seconds <= 3600),
         default=2.0,
         metavar="S",
         help="seconds between updates, more for a long run; default: 2",
@@ -58,14 +58,3 @@ def state(folder: Path) -> tuple[int, ...]:
     """Return something that changes when there is something new to show."""
     files = [folder / name for name in ("metrics.jsonl", "run.log.jsonl")]
     return tuple(file.stat().st_size if file.exists() else 0 for file in files)
-
-
-def seconds(text: str) -> float:
-    """Read seconds for ``argparse``."""
-    try:
-        found = float(text)
-    except ValueError:
-        found = 0.0
-    if not 0.1 <= found <= 3600:
-        raise argparse.ArgumentTypeError(f"expected seconds between 0.1 and 3600, got '{text}'")
-    return found

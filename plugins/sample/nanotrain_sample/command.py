@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,9 +16,12 @@ from nanotrain_core.api import (
     Resolution,
     load_plugins,
     plugin_arguments,
+    positive_int,
+    real_number,
+    unsigned_int,
 )
 from nanotrain_core.api.text import EncodesSpecial, HasConversations
-from nanotrain_sample.options import above_zero, add_layout_options, add_weights, count
+from nanotrain_sample.options import add_layout_options, add_weights
 
 if TYPE_CHECKING:
     from nanotrain_core.api.text import TextCodec
@@ -55,24 +57,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--tokens",
-        type=above_zero,
+        type=positive_int,
         default=200,
         metavar="N",
         help="maximum number of tokens to generate (default: 200)",
     )
     parser.add_argument(
         "--temperature",
-        type=_temperature,
+        type=real_number("0 or a number above it", lambda value: value >= 0),
         default=0.8,
         metavar="T",
         help="0 always takes the most probable token (default: 0.8)",
     )
     parser.add_argument(
-        "--top-k", type=count, default=0, metavar="K", help="sample from the K most probable tokens; 0: all"
+        "--top-k",
+        type=unsigned_int,
+        default=0,
+        metavar="K",
+        help="sample from the K most probable tokens; 0: all",
     )
     parser.add_argument(
         "--top-p",
-        type=_probability,
+        type=real_number("a number above 0 and up to 1", lambda value: 0 < value <= 1),
         default=1.0,
         metavar="P",
         help="sample from the most probable tokens that together have this probability; 1: all",
@@ -271,27 +277,3 @@ def note_length(asked: Asked, trained: int | None) -> None:
     if trained is not None and asked.how.limit is None and longest > trained:
         told = f"the run trained on sequences of {trained} tokens, and texts may have {longest}"
         print(f"nanotrain: note: {told}: what comes later is extrapolated", file=sys.stderr)
-
-
-# --- numbers ----------------------------------------------------------------------------------
-
-
-def _temperature(text: str) -> float:
-    value = _float(text)
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"expected 0 or a number above it, got '{text}'")
-    return value
-
-
-def _probability(text: str) -> float:
-    value = _float(text)
-    if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"expected a number above 0 and up to 1, got '{text}'")
-    return value
-
-
-def _float(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan

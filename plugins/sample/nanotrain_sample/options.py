@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from nanotrain_core.api import add_plugin_options
+from nanotrain_core.api import add_plugin_options, unsigned_int
 
 
 def add_weights(parser: argparse.ArgumentParser) -> None:
@@ -21,7 +21,7 @@ def add_layout_options(parser: argparse.ArgumentParser, *, example: str, otherwi
         example: of ``--set``.
         otherwise: what is printed without ``--json``.
     """
-    parser.add_argument("--step", type=count, metavar="N", help="the checkpoint of this step")
+    parser.add_argument("--step", type=unsigned_int, metavar="N", help="the checkpoint of this step")
     about = "a tokenizer.json, or bytes; default: that of the run's data"
     parser.add_argument("--tokenizer", metavar="FILE", help=about)
     about = "split the model over ranks, for example tp=2; may be repeated"
@@ -30,17 +30,3 @@ def add_layout_options(parser: argparse.ArgumentParser, *, example: str, otherwi
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=about)
     parser.add_argument("--json", action="store_true", help=f"print JSON instead of {otherwise}")
     add_plugin_options(parser)
-
-
-def count(text: str) -> int:
-    """Return a number from 0 on."""
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"expected 0 or a number above it, got '{text}'")
-    return int(text)
-
-
-def above_zero(text: str) -> int:
-    """Return a number from 1 on."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a number above 0, got '{text}'")
-    return int(text)

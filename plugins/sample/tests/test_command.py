@@ -201,8 +201,8 @@ def test_mistakes_are_told(trained, capsys, words, says):
         (["--top-p", "0"], "--top-p: expected a number above 0 and up to 1, got '0'"),
         (["--temperature", "-1"], "--temperature: expected 0 or a number above it, got '-1'"),
         (["--temperature", "hot"], "--temperature: expected 0 or a number above it, got 'hot'"),
-        (["--top-k", "-3"], "--top-k: expected 0 or a number above it, got '-3'"),
-        (["--tokens", "0"], "--tokens: expected a number above 0, got '0'"),
+        (["--top-k", "-3"], "--top-k: expected 0 or a whole number above it, got '-3'"),
+        (["--tokens", "0"], "--tokens: expected a whole number above 0, got '0'"),
     ],
     ids=str,
 )

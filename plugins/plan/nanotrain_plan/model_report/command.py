@@ -12,10 +12,10 @@ from nanotrain_core.api import (
     NanotrainError,
     is_recipe,
     plugin_arguments,
+    positive_int,
     resolve_recipe,
 )
 from nanotrain_plan.hardware import find_hardware, shipped
-from nanotrain_plan.options import positive
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"hardware of the roofline: {', '.join(shipped())}, or your own TOML file (h100)",
     )
     group.add_argument(
-        "--batch", type=positive, default=1, metavar="N", help="sequences decoded in one batch (1)"
+        "--batch", type=positive_int, default=1, metavar="N", help="sequences decoded in one batch (1)"
     )
     group.add_argument("--html", metavar="FILE", help="also write an HTML page")
 

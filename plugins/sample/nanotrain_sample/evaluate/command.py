@@ -11,8 +11,10 @@ from nanotrain_core.api import (
     Resolution,
     load_plugins,
     plugin_arguments,
+    positive_int,
+    unsigned_int,
 )
-from nanotrain_sample.options import above_zero, add_layout_options, add_weights, count
+from nanotrain_sample.options import add_layout_options, add_weights
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,12 +26,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--task", action="append", default=[], metavar="NAME", help=about)
     parser.add_argument("--tasks-from", metavar="FOLDER", help="folder with further tasks of lm_eval")
     about = "examples before each question (default: the task's)"
-    parser.add_argument("--few-shot", type=count, metavar="N", help=about)
-    parser.add_argument("--limit", type=above_zero, metavar="N", help="maximum number of questions per task")
+    parser.add_argument("--few-shot", type=unsigned_int, metavar="N", help=about)
+    parser.add_argument(
+        "--limit", type=positive_int, metavar="N", help="maximum number of questions per task"
+    )
     about = "tokens that the model reads at once (default: the training length)"
-    parser.add_argument("--length", type=above_zero, metavar="N", help=about)
+    parser.add_argument("--length", type=positive_int, metavar="N", help=about)
     about = "tokens of a file scored per window of --length; the others are context (default: all)"
-    parser.add_argument("--stride", type=above_zero, metavar="N", help=about)
+    parser.add_argument("--stride", type=positive_int, metavar="N", help=about)
     add_layout_options(parser, example="evaluation.sequences=512", otherwise="tables")
 
 
