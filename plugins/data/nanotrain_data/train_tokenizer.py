@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from nanotrain_core.api import DataError, show_progress, write_atomically
+from nanotrain_core.api import DataError, obstacle_to_writing, show_progress, write_atomically
 from nanotrain_data.readers import documents
 from nanotrain_data.sources import Unit, units_of
 
@@ -32,7 +32,8 @@ def train_tokenizer(
         size: bytes of text to read, about, spread evenly over the sources; None: all.
 
     Raises:
-        DataError: ``tokenizers`` is missing, a source cannot be read, or ``vocab`` is too small.
+        DataError: ``tokenizers`` is missing, a source cannot be read, ``vocab`` is too small, or there
+            can be no file ``out``.
     """
     try:
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -40,10 +41,12 @@ def train_tokenizer(
         raise DataError("train-tokenizer needs the package: pip install nanotrain-data[tokenizers]") from None
     if vocab < LEAST:
         raise DataError(f"--vocab {vocab}: expected at least {LEAST}, the 256 bytes and {END}")
-    if out.is_dir():
-        raise DataError(f"--out {out} is a folder; expected a file, such as {out / 'tokenizer.json'}")
-    if out.exists() and not out.is_file():
-        raise DataError(f"--out {out} is a device, pipe or socket; expected a file")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as problem:
+        raise DataError(f"--out {out}: {out.parent} cannot be made: {problem.strerror}") from None
+    if obstacle := obstacle_to_writing(out):
+        raise DataError(f"--out {out}: {obstacle}")
     units = chosen(units_of(sources, suffixes, UNIT), size)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -56,7 +59,6 @@ def train_tokenizer(
     )
     with show_progress("reading text", sum(unit.size for unit in units), "B") as advance:
         tokenizer.train_from_iterator(_texts(units, field, advance), trainer)
-    out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(out.resolve(), lambda path: tokenizer.save(str(path)))
     return f"{out}: {tokenizer.get_vocab_size():,} tokens, made from {sum(u.size for u in units):,} bytes"
 

@@ -133,11 +133,14 @@ def test_a_tokenizer_is_made_of_text_and_reads_any(corpus, tmp_path):
 def test_a_tokenizer_that_cannot_be_made_is_refused(corpus, tmp_path):
     with pytest.raises(DataError, match="expected at least 257"):
         train_tokenizer([str(corpus)], (), "text", 256, tmp_path / "a.json", None)
-    with pytest.raises(DataError, match=r"is a folder; expected a file, such as .*tokenizer.json"):
+    with pytest.raises(DataError, match=r"--out .*: expected a file, this is a folder"):
         train_tokenizer([str(corpus)], (), "text", 300, tmp_path, None)
+    (tmp_path / "file").touch()
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(DataError, match="pipe is a device, pipe or socket; expected a file"):
+    with pytest.raises(DataError, match="pipe: expected a file, this is a device, pipe or socket"):
         train_tokenizer([str(corpus)], (), "text", 300, tmp_path / "pipe", None)
+    with pytest.raises(DataError, match="file/t cannot be made: Not a directory"):
+        train_tokenizer([str(corpus)], (), "text", 300, tmp_path / "file" / "t" / "t.json", None)
 
 
 @pytest.mark.parametrize(
