@@ -30,7 +30,7 @@ from nanotrain_core.run.events import Events
 from nanotrain_core.run.global_metrics import agree_now, sum_over_data
 from nanotrain_core.run.monitor_context import MonitorContext
 from nanotrain_core.run.recovery import Restart, recover
-from nanotrain_core.run.rollback import roll_back
+from nanotrain_core.run.rollback import keep_pending, roll_back
 from nanotrain_core.run.run_info import run_info
 from nanotrain_core.run.step_readback import StepFlags, StepReadback
 from nanotrain_core.run.step_report import evaluation, report_step
@@ -216,10 +216,9 @@ class RuntimeEngine:
             losses, counts, stats = self._train_step()
             scheduler.step()
             self.step += 1
-            run.feed.step_done()
-            self.throughput.add(
-                run.feed.tokens - run.feed.tokens_before, run.feed.length, run.flops_per_token
-            )
+            feed = run.feed
+            feed.step_done()
+            self.throughput.add(feed.tokens - feed.tokens_before, feed.length, run.flops_per_token)
             last = self.step == self.steps
             logged = self._logged(self.step) or self.stop.reason is not None
             if logged or self.events.every_step:
@@ -241,7 +240,9 @@ class RuntimeEngine:
             elif due and not (last or self.save_pending or self.stop.reason):  # the last one: see below
                 self._save()
             self.saves.advance(wait=False)
-            self.events.step_end(StepEnd(self.step, len(run.feed.skipped), partial(capture_state, self)))
+            self.events.step_end(StepEnd(self.step, len(feed.skipped), partial(capture_state, self)))
+        self._handle_flags(self.readback.rest())
+        keep_pending(self.stop, run.mesh)
         self.events.metrics(*self.monitoring.board.last(self.step))
         if self.saved_step != self.step and self.stop.reason != "lost":  # there is no folder to save in
             self._save(last=True)

@@ -202,7 +202,7 @@ SMALL = {
     "": 995,
     "api": 652,
     "builtin": 490,
-    "checkpoint": 895,
+    "checkpoint": 905,
     "cli": 1668,
     "compile": 680,
     "contracts": 665,
@@ -220,7 +220,7 @@ SMALL = {
     "precision": 680,
     "recipe": 1725,
     "registry": 600,
-    "run": 2355,
+    "run": 2370,
     "script": 610,
     "watch": 438,
 }

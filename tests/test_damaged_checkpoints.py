@@ -156,6 +156,9 @@ def test_a_position_that_the_data_would_refuse_or_misread_is_told_by_verify(
         ("skipped_in_a_row", 2, "skipped_in_a_row of its state is 2, expected a number up to its step, 1"),
         ("skipped_in_a_row", True, "skipped_in_a_row of its state is True, expected a number"),
         ("save_pending", 1, "save_pending of its state is 1, expected true or false"),
+        ("rollback", {"onset": 2, "reason": "", "agreed": False}, "expected an onset from 1 to its step, 1"),
+        ("rollback", {"onset": 1, "reason": ""}, "expected a reason and whether it is agreed"),
+        ("rollback", [1, ""], 'rollback of its state is [1, ""], expected an onset'),
     ],
 )
 def test_progress_that_the_step_contradicts_is_told_by_verify(saved, tmp_path, key, value, said):

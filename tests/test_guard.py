@@ -225,6 +225,32 @@ def test_a_run_that_is_stopped_as_it_goes_back_saves_what_it_leaves_out(tmp_path
     assert again.run.feed.skipped == [tuple(back["skipped"])]
 
 
+def alone(folder, *, stop_at=0, spike_at=0, resume=None, **changes):
+    """Train on one rank; return how it ended, the weights and the state of the data."""
+    folder.mkdir(exist_ok=True)
+    recipe = CASE.alone().recipe(**{**GUARDED, "run": {"steps": 26, "log_every": 1}, **changes})
+    engine = RuntimeEngine.from_recipe(recipe, registry=CASE.registry(), folder=folder, resume=resume)
+    engine.run = attrs.evolve(engine.run, optimizer=OneStepLRMultiplier(engine, spike_at, 300.0))
+    engine.events.monitors = [*engine.events.monitors, StopsAfter(stop_at)]
+    end = engine.fit()
+    return (
+        end.step,
+        {p.placement.name: p.parameter.detach() for p in engine.run.placed},
+        engine.run.feed.meta(),
+    )
+
+
+def test_a_stop_where_the_guard_requests_to_go_back_changes_nothing(tmp_path):
+    """The request is agreed on with step 24, which the stopped run does not take: its checkpoint has it."""
+    _, expected, expected_meta = alone(tmp_path / "straight", spike_at=21)
+    assert alone(tmp_path / "stopped", spike_at=21, stop_at=22)[0] == 23
+    _, weights, meta = alone(tmp_path / "stopped", resume="latest")
+    (back,), (expected_back,) = (metrics(tmp_path / name, "rollback") for name in ("stopped", "straight"))
+    assert back["step"] == expected_back["step"] == 24
+    same(weights, expected)
+    assert meta == expected_meta
+
+
 @pytest.mark.full  # tests/test_all_monitors.py has it among all others
 def test_a_guard_that_has_nothing_to_do_changes_nothing(tmp_path):
     guarded = run_ranks(train, 2, tmp_path / "guarded")

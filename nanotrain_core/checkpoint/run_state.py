@@ -76,6 +76,7 @@ def state_problems(meta: Any, step: int | None = None) -> list[str]:
     if is_of_a_run(meta):
         problems += [f"its state lacks '{key}'" for key in ("step", *OF_A_RUN) if key not in meta]
         problems += _kinds(meta)
+        problems += _rollback(meta.get("rollback"), meta.get("step"))
         problems += _scale(meta.get("loss_scale"))
         problems += _data(meta.get("data"))
         problems = problems or list(_taken(meta["data"], meta["step"], meta["recipe"]))
@@ -132,6 +133,18 @@ def _kinds(meta: Mapping[str, Any]) -> Iterator[str]:
         if key in meta and not isinstance(meta[key], kind):
             wanted = {bool: "true or false", str: "a text"}.get(kind, "a table")
             yield f"{key} of its state is {_short(meta[key])}, expected {wanted}"
+
+
+def _rollback(found: Any, step: Any) -> Iterator[str]:
+    """Yield why ``found`` cannot be :meth:`StopRequest.meta` of a run at ``step``."""
+    if found is None:
+        return
+    known = found if isinstance(found, Mapping) else {}
+    onset, latest = known.get("onset", 0), step if _is_count(step) else LARGEST
+    if not _is_count(onset) or not 0 < onset <= latest:
+        yield f"rollback of its state is {_short(found)}, expected an onset from 1 to its step, {step}"
+    elif not isinstance(known.get("reason"), str) or not isinstance(known.get("agreed"), bool):
+        yield f"rollback of its state is {_short(found)}, expected a reason and whether it is agreed"
 
 
 def _scale(found: Any) -> Iterator[str]:

@@ -11,7 +11,7 @@ from nanotrain_core.contracts import RollbackReport
 from nanotrain_core.errors import CheckpointError, Diverged
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.phases.timeline import PhaseTimeline
-from nanotrain_core.run.stop import Rollback
+from nanotrain_core.run.stop import Rollback, StopRequest
 
 if TYPE_CHECKING:
     from nanotrain_core.engine import RuntimeEngine
@@ -29,6 +29,7 @@ def roll_back(engine: RuntimeEngine) -> None:
     engine.note("checkpoint")
     engine.saves.advance(wait=True)
     request = earliest(engine.stop.rollback, run.mesh)
+    assert request is not None
     skipped = [*run.feed.skipped, run.feed.of_last(step - request.onset + 1)]
     restored = load_newest_before(request.onset, engine)
     if run.phases is not None and run.mesh.rank == 0:
@@ -65,10 +66,20 @@ def warn_of_lengths(timeline: PhaseTimeline, tokens: int, *, first: int, last: i
         )
 
 
-def earliest(request: Rollback | None, mesh: Mesh) -> Rollback:
-    """Return the request with the earliest onset among those of all ranks. Collective."""
+def keep_pending(stop: StopRequest, mesh: Mesh) -> None:
+    """Give every rank of a stopped run the request that no step has agreed on yet, for its checkpoint.
+
+    Collective. The resumed run requests it again before its first step, and so rolls back after the same step
+    as a run that was not stopped. Rolling back here instead would skip the data of one step less.
+    """
+    if stop.reason:
+        stop.rollback = earliest(stop.rollback, mesh)
+
+
+def earliest(request: Rollback | None, mesh: Mesh) -> Rollback | None:
+    """Return the request with the earliest onset among those of all ranks, None without any. Collective."""
     requests: list[Rollback] = [each for each in mesh.gather(request) if each is not None]
-    return min(requests, key=lambda each: each.onset)
+    return min(requests, key=lambda each: each.onset, default=None)
 
 
 def load_newest_before(onset: int, engine: RuntimeEngine) -> int:

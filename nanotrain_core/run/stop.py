@@ -129,6 +129,17 @@ class StopRequest:
         elif self.rollback is None or rollback.onset < self.rollback.onset:
             self.rollback = rollback
 
+    def meta(self) -> dict[str, Any] | None:
+        """Return the pending rollback for a checkpoint, None without one."""
+        if self.rollback is None:
+            return None
+        return {**attrs.asdict(self.rollback), "agreed": self.rollback_agreed}
+
+    def load_meta(self, meta: Mapping[str, Any] | None) -> None:
+        """Restore what :meth:`meta` returned."""
+        self.rollback = None if meta is None else Rollback(meta["onset"], meta["reason"])
+        self.rollback_agreed = meta is not None and bool(meta["agreed"])
+
     def flags(self) -> list[float]:
         """Return this rank's requests as numbers to be summed over all ranks."""
         return [*(float(reason in self._requested) for reason in REASONS), float(self.rollback is not None)]

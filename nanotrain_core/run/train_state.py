@@ -34,6 +34,7 @@ def capture_state(engine: RuntimeEngine) -> TrainState:
         "save_pending": engine.save_pending,
         "evaluated": engine.evaluated,
         "skipped_in_a_row": engine.skipped.in_a_row,
+        "rollback": engine.stop.meta(),
         "recipe": write_resolved(run.recipe) if isinstance(run.recipe, Recipe) else repr(run.recipe),
         "model": model_table(run.model) if run.model else {},
         "optimizer": run.optimizer.meta(),
@@ -64,6 +65,7 @@ def restore_meta(engine: RuntimeEngine, meta: Mapping[str, Any]) -> None:
         # Older checkpoints lack these.
         engine.skipped.in_a_row = int(meta.get("skipped_in_a_row", 0))
         engine.save_pending = bool(meta.get("save_pending"))
+        engine.stop.load_meta(meta.get("rollback"))
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as problem:
         raise CheckpointError(f"{NO_RUN_STATE}: {problem!r}") from None
 
