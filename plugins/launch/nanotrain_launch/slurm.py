@@ -69,7 +69,8 @@ crashes={folder}/.crashes-"$SLURM_JOB_ID"
 crashed() {{ mkdir -p -- {folder} && echo "$(date) code $code" >>"$crashes"; }}
 again=no
 case "$code" in
-    {preempted}) again=yes ;; # saved, by a signal
+    # Ended by a signal: saved, or (143, 129) a node that had not begun, whose code is above the others'.
+    {preempted} | 143 | 129) again=yes ;;
     # Crashed, hung, or killed as when memory runs out.
     {failed} | {hung} | 137) crashed && [ "$(wc -l <"$crashes")" -le {requeues} ] && again=yes ;;
 esac

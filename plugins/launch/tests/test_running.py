@@ -69,7 +69,8 @@ def test_a_job_that_is_cancelled_is_told_once_and_stays_out_of_the_queue(cluster
 
 
 @pytest.mark.parametrize(
-    ("code", "requeued"), [(1, True), (5, True), (137, True), (2, False), (3, False), (6, False)]
+    ("code", "requeued"),
+    [(1, True), (5, True), (137, True), (143, True), (129, True), (2, False), (3, False), (6, False)],
 )
 def test_which_codes_bring_a_job_back(cluster, code, requeued):
     write(cluster, "slurm")
