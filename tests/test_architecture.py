@@ -39,7 +39,7 @@ LEVELS = (
         "mechanisms",
         "checkpoint.safetensors_files checkpoint.saver layout.initialization optim.lr_schedule "
         "pipeline.annotation pipeline.executor "
-        "pipeline.p2p pipeline.simulator run.events run.feed run.folder "
+        "pipeline.p2p pipeline.simulator run.derived run.events run.feed run.folder "
         "run.global_metrics run.monitor_collectives",
     ),
     (
@@ -205,7 +205,7 @@ SMALL = {
     "checkpoint": 905,
     "cli": 1668,
     "compile": 680,
-    "contracts": 665,
+    "contracts": 667,
     "data": 830,
     "hf": 860,
     "launch": 1986,
@@ -213,14 +213,14 @@ SMALL = {
     "models": 690,
     "moe": 365,
     "metrics": 1335,
-    "monitors": 1056,
+    "monitors": 1060,
     "optim": 700,
     "phases": 365,
     "pipeline": 610,
     "precision": 680,
     "recipe": 1725,
     "registry": 600,
-    "run": 2370,
+    "run": 2382,
     "script": 610,
     "watch": 438,
 }

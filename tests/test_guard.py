@@ -251,6 +251,17 @@ def test_a_stop_where_the_guard_requests_to_go_back_changes_nothing(tmp_path):
     assert meta == expected_meta
 
 
+def test_retention_keeps_a_checkpoint_from_before_what_the_guard_may_still_roll_back(tmp_path):
+    """The save of a stop at step 22, whose update is the bad one, had replaced that of step 20."""
+    checkpoint = {"use": "simple", "every": 5, "keep": 1}
+    assert alone(tmp_path, stop_at=21, spike_at=22, checkpoint=checkpoint)[0] == 22
+    saved = sorted(path.stem for path in (tmp_path / "checkpoints").glob("*.safetensors"))
+    assert saved == ["step-00000020", "step-00000022"]
+    guard = Guard(GuardConfig(margin=2, warmup=8, patience=9))
+    feed(guard, [*noisy(20), 9.0, 9.0, 9.0])
+    assert guard.suspect_steps() == 5
+
+
 @pytest.mark.full  # tests/test_all_monitors.py has it among all others
 def test_a_guard_that_has_nothing_to_do_changes_nothing(tmp_path):
     guarded = run_ranks(train, 2, tmp_path / "guarded")

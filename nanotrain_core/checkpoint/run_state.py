@@ -104,12 +104,16 @@ def _step(meta: Mapping[str, Any], step: int | None) -> Iterator[str]:
 
 
 def newest_evaluated(steps: Sequence[int], meta: Mapping[str, Any]) -> list[int]:
-    """Return a list with the newest of ``steps`` up to the last evaluation with a finite loss; empty if none.
+    """Return the newest of ``steps`` up to the last evaluation with a finite loss, and up to the last step
+    that no monitor may still roll back, if there are any.
 
-    Retention keeps this checkpoint, since later weights may be finite and still useless.
+    Retention keeps these checkpoints, since later weights may be finite and still useless.
     """
-    last = meta.get("evaluated")
-    return [step for step in sorted(steps) if last is not None and step <= last][-1:]
+    limits = (meta.get("evaluated"), meta.get("trusted"))
+    newest = (
+        max((step for step in steps if step <= last), default=None) for last in limits if last is not None
+    )
+    return sorted({step for step in newest if step is not None})
 
 
 def _ranks(meta: Mapping[str, Any]) -> Iterator[str]:

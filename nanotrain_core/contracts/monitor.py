@@ -288,6 +288,13 @@ class Monitor:
         (``run.in_process_restart``).
         """
 
+    def suspect_steps(self) -> int:
+        """Return how many of the last steps this monitor may still request a rollback of, as of now.
+
+        Retention keeps the newest checkpoint from before them, also while no step has looked bad yet.
+        """
+        return 0
+
     def meta(self) -> dict[str, Any]:
         """Return the state of this monitor for the checkpoint, as JSON, the same on every rank."""
         return {}

@@ -73,6 +73,10 @@ class Guard(Monitor):
         limit = middle + self.config.threshold * max(sigma, LEAST_SHARE * abs(middle))
         return f"the loss rose to {found:.4g}, from {middle:.4g}" if found > limit else None
 
+    def suspect_steps(self) -> int:
+        """Return the bad steps so far and those before the first, or next, bad one."""
+        return self.config.margin + len(self.bad)
+
     def on_rollback(self, report: RollbackReport) -> None:
         """Restart from the state at that time."""
         self.bad.clear()

@@ -30,8 +30,9 @@ from nanotrain_core.errors import NanotrainError, PluginError, describe
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.metrics.board import Board, of_core
 from nanotrain_core.metrics.core import CORE
-from nanotrain_core.metrics.declared import Metric, Names
+from nanotrain_core.metrics.declared import Names
 from nanotrain_core.metrics.publish import Metrics
+from nanotrain_core.run.derived import with_derived
 from nanotrain_core.run.log import record
 from nanotrain_core.run.monitor_collectives import FailedElsewhere, MonitorCollectives
 from nanotrain_core.run.plain_json import as_json
@@ -221,6 +222,16 @@ class Events:
                 self._tolerate(monitor, "meta", problem)
         return {name: meta for name, meta in found.items() if meta}
 
+    def suspect_steps(self) -> int:
+        """Return how many of the last steps a monitor may still find bad."""
+        most = 0
+        for number, monitor in enumerate(self.monitors):
+            try:
+                most = max(most, 0 if number in self.left_out else monitor.suspect_steps())
+            except Exception as problem:
+                self._tolerate(monitor, "suspect_steps", problem)
+        return most
+
     def load_meta(self, meta: Mapping[str, Any]) -> None:
         """Restore the state of every monitor."""
         self._loaded = meta
@@ -352,36 +363,6 @@ class Events:
             if times > 1:
                 self.log.warning("a monitor failed again in the same way", monitor=what, times=times - 1)
         self._told.clear()
-
-
-def with_derived(
-    report: MetricsReport, monitor: Monitor, values: Mapping[str, float], names: Names
-) -> MetricsReport:
-    """Return ``report`` with the metrics that a monitor derived from it; ``names`` are its declared metrics.
-
-    Raises:
-        PluginError: the monitor does not declare a name, or the report already has it.
-    """
-    if not values:
-        return report
-    found: dict[str, Metric] = {}
-    for name in values:
-        metric = names.find(name)
-        if name in report.values or metric is None:
-            why = "which the step has already" if name in report.values else "which it does not declare"
-            raise PluginError(
-                f"{type(monitor).__name__} derives the metric '{name}', {why}{names.near(name)}"
-            )
-        found[name] = metric
-    return MetricsReport(
-        step=report.step,
-        values={**report.values, **values},
-        histograms=report.histograms,
-        texts=report.texts,
-        metrics={**report.metrics, **found},
-        failed=report.failed,
-        published=report.published | values.keys(),
-    )
 
 
 def step_values(report: StepReport) -> dict[str, float]:

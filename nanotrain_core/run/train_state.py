@@ -33,6 +33,7 @@ def capture_state(engine: RuntimeEngine) -> TrainState:
         "owes_evaluation": engine.evaluation_pending,
         "save_pending": engine.save_pending,
         "evaluated": engine.evaluated,
+        "trusted": engine.step - suspect if (suspect := engine.events.suspect_steps()) else None,
         "skipped_in_a_row": engine.skipped.in_a_row,
         "rollback": engine.stop.meta(),
         "recipe": write_resolved(run.recipe) if isinstance(run.recipe, Recipe) else repr(run.recipe),
