@@ -193,7 +193,6 @@ class RuntimeEngine:
         except BaseException as problem:
             self.note(FAILED)
             log.record("error", "run failed", error=repr(problem))
-            self.monitoring.collectives.forbidden = "after the run failed, on one rank perhaps"
             self.events.end(self._end("failed"))
             raise
         finally:

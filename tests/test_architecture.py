@@ -220,7 +220,7 @@ SMALL = {
     "precision": 680,
     "recipe": 1725,
     "registry": 600,
-    "run": 2382,
+    "run": 2405,
     "script": 610,
     "watch": 438,
 }

@@ -41,6 +41,40 @@ def test_a_failing_monitor_is_logged_and_the_next_one_still_hears():
     assert other.seen is END
 
 
+class Uploads(Fails):
+    def on_before_restore(self, restore):
+        pass
+
+
+def test_who_hears_of_the_end_hears_of_an_upload_that_fails_it():
+    """Alerts had told a good end of a run with exit code 7, or had not been called at all."""
+    for order in (1, -1):
+        monitors = [Remembers(), Uploads(Diverged("not stored")), Remembers()][::order]
+        with pytest.raises(Diverged, match="not stored"):
+            Events(monitors, StopRequest()).end(END)
+        assert [each.seen.reason for each in monitors if isinstance(each, Remembers)] == ["failed"] * 2
+
+
+class GivesUp(Monitor):
+    def on_before_save(self, step):
+        raise Diverged(f"given up at {step}")
+
+
+class LastSave(Monitor):
+    last = 0
+
+    def on_before_save(self, step):
+        self.last = step
+
+
+def test_monitors_after_one_that_ends_the_run_receive_the_event_too():
+    """The row of the step at which ``guard`` gives up had been missing if it came before ``jsonl``."""
+    after = LastSave()
+    with pytest.raises(Diverged, match="given up at 3"):
+        Events([GivesUp(), GivesUp(), after], StopRequest()).before_save(3)
+    assert after.last == 3
+
+
 class FailsInEachStep(Monitor):
     def on_before_save(self, step):
         raise ValueError(f"no shape for step {step}" if step < 5 else "another reason")

@@ -165,7 +165,8 @@ class Monitor:
     """Reacts to the events of a run, on every rank. Must not draw random numbers or modify tensors.
 
     An exception inside a monitor is logged and the run continues, unless ``[run] strict_monitors`` is set or
-    it is a :class:`~nanotrain_core.errors.NanotrainError`, which stops the run with its text. If other ranks
+    it is a :class:`~nanotrain_core.errors.NanotrainError`, which stops the run with its text once the other
+    monitors have received the event. If other ranks
     wait for this one in a collective of the monitor, they leave the event, too. A monitor that fails in
     ``on_start``, on any rank, receives no further events on any rank, and checkpoints keep its previous
     state.
@@ -282,6 +283,9 @@ class Monitor:
 
     def on_end(self, report: EndReport) -> None:
         """Receive how the run ended: the last event, also after a failure.
+
+        Monitors with ``on_before_restore`` are called first, since the upload of the last checkpoint may fail.
+        If one raises a :class:`~nanotrain_core.errors.NanotrainError`, the run fails, as later ones are told.
 
         After a failure (``report.reason == "failed"``), other ranks may not be here: no collectives then.
         End threads and undo what the monitor has changed of the process, which may be used again

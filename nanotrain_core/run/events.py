@@ -187,9 +187,24 @@ class Events:
         self._tell("on_step_end", end)
 
     def end(self, report: EndReport) -> None:
-        """The run has ended, successfully or not."""
-        self._tell("on_end", report)
+        """The run has ended, successfully or not.
+
+        Monitors that restore checkpoints come first: they also store them, and may fail the run even now. The
+        others are then told that it failed.
+        """
+        first = {number for number, _ in self._hearing("on_before_restore")}
+        problem = None
+        for _, monitor in sorted(enumerate(self.monitors), key=lambda each: each[0] not in first):
+            if report.reason == "failed" and self.collectives is not None:
+                self.collectives.forbidden = "after the run failed, on one rank perhaps"
+            try:
+                self._tell("on_end", report, to=[monitor])
+            except Exception as ending:
+                problem = problem or ending
+                report = attrs.evolve(report, reason="failed")
         self._tell_how_often()
+        if problem is not None:
+            raise problem
 
     def board_on(self, mesh: Mesh) -> Board:
         """Return the board where the monitors of this rank publish. Collective.
@@ -253,12 +268,16 @@ class Events:
     def _tell(self, event: str, *arguments: Any, to: Sequence[Monitor] | None = None) -> set[int]:
         """Call ``event`` of the monitors that implement it; raise and handle failures of :meth:`fail_later`.
 
+        A failure that ends the run is raised once all are called: the others may write or send the event.
+
         Returns:
             The indices of those that failed.
         """
         failed, hearing = set[int](), self._hearing(event)
         if self.left_out or self._failed or to is not None:
-            heard = {number for number, monitor in hearing if to is None or monitor in to}
+            heard = {
+                number for number, monitor in hearing if to is None or any(monitor is each for each in to)
+            }
             hearing = [
                 (number, monitor)
                 for number, monitor in enumerate(self.monitors)
@@ -271,16 +290,21 @@ class Events:
         about = arguments[0]
         step = getattr(about, "step", about if isinstance(about, int) else 0)
         called = self._rollbacks, event, step, next(iter(getattr(about, "values", ())), "")
-        outer = self.progress.go_to("monitors")
+        outer, ending = self.progress.go_to("monitors"), None
         try:
             for number, monitor in hearing:
                 try:
                     self._call(number, called, arguments)
                 except Exception as problem:
                     failed.add(number)
-                    self._tolerate(monitor, event, problem)
+                    try:
+                        self._tolerate(monitor, event, problem)
+                    except Exception as raised:
+                        ending = ending or raised
         finally:
             self.progress.go_to(outer)
+        if ending is not None:
+            raise ending
         return failed
 
     def _hearing(self, event: str) -> list[tuple[int, Monitor]]:
