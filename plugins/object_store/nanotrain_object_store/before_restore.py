@@ -32,7 +32,7 @@ from nanotrain_object_store.prefix import Prefix
 from nanotrain_object_store.store import Store, in_words
 from nanotrain_object_store.stored import Stored, find_local
 
-#: File of the run folder with its id, by which a run that is started again in it still owns its prefix.
+#: File of the run folder with its id.
 ID = "object-store-id"
 #: Seconds that a start waits for a store that does not answer; none after a failure, with a checkpoint.
 PATIENCE = 20.0

@@ -12,7 +12,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -43,6 +43,26 @@ def holds_checkpoints(store: Store, steps: Iterable[int]) -> OthersPrefix:
     )
 
 
+def process_start(pid: int) -> str:
+    """Return when a process of this host began, in clock ticks, after its namespace; empty if it is gone.
+
+    With both, a reused process id, or one of another container with the same host name, is not confused with
+    the process. Where the system does not tell, a process that may live is a space.
+    """
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return ""
+    except PermissionError:
+        pass
+    try:
+        namespace = os.readlink("/proc/self/ns/pid")
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    except OSError:
+        return " "
+    return "" if fields[0] in "ZX" else f"{namespace} {fields[19]}"
+
+
 @attrs.define(frozen=True, kw_only=True)
 class Owner:
     """A run that claims a prefix, and its process."""
@@ -50,12 +70,18 @@ class Owner:
     run: str
     """Name of the run."""
     id: str
-    """Id of the run folder: a run that is started again in it still owns its prefix."""
+    """Id of the run folder, which a copy of the folder has too."""
     host: str = attrs.field(factory=socket.gethostname)
     pid: int = attrs.field(factory=os.getpid)
     start: str = attrs.field(factory=lambda: time.strftime("%Y-%m-%d %H:%M:%S"))
+    began: str = attrs.field(factory=lambda: process_start(os.getpid()))
+    """See :func:`process_start`."""
     beat: int = 0
     ended: bool = False
+
+    def same(self, other: Owner) -> bool:
+        """Return whether the other one is this attempt at the run, with a later or earlier heartbeat."""
+        return attrs.evolve(self, beat=0, ended=False) == attrs.evolve(other, beat=0, ended=False)
 
     def text(self) -> bytes:
         """Return it as JSON."""
@@ -69,14 +95,9 @@ class Owner:
         """Return whether it has certainly ended: it is marked so, or its process on this host is gone."""
         if self.ended:
             return True
-        if self.host != socket.gethostname() or self.pid == os.getpid():
-            return False
-        with suppress(PermissionError):
-            try:
-                os.kill(self.pid, 0)
-            except (ProcessLookupError, OverflowError):
-                return True
-        return False
+        namespace = process_start(os.getpid()).partition(" ")[0]
+        here = self.host == socket.gethostname() and self.began.partition(" ")[0] == namespace
+        return here and process_start(self.pid) not in (self.began, " ")
 
 
 def read_owner(store: Store) -> Owner | None:
@@ -90,7 +111,7 @@ def read_owner(store: Store) -> Owner | None:
         return None
     try:
         found: Any = load_json(data)
-        kinds: dict[str, type] = dict.fromkeys(("run", "id", "host", "start"), str)
+        kinds: dict[str, type] = dict.fromkeys(("run", "id", "host", "start", "began"), str)
         kinds |= {"pid": int, "beat": int, "ended": bool}
         if not isinstance(found, dict) or any(
             type(found.get(key)) is not kind for key, kind in kinds.items()
@@ -113,6 +134,8 @@ def _short(text: str) -> str:
 def take(store: Store, own: Owner, *, lease: float, sleep: Callable[[float], object] = time.sleep) -> None:
     """Acquire the prefix. Waits up to ``lease`` seconds if another process may still own it.
 
+    That process may be one of the same run folder: a copy of the folder has the same id.
+
     Raises:
         Taken: a live run has it.
         OthersPrefix: it is that of a run of another name.
@@ -122,7 +145,7 @@ def take(store: Store, own: Owner, *, lease: float, sleep: Callable[[float], obj
         raise OthersPrefix(
             f"{store.url} is the prefix of {found}; expected one of run '{own.run}' alone: name another"
         )
-    if found is not None and found.id != own.id and not found.is_gone():
+    if found is not None and not found.same(own) and not found.is_gone():
         _wait_for(store, found, lease, sleep)
     if found is None and store.create(OWNER, own.text()):
         pass
@@ -149,5 +172,5 @@ def expect_ours(store: Store, own: Owner) -> None:
         Taken: another one has taken it.
     """
     now = read_owner(store)
-    if now is not None and (now.id, now.run) != (own.id, own.run):
+    if now is not None and not now.same(own):
         raise Taken(f"{store.url} is in use by another run: {now}")

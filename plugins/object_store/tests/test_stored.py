@@ -1,7 +1,9 @@
 """What a stranger writes into a prefix: names that lead elsewhere, markers that lie, entries of all kinds."""
 
 import json
+import os
 import shutil
+import subprocess
 from hashlib import sha256
 
 import pytest
@@ -9,7 +11,16 @@ from nanotrain_object_store import ObjectStoreConfig
 from nanotrain_object_store.catalogue import Listing, expendable, look, read_markers
 from nanotrain_object_store.fetch import fetch, put_in_place, share_of
 from nanotrain_object_store.monitor import ObjectStore
-from nanotrain_object_store.owner import OWNER, OthersPrefix, Owner, Taken, read_owner, take
+from nanotrain_object_store.owner import (
+    OWNER,
+    OthersPrefix,
+    Owner,
+    Taken,
+    expect_ours,
+    process_start,
+    read_owner,
+    take,
+)
 from nanotrain_object_store.prefix import Prefix
 from nanotrain_object_store.staged import stage
 from nanotrain_object_store.store import Store
@@ -200,6 +211,39 @@ def test_an_owner_that_renews_is_waited_for_and_one_that_does_not_is_replaced(st
     assert read_owner(store).id == "two"
     with pytest.raises(OthersPrefix, match="is the prefix of run 'r'"):
         take(store, Owner(run="s", id="three"), lease=0.01)
+
+
+def test_a_copied_run_folder_does_not_take_the_prefix_of_a_live_run(store):
+    """It has the same id: a process that beats keeps its prefix, on this host or another."""
+    import attrs
+
+    for changes in ({"host": "elsewhere", "pid": 1}, {"pid": os.getppid()}, {"start": "earlier"}):
+        live = Owner(run="r", id="copied", **changes)
+        live = attrs.evolve(live, began=process_start(live.pid))
+        store.put_bytes(OWNER, live.text())
+
+        def renews(seconds, live=live):
+            store.put_bytes(OWNER, attrs.evolve(live, beat=1).text())
+
+        with pytest.raises(Taken):
+            take(store, Owner(run="r", id="copied"), lease=60.0, sleep=renews)
+        with pytest.raises(Taken, match=f"process {live.pid} on {live.host}"):
+            expect_ours(store, Owner(run="r", id="copied"))
+
+
+def test_a_restart_in_the_run_folder_waits_for_no_process_that_is_gone(store):
+    """Also where its id has been reused, or nobody has waited for it."""
+    namespace = process_start(os.getpid()).split()[0]
+    with subprocess.Popen(["true"]) as gone:
+        os.waitid(os.P_PID, gone.pid, os.WEXITED | os.WNOWAIT)  # a zombie now
+        for pid, ticks in ((gone.pid, "1"), (os.getppid(), "1"), (2**30, "1")):
+            store.put_bytes(OWNER, Owner(run="r", id="i", pid=pid, began=f"{namespace} {ticks}").text())
+            own = Owner(run="r", id="i")
+            take(store, own, lease=60.0, sleep=pytest.fail)
+            take(store, own, lease=60.0, sleep=pytest.fail)  # as after a listing that failed
+            assert read_owner(store) == own
+    for began in ("pid:[1] 1", ""):  # of another container with this host name, and unknown
+        assert not Owner(run="r", id="i", pid=2**30, began=began).is_gone()
 
 
 def test_text_of_a_stranger_is_printed_without_control_characters(store):
