@@ -78,7 +78,9 @@ class ShardedCheckpoint:
     def open(self, folder: Path, mesh: Mesh) -> None:
         """Use ``folder``, created on the first save; remove what a killed save left."""
         self.folder, self.mesh = folder, mesh
-        self._last_save = time.monotonic()
+        # A restart from memory loads nothing, and must not postpone a save by `every_minutes` each time.
+        self._last_save = time.monotonic() - (folders.age(folder) if mesh.rank == 0 else 0.0)
+        self._nothing_loaded = True
         self._verified: dict[int, Mapping[str, File]] = {}
         self._restored: set[int] = set()
         self._flight = self._agreed = None
@@ -249,6 +251,8 @@ class ShardedCheckpoint:
     @show_progress("loading a checkpoint")
     def load(self, which: str, state: TrainState) -> TrainState | None:
         """Verify, plan, check, then fill the blocks."""
+        if self._nothing_loaded:  # the time since the checkpoint was saved is not in the state
+            self._last_save, self._nothing_loaded = time.monotonic(), False
         found, damaged = self._newest_whole(state) if which == "latest" else (self._named(which, state), {})
         if found is None:
             return None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -52,6 +53,18 @@ def once_saved(folder: Path) -> list[int]:
     """Return the steps that have a folder, oldest first: one without a manifest is damaged."""
     found = ((path, step_of(path)) for path in folder.glob("step-*"))
     return sorted(step for path, step in found if step is not None and _is_folder(path))
+
+
+def age(folder: Path) -> float:
+    """Return the seconds since the newest checkpoint was saved, or since the run began if there is none.
+
+    Zero if neither is known. The run wrote its recipe next to ``folder`` when it began.
+    """
+    there = steps(folder)
+    newest = step_folder(folder, there[-1]) / manifest.NAME if there else folder.parent / "recipe.toml"
+    with suppress(OSError):
+        return max(0.0, time.time() - newest.stat().st_mtime)
+    return 0.0
 
 
 def unexpected_entries(folder: Path) -> list[Path]:

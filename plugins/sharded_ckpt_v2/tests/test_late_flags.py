@@ -1,10 +1,12 @@
-"""Flags that a GPU's host reads one call late, as here on request: what a save does with them."""
+"""When a save by the clock is due, also where a GPU's host reads flags one call late, as here on request."""
 
+import os
 import time
 from functools import partial
 from unittest import mock
 
 import pytest
+import small_run
 from nanotrain_sharded_ckpt_v2 import ShardedConfig
 from nanotrain_sharded_ckpt_v2.checkpoint import ShardedCheckpoint
 from nanotrain_sharded_ckpt_v2.flags import LateFlag
@@ -75,3 +77,20 @@ def published(folder):
 def test_a_save_is_complete_one_step_after_its_files_were(tmp_path):
     expected = [[0, 1, 0], [0, 1, 0]], [1, 2]
     assert run_ranks(published, 2, tmp_path) == [expected, expected]
+
+
+def test_a_restart_from_memory_does_not_postpone_a_save_by_minutes(tmp_path):
+    """Such a restart loads no checkpoint: what counts is the age of the newest, or of the run."""
+    folder, minute_ago = tmp_path / "checkpoints", time.time() - 61
+    assert not small_run.opened(folder, every_minutes=1.0).due(1)
+    (tmp_path / "recipe.toml").touch()
+    assert not small_run.opened(folder, every_minutes=1.0).due(1)
+    os.utime(tmp_path / "recipe.toml", (minute_ago, minute_ago))
+    assert small_run.opened(folder, every_minutes=1.0).due(1)
+    path = small_run.save(small_run.opened(folder, every_minutes=1.0), 1)
+    assert not small_run.opened(folder, every_minutes=1.0).due(2)
+    os.utime(path / "MANIFEST.json", (minute_ago, minute_ago))
+    assert small_run.opened(folder, every_minutes=1.0).due(2)
+    resumed = small_run.opened(folder, every_minutes=1.0)
+    resumed.load("latest", small_run.state(0))
+    assert not resumed.due(2)
