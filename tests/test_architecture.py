@@ -208,7 +208,7 @@ SMALL = {
     "contracts": 667,
     "data": 830,
     "hf": 860,
-    "launch": 1986,
+    "launch": 2006,
     "layout": 1148,
     "models": 690,
     "moe": 365,

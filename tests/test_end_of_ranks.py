@@ -3,6 +3,7 @@
 import multiprocessing
 import time
 
+import attrs
 import pytest
 from command import nanotrain
 from test_run import SMALL
@@ -76,6 +77,64 @@ def test_without_a_hang_timeout_any_time_is_waited(capsys):
     ranks.end()
     assert slow.exitcode == 0
     assert capsys.readouterr().err == ""
+
+
+def test_a_rank_that_tells_its_monitors_of_a_failure_is_not_killed_like_one_that_waits(tmp_path):
+    """The launcher knows it by the id that its process has deleted."""
+    ranks, (waits, tells) = in_processes(1000, 0.6, patience=0.0)
+    ranks.job = attrs.evolve(ranks.job, scratch=str(tmp_path))
+    for rank in ranks._ranks.values():
+        rank.ends = None
+    (tmp_path / "pid-4").touch()
+    began = time.monotonic()
+    ranks.leave(seconds=0.2)
+    assert 0.5 < time.monotonic() - began < 10
+    assert (waits.exitcode, tells.exitcode) == (-15, 0)
+
+
+LOSES = """
+import os, signal, time
+import attrs
+from nanotrain_core import hookimpl
+from nanotrain_core.component import Component
+from nanotrain_core.contracts import Monitor
+
+@attrs.define(frozen=True, kw_only=True)
+class Config:
+    pass
+
+class Loses(Monitor):
+    def __init__(self, config):
+        pass
+
+    def on_start(self, run):
+        self.run = run
+
+    def on_step(self, report):
+        if report.step == 2 and self.run.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if report.step == 2:
+            time.sleep(1000)
+
+    def on_end(self, report):
+        time.sleep(4)
+        (self.run.folder / "told").write_text(report.reason)
+
+@hookimpl
+def nanotrain_register_monitor(register):
+    register(Component(name="loses", config=Config, factory=f"{__name__}:Loses", summary="loses"))
+"""
+
+
+def test_when_another_rank_is_killed_the_monitors_of_one_that_waits_are_told_and_take_their_time(tmp_path):
+    """It was killed after 3 seconds, and an alert was never sent."""
+    (tmp_path / "small.toml").write_text(SMALL)
+    (tmp_path / "loses.py").write_text(LOSES)
+    words = ["run", "small.toml", "--nproc", "2", "--plugin", "loses.py", "--folder", "here"]
+    ended = nanotrain(*words, "--set", 'monitor.2.use="loses"', cwd=tmp_path)
+    assert ended.code == Exit.FAILED
+    assert "rank 1 was killed by SIGKILL" in ended.err
+    assert (tmp_path / "here" / "told").read_text() == "failed"
 
 
 def run_that_stays(tmp_path, what):

@@ -16,7 +16,7 @@ from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
 from nanotrain_core.launch.cause import Cause
 from nanotrain_core.launch.cause_of_all_hosts import another_has_failed, first_of_all
-from nanotrain_core.launch.rank_processes import GRACE, RankProcesses
+from nanotrain_core.launch.rank_processes import RankProcesses
 from nanotrain_core.run import log
 
 #: What NCCL does to a process when a collective fails; torch's own agent sets 1, to end it.
@@ -162,7 +162,10 @@ class Agent(SimpleElasticAgent):
         hopeless = self._another_has_failed()
         why = "ranks of another host have failed" if hopeless else "another host has joined"
         log.say(f"{why}: all ranks are restarted")
-        self.processes.stop(seconds=HOPELESS if hopeless else GRACE)
+        if hopeless:
+            self.processes.leave(HOPELESS)
+        else:
+            self.processes.stop()
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         """Stop the ranks that are left."""
@@ -186,7 +189,7 @@ class Agent(SimpleElasticAgent):
         if self._remaining_restarts and self.processes.job.in_process_restart:
             kept = self.processes.keep()
         else:
-            self.processes.stop()
+            self.processes.leave()
         if self._remaining_restarts:
             number = worker_group.spec.max_restarts - self._remaining_restarts + 1
             if not self.start_again(by_rank, number):

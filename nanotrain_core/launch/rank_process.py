@@ -1,20 +1,21 @@
 """The main function of a rank's process: its attempts at the run, one after the other.
 
-Without ``run.in_process_restart`` there is one. With it, a rank that has failed only because another one did
-ends its attempt and waits for the launcher, which starts the failed rank in a new process, and lets the
-others begin again in theirs. What an attempt has created is released: the engine with its model, process
-groups, compiled code. What a process has is kept: its modules, its context on a GPU, its host's memory. The
-next attempt composes the run anew and resumes it as new processes would, from snapshots in memory or a
-checkpoint: no state of the interrupted step is used.
+Without ``run.in_process_restart`` there is one, with which the process ends. With it, a rank that has failed
+only because another one did ends its attempt and waits for the launcher, which starts the failed rank in a
+new process, and lets the others begin again in theirs. What an attempt has created is released: the engine
+with its model, process groups, compiled code. What a process has is kept: its modules, its context on a GPU,
+its host's memory. The next attempt composes the run anew and resumes it as new processes would, from
+snapshots in memory or a checkpoint: no state of the interrupted step is used.
 
 Most ranks notice that another one is gone: gloo closes its connections, which ends a collective with an
 error, and so on from rank to rank. One that does not within a second, for example in the barrier of a
 transport of its own or in an NCCL collective, is interrupted: by a signal to its main thread, and then by
 aborting NCCL's communicators, which ends kernels that wait for the dead rank with undefined results. The
-signal comes first, so that the main thread executes nothing after them. Snapshots and checkpoints of such a
-step are never used, as the dead rank has none. A process that does not end its attempt in time, or keeps
-threads or a setting of it (:mod:`~nanotrain_core.launch.process_state`), is replaced like a dead one: a
-restart is never worse than with new processes.
+signal comes first, so that the main thread executes nothing after them. This is done without in-process
+restarts too: an attempt that ends in order tells its monitors, so that alerts are sent. Snapshots and
+checkpoints of such a step are never used, as the dead rank has none. A process that does not end its attempt
+in time, or keeps threads or a setting of it (:mod:`~nanotrain_core.launch.process_state`), is replaced like a
+dead one: a restart is never worse than with new processes.
 
 Source of the idea: the in-process restart of NVIDIA's Resiliency Extension (nvidia-resiliency-ext), which
 restarts a training function in the processes that survive.
@@ -52,6 +53,8 @@ from nanotrain_core.watch.progress import FAILED, START, Progress
 DONE, LEFT, LEAVE = "done", "left", "leave"
 #: Seconds for a rank to notice by itself that another one is gone, before its main thread is interrupted.
 NOTICE = 1.0
+#: Seconds between two looks at whether an attempt ends.
+POLL = 0.05
 ENDED = "another rank is gone, and the launcher ends the attempt"
 #: Interrupts the main thread.
 INTERRUPT = signal.SIGUSR1
@@ -97,6 +100,10 @@ class RankProcess:
         self._left = threading.Event()
         """Set if there is none."""
         self._left.set()
+        self._told = threading.Event()
+        """Set once the launcher has asked for the end of the attempt."""
+        self._pid = Path()
+        """Where the attempt has this process's id."""
         threading.Thread(target=self._receive, name="launcher", daemon=True).start()
 
     def attempt(self, job: Job) -> tuple[str, str | int]:
@@ -105,16 +112,17 @@ class RankProcess:
         ranks = Ranks.detect()
         assert ranks is not None
         assert job.scratch is not None
-        scratch, pid = Path(job.scratch), Path(job.scratch, f"pid-{ranks.rank}")
+        scratch = Path(job.scratch)
+        pid = self._pid = Path(job.scratch, f"pid-{ranks.rank}")
         end_on_sigterm()  # until training handles signals
         signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell ignores it
         pid.write_text(str(os.getpid()))
         self.progress = Progress()
+        job = attrs.evolve(job, process=self)
+        signal.signal(INTERRUPT, self._interrupted)
         if job.in_process_restart:
-            job = attrs.evolve(job, process=self)
             self.before = self.before or ProcessState()
-            signal.signal(INTERRUPT, self._interrupted)
         try:
             self._within = True
             if self._asked:
@@ -132,7 +140,7 @@ class RankProcess:
             echo, code = leave_failure(scratch, ranks.rank, problem), exit_code_of(problem)
             if not (job.in_process_restart and echo) or self.progress.phase == START:
                 if echo:
-                    time.sleep(1)  # let the launcher detect the rank that went away first
+                    self._told.wait(1)  # let the launcher detect the rank that went away first
                 os._exit(code)
         # Only here, without the exception and its frames, nothing refers to the engine.
         pid.unlink(missing_ok=True)  # it outlives another rank, and must not be killed for that
@@ -155,15 +163,25 @@ class RankProcess:
                 os._exit(Exit.FAILED)
             if message == LEAVE:
                 try:
-                    if not self._left.wait(NOTICE):
-                        self.interrupt()
+                    self._told.set()
+                    self._leave()
                 except Exception:  # of an abort: without this thread the process cannot be used
                     os._exit(Exit.FAILED)
                 continue
             if message is not None:
                 self._asked = False
+                self._told.clear()
                 self._left.clear()
             self.inbox.put(message)
+
+    def _leave(self) -> None:
+        """Interrupt an attempt that does not end; let one that does be told to monitors, such as alerts."""
+        if not self._left.wait(NOTICE):
+            self.interrupt()
+        while not self._left.wait(POLL):
+            if self.progress.phase == FAILED:
+                self._pid.unlink(missing_ok=True)  # from now on it may outlive another rank
+                return
 
     def interrupt(self) -> None:
         """End the attempt, from another thread. After a failure its main thread is left to end in order."""

@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -18,7 +19,7 @@ from nanotrain_core.launch.rank_process import DONE, LEAVE, LEFT, serve
 from nanotrain_core.launch.worker import Job
 from nanotrain_core.run import log
 
-#: Seconds for ranks to end after SIGTERM.
+#: Seconds for ranks to end after SIGTERM, or to tell their monitors of a failure.
 GRACE = 30.0
 #: Seconds in which ranks must have ended an attempt to be kept. One that never returns to its main function
 #: is killed earlier, as one that outlives another rank.
@@ -132,20 +133,34 @@ class RankProcesses:
         Returns:
             The local ranks that have.
         """
-        for rank in self._ranks.values():
-            rank.send(LEAVE)
-        until = time.monotonic() + LEAVING
-        while waiting := [rank for rank in self._ranks.values() if rank.trains]:
-            if time.monotonic() > until:
-                break
-            time.sleep(POLL)
-            for rank in waiting:
-                rank.read()
+        self._end_attempts(LEAVING)
         gone = {local: rank for local, rank in self._ranks.items() if rank.left is None or not rank.alive}
         for rank in gone.values():
             rank.process.kill()
         self._forget(gone)
         return self._ranks.keys()
+
+    def leave(self, seconds: float = GRACE) -> None:
+        """End all ranks after a failure, and kill those that take longer than so many seconds."""
+        self._end_attempts(seconds)
+        self.stop(seconds=0.0)
+
+    def _end_attempts(self, seconds: float) -> None:
+        """Ask all ranks to end their attempts and wait for that, at most so many seconds.
+
+        A rank whose id its process has deleted tells its monitors of the failure: an alert may take longer.
+        """
+        for rank in self._ranks.values():
+            rank.send(LEAVE)
+        began, scratch = time.monotonic(), Path(self.job.scratch or "")
+        while waiting := [rank for rank in self._ranks.values() if rank.trains]:
+            passed = time.monotonic() - began
+            most = {rank: seconds if (scratch / f"pid-{rank.number}").exists() else GRACE for rank in waiting}
+            if all(passed > most[rank] for rank in waiting):
+                break
+            time.sleep(POLL)
+            for rank in waiting:
+                rank.read()
 
     def end(self) -> None:
         """Let ranks whose job has returned end, and wait for it: a thread may still write or upload.
