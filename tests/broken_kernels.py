@@ -12,9 +12,10 @@ from nanotrain_core import hookimpl
 from nanotrain_core.batch import IGNORE
 from nanotrain_core.contracts import Kernels
 from nanotrain_core.layout.exchange import GlooExchange
+from nanotrain_core.layout.roles import Role, tagged
 from nanotrain_core.layout.transport import Transport
 from nanotrain_core.models.ops import TORCH
-from nanotrain_core.precision.gemm import TorchGEMM
+from nanotrain_core.precision.gemm import TorchGEMM, gemm_parameters, use_gemm
 
 
 class Replacing(Kernels):
@@ -160,6 +161,35 @@ class TransposesSquareWeights(Replacing):
         return TransposedGradient()
 
 
+class CachesByVersion(TorchGEMM):
+    """Multiplies with a copy of the weight, made anew when torch has counted a write to it."""
+
+    def __init__(self):
+        self.copies = {}
+
+    def forward(self, x, *weights):
+        return [x @ self.copy_of(weight).T for weight in weights], (x,)
+
+    def copy_of(self, weight):
+        version, copy = self.copies.get(weight, (None, None))
+        if version != weight._version:
+            copy = weight.detach().clone()
+            self.copies[weight] = weight._version, copy
+        return copy
+
+
+class TrustsTheVersionCounter(Replacing):
+    """The fused kernel of AdamW writes to a weight without advancing its counter."""
+
+    def ops(self, device):
+        return TORCH
+
+    def apply(self, part, passes):
+        for _, module, found in tagged(part):
+            if found.role is not Role.EXPERTS and gemm_parameters(module):
+                use_gemm(module, {"weight": CachesByVersion()}, passes)
+
+
 class CountsRuns(Replacing):
     """What it computes depends, in the last bits, on how many runs this process has composed."""
 
@@ -226,6 +256,7 @@ TWINS = (
     MakesItsTableAnew,
     ReplacesParameters,
     TransposesSquareWeights,
+    TrustsTheVersionCounter,
     CountsRuns,
     RoundsAtRandom,
 )

@@ -183,6 +183,10 @@ FAULTS = [
         Case("kernels", use="sums_all_but_the_last", plugins=KERNELS),
         {f"exchanges_are_those_of_process_groups[{ranks}]" for ranks in (2, 4)},
     ),
+    (
+        Case("kernels", use="trusts_the_version_counter", plugins=KERNELS),
+        {f"runs_equal_pytorch[{run}]" for run in ("weight_passes", "weight_passes_of_experts")},
+    ),
     (Case("kernels", use="counts_runs", plugins=KERNELS), {"runs_are_independent"}),
     (Case("kernels", use="rounds_at_random", plugins=KERNELS), {"two_calls_have_the_same_bits"}),
     (
