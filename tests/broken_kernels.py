@@ -80,6 +80,27 @@ class WrongGradientOfGates(Replacing):
     swiglu = staticmethod(WrongSwiGLU.apply)
 
 
+class RawSwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gate, up):
+        ctx.save_for_backward(gate, up)
+        return F.silu(gate) * up
+
+    @staticmethod
+    def backward(ctx, d):
+        gate, up = ctx.saved_tensors
+        if d.untyped_storage().nbytes() >= (d.storage_offset() + d.numel()) * d.element_size():
+            d = d.as_strided(d.shape, torch.empty_like(gate, memory_format=torch.contiguous_format).stride())
+        return torch.ops.aten.silu_backward(d * up, gate), d * F.silu(gate)
+
+
+class ReadsGradientsByPointer(Replacing):
+    """Its backward pass takes the memory of the gradient it is given, as if that were contiguous."""
+
+    function = "swiglu"
+    swiglu = staticmethod(RawSwiGLU.apply)
+
+
 class CountsIgnoredTargets(Replacing):
     function = "linear_cross_entropy"
 
@@ -248,6 +269,7 @@ TWINS = (
     SeesLaterBlocks,
     AddsEpsToTheRoot,
     WrongGradientOfGates,
+    ReadsGradientsByPointer,
     CountsIgnoredTargets,
     DropsTheLastRow,
     ForgetsTheirWeights,

@@ -14,6 +14,7 @@ from nanotrain_core.models.ops import TORCH, Ops
 from nanotrain_core.testing.case import Case
 from nanotrain_core.testing.checks import check
 from nanotrain_core.testing.kernel_inputs import Function, Sample, samples
+from nanotrain_core.testing.strides import View, as_it_is, sliced, transposed
 
 CPU = torch.device("cpu")
 #: By how much a number in float64 may differ, in units of 1 plus the largest of its tensor.
@@ -70,17 +71,35 @@ def every_sample(case: Case) -> Iterator[tuple[str, Sample, Function, Function]]
             yield f"{name}, {sample.name}", sample, function, plain
 
 
-def results(function: Function, sample: Sample, dtype: torch.dtype, of: set[str] | None = None) -> Found:
-    """Return the value of a call and its gradients, of all leaves or those named."""
+def results(
+    function: Function,
+    sample: Sample,
+    dtype: torch.dtype,
+    of: set[str] | None = None,
+    *,
+    inputs: View = as_it_is,
+    upstream: View = as_it_is,
+) -> Found:
+    """Return the value of a call and its gradients, of all leaves or those named.
+
+    Args:
+        function: to call.
+        sample: its arguments.
+        dtype: of its floating-point leaves.
+        of: names of the leaves.
+        inputs: lays out each floating-point leaf in memory.
+        upstream: lays out the gradient that backward is given.
+    """
     leaves = {name: leaf.clone() for name, leaf in sample.cast(dtype).leaves.items()}
+    leaves = {name: inputs(leaf) if leaf.is_floating_point() else leaf for name, leaf in leaves.items()}
     wanted = [name for name, leaf in leaves.items() if leaf.is_floating_point()]
     wanted = [name for name in wanted if of is None or name in of]
     for name in wanted:
         leaves[name].requires_grad_()
     value = sample.call(function, leaves)
     generator = torch.Generator().manual_seed(1)
-    upstream = torch.randn(value.shape, generator=generator).bfloat16().to(value.dtype)
-    value.backward(upstream)  # type: ignore[no-untyped-call]
+    given = torch.randn(value.shape, generator=generator).bfloat16().to(value.dtype)
+    value.backward(upstream(given))  # type: ignore[no-untyped-call]
     nothing = {name: torch.zeros_like(leaves[name]) for name in wanted}
     gradients = {name: leaves[name].grad for name in wanted}
     found = {f"gradient of {name}": nothing[name] if g is None else g for name, g in gradients.items()}
@@ -186,6 +205,9 @@ def table_is_the_same_each_time(case: Case) -> None:
 # --- products --------------------------------------------------------------------------------------
 
 
+#: How the operands are laid out in memory.
+OPERANDS: dict[str, View] = {"": as_it_is, ", transposed": transposed, ", sliced": sliced}
+
 #: Rows M (or of each weight), inputs K, outputs N. A square weight hides a transposed one from its shape.
 PRODUCTS: list[tuple[int | list[int], int, int]] = [
     (12, 16, 8),
@@ -204,17 +226,15 @@ def gemms_equal_pytorch(case: Case, dtype: str) -> None:
     """``gemm()`` computes PyTorch's forward, dgrad and wgrad: of some rows, none, and stacked weights."""
     used = getattr(torch, dtype)
     for rows, inputs, outputs in PRODUCTS:
-        for turned in (False, True):
+        for layout, view in OPERANDS.items():
             torch.manual_seed(0)
             count = rows if isinstance(rows, int) else sum(rows)
             stack = () if isinstance(rows, int) else (len(rows),)
             x, d_y = torch.randn(count, inputs), torch.randn(count, outputs)
             weights = [torch.randn(*stack, outputs, inputs) for _ in range(2)]
-            operands = [t.to(torch.bfloat16).to(used) for t in (x, d_y, *weights)]
-            if turned:
-                operands = [t.mT.contiguous().mT for t in operands]
+            operands = [view(t.to(torch.bfloat16).to(used)) for t in (x, d_y, *weights)]
             before = [t.clone() for t in operands]
-            what = f"M = {rows}, K = {inputs}, N = {outputs}{', transposed' if turned else ''}, {dtype}"
+            what = f"M = {rows}, K = {inputs}, N = {outputs}{layout}, {dtype}"
             got = _products(case, rows, *operands)
             written = [t for t, old in zip(operands, before, strict=True) if not torch.equal(t, old)]
             assert not written, f"{what}: writes to an operand"
