@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -134,7 +135,7 @@ def adapt(
     gradients.attach(placed, mesh, None, Passes())
     optimizer_config = OptimizerConfig(lr_schedule=config.lr_schedule, clip_norm=config.clip_norm)
     own = ScriptOptimizer(optimizer, placed, gradients, mesh, config.clip_norm)
-    feed = LoaderFeed(config.accumulate, mesh)
+    feed = LoaderFeed(config.accumulate, mesh, begin=partial(own.refuse_changes, model))
     return Run(
         name=config.name,
         recipe=config,

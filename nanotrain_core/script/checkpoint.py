@@ -32,7 +32,12 @@ class ScriptCheckpoint(SimpleCheckpoint):
         self.model, self.optimizer, self.feed = model, optimizer, feed
 
     def save(self, step: int, state: TrainState) -> None:
-        """Save, with the model's buffers and the streams at the beginning of the pass over the loader."""
+        """Save, with the model's buffers and the streams at the beginning of the pass over the loader.
+
+        Raises:
+            NanotrainError: the model has other parameters than when the engine was made.
+        """
+        self.optimizer.refuse_changes(self.model)
         refuse_extra_state(self.model)  # which may have appeared with the first batch
         streams = {LOADER + name: stream for name, stream in self.feed.begun.items()}
         super().save(

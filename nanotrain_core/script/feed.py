@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from operator import length_hint
 from typing import Any
@@ -55,8 +55,10 @@ class LoaderFeed:
 
     bytes_per_token: float | None = None
 
-    def __init__(self, accumulate: int, mesh: Mesh) -> None:
+    def __init__(self, accumulate: int, mesh: Mesh, begin: Callable[[], None] = lambda: None) -> None:
+        """``begin`` is called at the beginning of each call of fit: it may refuse the call."""
         self.accumulate, self.mesh, self._upload = accumulate, mesh, Upload(mesh.device)
+        self.begin = begin
         self.data: Loader | None = None
         self.skipped: list[tuple[int, int]] = []
         """Ranges of batches, counted from the beginning of the run on each rank, that are not trained on."""
@@ -78,6 +80,7 @@ class LoaderFeed:
         """
         if train is None:
             raise TypeError("fit needs a train_loader that yields (inputs, targets)")
+        self.begin()
         if self.restored and train is self.data:
             self._refuse_iterator()
         self.data, self.held_out, self._used = train, validation, False

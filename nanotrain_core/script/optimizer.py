@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from nanotrain_core.contracts import Block, GradientSync, Optimizer, Precision, StepStats
 from nanotrain_core.errors import CheckpointError, NanotrainError
@@ -21,6 +22,8 @@ FREE = {"foreach", "fused", "capturable", "differentiable"}
 SET = {"params", "lr", "initial_lr", "scheduled_lr"}
 #: Types of values that JSON keeps unchanged.
 PLAIN = bool | int | float | str | None
+#: What to do about a model that was changed too late.
+REMEDY = "make the engine after changing the model, around an optimizer of its parameters"
 
 
 def has_momentum(inner: torch.optim.Optimizer) -> bool:
@@ -105,13 +108,42 @@ class ScriptOptimizer(Optimizer):
     ) -> None:
         """Do nothing: the script has created its optimizer."""
 
+    def refuse_changes(self, model: nn.Module) -> None:
+        """Refuse a model or an optimizer that has other parameters than when the engine was made.
+
+        Gradients of new ones would not be zeroed, reduced or clipped, and no checkpoint would contain them.
+
+        Raises:
+            NanotrainError: with the names of some.
+        """
+        now = {parameter: name for name, parameter in model.named_parameters()}
+        new = [f"new: {name}" for parameter, name in now.items() if parameter not in self.names]
+        gone = [f"gone: {name}" for parameter, name in self.names.items() if parameter not in now]
+        if new or gone:
+            raise NanotrainError(
+                f"the model has other parameters than when the engine was made "
+                f"({', '.join(new[:2] + gone[:2])}; {len(new)} new, {len(gone)} gone in all): {REMEDY}"
+            )
+        self._refuse_new_in_groups()
+
+    def _refuse_new_in_groups(self) -> None:
+        for group in self.inner.param_groups:
+            for parameter in group["params"]:
+                if parameter not in self.names:
+                    raise NanotrainError(
+                        f"the optimizer has a parameter of shape {tuple(parameter.shape)} that the model did "
+                        f"not have when the engine was made: {REMEDY}"
+                    )
+
     @torch.no_grad()
     def step(self, *, loss_scale: float = 1.0) -> StepStats:
         """Unscale, clip and update. A frozen parameter, or one that no backward reached, has no gradient.
 
         Raises:
-            NanotrainError: a parameter is trained that was frozen when the engine was made.
+            NanotrainError: a parameter is trained that was frozen when the engine was made, or that the
+                optimizer was given since.
         """
+        self._refuse_new_in_groups()
         for each in self.reached.frozen:
             if each.parameter.requires_grad:
                 raise NanotrainError(
@@ -161,7 +193,9 @@ class ScriptOptimizer(Optimizer):
 
         Raises:
             CheckpointError: its state has something that cannot be saved.
+            NanotrainError: it was given a parameter after the engine was made.
         """
+        self._refuse_new_in_groups()
         for key in self.inner.state.keys() - self.names.keys():
             if not isinstance(key, str):
                 raise CheckpointError(
