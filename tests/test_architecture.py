@@ -221,7 +221,7 @@ SMALL = {
     "recipe": 1725,
     "registry": 600,
     "run": 2405,
-    "script": 640,
+    "script": 665,
     "watch": 438,
 }
 

@@ -10,7 +10,7 @@ from typing import Any
 import attrs
 import torch
 
-from nanotrain_core.batch import Batch
+from nanotrain_core.batch import IGNORE, Batch
 from nanotrain_core.errors import CheckpointError, NanotrainError
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.recipe.tree import BatchConfig
@@ -18,7 +18,8 @@ from nanotrain_core.run import random_state
 from nanotrain_core.run.upload import Upload
 
 Pair = tuple[torch.Tensor, torch.Tensor]
-#: Yields ``(inputs, targets)`` or :class:`Batch`. Targets are at the positions that predict them.
+#: Yields ``(inputs, targets)``, two tensors, or :class:`Batch` of no more than these. Targets are at the
+#: positions that predict them.
 Loader = Iterable[Pair | Batch]
 
 
@@ -107,7 +108,7 @@ class LoaderFeed:
             begun, count = self._capture(), 0
             for count, item in enumerate(self.data, 1):
                 if count > into:
-                    yield Taken(self._batch(item), count, epoch, begun)
+                    yield Taken(self._batch(item, "train_loader"), count, epoch, begun)
                 elif count == into:
                     random_state.restore(now)
             if count < into:
@@ -138,9 +139,8 @@ class LoaderFeed:
             if name in streams:
                 generator.set_state(streams[name])
 
-    def _batch(self, item: Pair | Batch) -> Batch:
-        batch = item if isinstance(item, Batch) else Batch(*item)
-        return self._upload(batch)
+    def _batch(self, item: Pair | Batch, loader: str) -> Batch:
+        return self._upload(checked(item, loader))
 
     @property
     def tokens_per_step(self) -> int:
@@ -208,7 +208,9 @@ class LoaderFeed:
             )
         streams = random_state.capture(self.mesh.device)
         try:
-            yield from ((batch, batch.tokens.numel()) for batch in map(self._batch, loader))
+            for item in loader:
+                batch = self._batch(item, "val_loader")
+                yield batch, batch.tokens.numel()
         finally:
             random_state.restore(streams)
 
@@ -248,6 +250,31 @@ class LoaderFeed:
                 f"the train_loader is a {type(self.data).__name__}, which can be iterated only once: to go "
                 "back to a checkpoint it must be iterable again, as a list or a DataLoader is"
             )
+
+
+def checked(item: Any, loader: str) -> Batch:
+    """Return what a loader yields as a batch.
+
+    Raises:
+        TypeError: it is neither two tensors nor a batch, or has what a script's model does not receive.
+    """
+    if isinstance(item, Batch):
+        for name in ("cache", "whole", "begins"):
+            if getattr(item, name) is not None:
+                raise TypeError(
+                    f"the {loader} yields a Batch with {name}, which a script's model would not receive: it "
+                    "is called with tokens alone"
+                )
+        return item
+    if isinstance(item, tuple | list) and [isinstance(each, torch.Tensor) for each in item] == [True, True]:
+        return Batch(*item)
+    found = type(item).__name__
+    if isinstance(item, tuple | list):
+        found += f" of {len(item)} ({', '.join(type(each).__name__ for each in item)})"
+    raise TypeError(
+        f"the {loader} yields a {found}: expected two tensors (inputs, targets), or a Batch; targets that "
+        f"are not to be predicted are IGNORE, {IGNORE}"
+    )
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
