@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 from nanotrain_core import RuntimeEngine
 from nanotrain_core.batch import Batch
@@ -22,13 +22,24 @@ class Losses(Monitor):
         self.trained.append(report.loss)
 
 
-def fit(loader, validation=None, steps=1, **config):
+def make(**config):
     torch.manual_seed(0)
-    model, losses = nn.Sequential(nn.Embedding(64, 8), nn.Linear(8, 64)), Losses()
+    model, losses = nn.Sequential(nn.Embedding(64, 8), nn.Dropout(0.1), nn.Linear(8, 64)), Losses()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    engine = RuntimeEngine(model, optimizer, ScriptConfig(**config), callbacks=[losses])
+    return RuntimeEngine(model, optimizer, ScriptConfig(**config), callbacks=[losses]), losses.trained
+
+
+def fit(loader, validation=None, steps=1, **config):
+    """Return the losses of a script that calls fit once."""
+    engine, losses = make(**config)
     engine.fit(loader, validation, steps=steps)
-    return losses.trained
+    return losses
+
+
+def data(rows=16):
+    """Return rows that are all different."""
+    tokens = torch.arange(2 * rows).view(rows, 2)
+    return TensorDataset(tokens, tokens)
 
 
 @pytest.mark.parametrize(
@@ -61,5 +72,18 @@ def test_a_batch_of_packed_documents_is_refused(extra):
 
 
 def test_pairs_may_be_tuples_lists_or_batches():
-    loader = DataLoader(list(zip(*PAIR, strict=True)), batch_size=4)  # collates into a list
+    pairs = list(zip(*PAIR, strict=True))
+    loader = DataLoader(pairs, batch_size=4, generator=torch.Generator())  # collates into a list
     assert fit(loader) == fit([PAIR]) == fit([Batch(*PAIR)])
+
+
+def test_a_generator_of_a_batch_samplers_sampler_is_restored(tmp_path):
+    """A resumed run had gone on with other batches."""
+
+    def loader():
+        sampler = RandomSampler(data(), generator=torch.Generator().manual_seed(5))
+        return DataLoader(data(), batch_sampler=BatchSampler(sampler, 4, drop_last=False))
+
+    straight = fit(loader(), steps=14)
+    assert fit(loader(), steps=6, folder=tmp_path) == straight[:6]
+    assert fit(loader(), steps=14, folder=tmp_path, resume="auto") == straight[6:]

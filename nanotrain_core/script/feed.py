@@ -277,17 +277,26 @@ def checked(item: Any, loader: str) -> Batch:
     )
 
 
-def set_epoch(loader: Any, epoch: int) -> None:
-    """Set the epoch of a loader, or of a ``DataLoader``'s sampler, as ``DistributedSampler`` requires."""
+def holders(loader: Any) -> dict[str, Any]:
+    """Return a loader and what determines its order, by the name under which its generator is saved."""
     batches = getattr(loader, "batch_sampler", None)
-    for holder in (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None)):
+    return {
+        "generator": loader,
+        "sampler": getattr(loader, "sampler", None),
+        "batch_sampler": batches,
+        "batch_sampler.sampler": getattr(batches, "sampler", None),
+    }
+
+
+def set_epoch(loader: Any, epoch: int) -> None:
+    """Set the epoch of a loader, or of a ``DataLoader``'s samplers, as ``DistributedSampler`` requires."""
+    for holder in holders(loader).values():
         tell = getattr(holder, "set_epoch", None)
         if callable(tell):
             tell(epoch)
 
 
 def generators(loader: Any) -> dict[str, torch.Generator]:
-    """Return the random-number generators that were passed to a ``DataLoader`` and its sampler."""
-    found = {"generator": loader, "sampler": getattr(loader, "sampler", None)}
-    own = {name: getattr(holder, "generator", None) for name, holder in found.items()}
+    """Return the random-number generators that were passed to a ``DataLoader`` and its samplers."""
+    own = {name: getattr(holder, "generator", None) for name, holder in holders(loader).items()}
     return {name: generator for name, generator in own.items() if isinstance(generator, torch.Generator)}
