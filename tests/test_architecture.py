@@ -221,7 +221,7 @@ SMALL = {
     "recipe": 1725,
     "registry": 600,
     "run": 2405,
-    "script": 665,
+    "script": 710,
     "watch": 438,
 }
 

@@ -87,3 +87,40 @@ def test_a_generator_of_a_batch_samplers_sampler_is_restored(tmp_path):
     straight = fit(loader(), steps=14)
     assert fit(loader(), steps=6, folder=tmp_path) == straight[:6]
     assert fit(loader(), steps=14, folder=tmp_path, resume="auto") == straight[6:]
+
+
+def two_calls(folder, both=True, generator=None, first=4):
+    """Run a script whose first call of fit ends with a pass over its loader, if it has four steps."""
+    engine, losses = make(folder=folder, save_every=2, keep=9, resume="auto")
+    own = torch.Generator().manual_seed(5) if generator else None
+    engine.fit(DataLoader(data(16), batch_size=4, shuffle=True, generator=own), steps=first)
+    if both:
+        torch.rand(3)  # as of a script that splits its data at random
+        engine.fit(DataLoader(data(24), batch_size=4, shuffle=True, generator=own), steps=8)
+    return losses
+
+
+@pytest.mark.parametrize("generator", [False, True])
+@pytest.mark.parametrize("first", [3, 4])
+def test_a_script_resumed_between_two_calls_of_fit_goes_on_as_without_a_stop(tmp_path, generator, first):
+    """The repeated first call began another pass, to know how many tokens a batch has."""
+    straight = two_calls(tmp_path / "straight", generator=generator, first=first)
+    two_calls(tmp_path / "stopped", both=False, generator=generator, first=first)
+    assert two_calls(tmp_path / "stopped", generator=generator, first=first) == straight[first:]
+
+
+def test_a_seed_that_a_callback_sets_when_training_begins_counts():
+    """Also if the first batch was read before, to know its size."""
+
+    class Seeds(Monitor):
+        def on_start(self, run):
+            torch.manual_seed(3)
+
+    drawn = []
+    model = nn.Sequential(nn.Embedding(64, 8), nn.Linear(8, 64))
+    model.register_forward_pre_hook(lambda *_: drawn.append(torch.rand(2)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(data(), batch_size=4, shuffle=True)
+    RuntimeEngine(model, optimizer, callbacks=[Seeds()]).fit(loader, steps=1)
+    torch.manual_seed(3)
+    assert torch.equal(drawn[0], torch.rand(2))

@@ -71,6 +71,9 @@ class LoaderFeed:
         self._tokens = 0
         self._ahead: list[Taken] = []
         """The next step's batches, if their size was already requested."""
+        self._before: Mapping[str, torch.Tensor] = {}
+        self._after: Mapping[str, torch.Tensor] = {}
+        """Streams at the position, and after :attr:`_ahead` was read."""
 
     def use(self, train: Loader | None, validation: Loader | None, *, go_on: bool = False) -> None:
         """Set the loaders of one call of fit, and begin with them, or keep the position if it goes on.
@@ -111,6 +114,7 @@ class LoaderFeed:
                     yield Taken(self._batch(item, "train_loader"), count, epoch, begun)
                 elif count == into:
                     random_state.restore(now)
+                    self._before = self._streams()
             if count < into:
                 raise CheckpointError(
                     f"the train_loader ends after {count} batches and the checkpoint was saved {into} "
@@ -120,11 +124,22 @@ class LoaderFeed:
                 raise EmptyLoader("the train_loader yields nothing")
             into, epoch = 0, epoch + 1
 
-    def _capture(self) -> Mapping[str, torch.Tensor]:
+    def _streams(self) -> dict[str, torch.Tensor]:
         own = {name: generator.get_state() for name, generator in generators(self.data).items()}
-        if getattr(self.data, "persistent_workers", False):
-            own["workers"] = torch.tensor(getattr(self.data, "_iterator", None) is not None)
         return {**random_state.capture(self.mesh.device), **own}
+
+    def _set_streams(self, streams: Mapping[str, torch.Tensor]) -> None:
+        random_state.restore(streams)
+        for name, generator in generators(self.data).items():
+            if name in streams:
+                generator.set_state(streams[name])
+
+    def _capture(self) -> Mapping[str, torch.Tensor]:
+        """Return the streams, and whether the loader has workers that persist."""
+        streams = self._streams()
+        if getattr(self.data, "persistent_workers", False):
+            streams["workers"] = torch.tensor(getattr(self.data, "_iterator", None) is not None)
+        return streams
 
     def _restore(self, streams: Mapping[str, torch.Tensor]) -> None:
         """Restore :meth:`_capture`; first whether there are workers, since beginning them draws a number."""
@@ -134,10 +149,7 @@ class LoaderFeed:
                 loader._iterator = None
             elif getattr(loader, "_iterator", loader) is None:
                 iter(loader)
-        random_state.restore(streams)
-        for name, generator in generators(self.data).items():
-            if name in streams:
-                generator.set_state(streams[name])
+        self._set_streams(streams)
 
     def _batch(self, item: Pair | Batch, loader: str) -> Batch:
         return self._upload(checked(item, loader))
@@ -146,12 +158,30 @@ class LoaderFeed:
     def tokens_per_step(self) -> int:
         """Tokens of the last step or, before the first of a call of fit, of the next, which it reads."""
         if not self._tokens:
-            try:
-                self._ahead = self._take()
-            except (EmptyLoader, CheckpointError):  # raised when a step needs a batch
-                self._batches = self._from(self.into)
+            self._look_ahead()
             self._tokens = self._size(self._ahead)
         return self._tokens
+
+    def _look_ahead(self) -> None:
+        """Read the next step's batches, and leave random-number streams as they were: there may be no step.
+
+        A resumed script repeats calls of fit whose steps are done. If they changed streams, for example by
+        beginning another pass, the next call's loader would have another order.
+        """
+        self._before = self._streams()
+        try:
+            self._ahead = self._take()
+        except (EmptyLoader, CheckpointError):  # raised when a step needs a batch
+            self._batches = self._from(self.into)
+        self._after = self._streams()
+        self._set_streams(self._before)
+
+    def _read_ahead(self) -> list[Taken]:
+        """Return what was read ahead, with its effect on streams, except on those that a monitor has set."""
+        now, taken, self._ahead = self._streams(), self._ahead, []
+        same = [name for name in self._before if torch.equal(now[name], self._before[name])]
+        self._set_streams({name: self._after[name] for name in same})
+        return taken
 
     def _size(self, taken: list[Taken]) -> int:
         return sum(each.batch.tokens.numel() for each in taken) * self.mesh.world_size
@@ -168,7 +198,7 @@ class LoaderFeed:
 
     def microbatches(self) -> list[Batch]:
         """Return the loader's next batches."""
-        taken, self._ahead = self._ahead or self._take(), []
+        taken = self._read_ahead() if self._ahead else self._take()
         while self._is_skipped(self.taken):
             self.taken += self.accumulate
         self.taken += self.accumulate
