@@ -124,3 +124,14 @@ def test_a_seed_that_a_callback_sets_when_training_begins_counts():
     RuntimeEngine(model, optimizer, callbacks=[Seeds()]).fit(loader, steps=1)
     torch.manual_seed(3)
     assert torch.equal(drawn[0], torch.rand(2))
+
+
+def test_evaluating_more_often_changes_no_order_that_a_shared_generator_gives():
+    """A loader draws from its generator whenever it is iterated, also if it does not shuffle."""
+
+    def losses(every):
+        own = torch.Generator().manual_seed(5)
+        loader = DataLoader(data(), batch_size=4, shuffle=True, generator=own)
+        return fit(loader, DataLoader(data(), batch_size=8, generator=own), steps=10, evaluate_every=every)
+
+    assert losses(every=1) == losses(every=0)

@@ -223,7 +223,8 @@ class LoaderFeed:
         """Yield all validation batches, each with the number of its tokens: none is padding. Collective.
 
         Training's random-number streams stay as they are: a loader with persistent workers draws from them
-        when it is first iterated, which a resumed run would do again.
+        when it is first iterated, which a resumed run would do again, and one that shares a generator with
+        training's whenever it is iterated.
 
         Raises:
             NanotrainError: ranks have different numbers of them, as far as loaders know theirs: each batch is
@@ -236,13 +237,13 @@ class LoaderFeed:
                 f"the validation loaders of ranks 0 to {len(counts) - 1} have {counts} batches: expected "
                 "equally many, as a DistributedSampler gives"
             )
-        streams = random_state.capture(self.mesh.device)
+        streams = self._streams()
         try:
             for item in loader:
                 batch = self._batch(item, "val_loader")
                 yield batch, batch.tokens.numel()
         finally:
-            random_state.restore(streams)
+            self._set_streams(streams)
 
     def counts(self, batch: Batch) -> Mapping[str, torch.Tensor]:
         """Return the number of predicted positions."""
