@@ -8,6 +8,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorData
 from nanotrain_core import RuntimeEngine
 from nanotrain_core.batch import Batch
 from nanotrain_core.contracts import Monitor
+from nanotrain_core.errors import NanotrainError
 from nanotrain_core.script import ScriptConfig
 
 TOKENS = torch.arange(24).view(4, 6) % 11
@@ -135,3 +136,12 @@ def test_evaluating_more_often_changes_no_order_that_a_shared_generator_gives():
         return fit(loader, DataLoader(data(), batch_size=8, generator=own), steps=10, evaluate_every=every)
 
     assert losses(every=1) == losses(every=0)
+
+
+@pytest.mark.parametrize("once", [iter, lambda batches: (pair for pair in batches)])
+def test_a_validation_loader_that_can_be_iterated_only_once_is_refused(once):
+    """Every evaluation but the first had silently been left out."""
+    with pytest.raises(
+        NanotrainError, match=r"the val_loader is a .*, which can be iterated only once: each"
+    ):
+        fit([PAIR], once([PAIR]))

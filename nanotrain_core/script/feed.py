@@ -80,10 +80,16 @@ class LoaderFeed:
 
         Raises:
             TypeError: there is no training loader.
-            NanotrainError: the position is in an iterator of which an earlier call has taken batches.
+            NanotrainError: the position is in an iterator of which an earlier call has taken batches, or the
+                validation loader is an iterator: every evaluation but the first would find nothing.
         """
         if train is None:
             raise TypeError("fit needs a train_loader that yields (inputs, targets)")
+        if isinstance(validation, Iterator):
+            raise NanotrainError(
+                f"the val_loader is a {type(validation).__name__}, which can be iterated only once: each "
+                "evaluation iterates it, so that it must be iterable again, as a list or a DataLoader is"
+            )
         self.begin()
         if self.restored and train is self.data:
             self._refuse_iterator()
