@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, TensorDataset
 
 from nanotrain_core import RuntimeEngine
 from nanotrain_core.batch import Batch
@@ -145,3 +145,31 @@ def test_a_validation_loader_that_can_be_iterated_only_once_is_refused(once):
         NanotrainError, match=r"the val_loader is a .*, which can be iterated only once: each"
     ):
         fit([PAIR], once([PAIR]))
+
+
+class Stream(IterableDataset):
+    """Shuffles by the number of the pass, as streaming datasets of Hugging Face do."""
+
+    def __init__(self):
+        self.epoch, self.seen = 0, []
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        for row in torch.randperm(8, generator=torch.Generator().manual_seed(self.epoch)).tolist():
+            self.seen.append(row)
+            yield data(8)[row]
+
+
+def test_a_dataset_is_told_the_number_of_each_pass(tmp_path):
+    """Every pass had the same order."""
+    stream, again = Stream(), Stream()
+    straight = fit(DataLoader(stream, batch_size=4), steps=5)
+    passes = [
+        torch.randperm(8, generator=torch.Generator().manual_seed(epoch)).tolist() for epoch in range(3)
+    ]
+    assert stream.seen == [*passes[0], *passes[1], *passes[2][:4]]
+    fit(DataLoader(Stream(), batch_size=4), steps=3, folder=tmp_path)
+    assert fit(DataLoader(again, batch_size=4), steps=5, folder=tmp_path, resume="auto") == straight[3:]
+    assert again.seen == stream.seen[8:]

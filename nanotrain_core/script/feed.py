@@ -51,7 +51,8 @@ class LoaderFeed:
     are reset to their state when that pass began, the loader is iterated from its beginning and
     that many batches are skipped. A ``DataLoader`` that shuffles then gives the same order, with a
     generator of its own or without, and so does every loader that yields the same whenever it is iterated.
-    If it has ``set_epoch``, like a ``DistributedSampler``, it receives the number of each pass, from 0.
+    If it, a sampler or its dataset has ``set_epoch``, as a ``DistributedSampler`` does, it receives the
+    number of each pass, from 0.
     """
 
     bytes_per_token: float | None = None
@@ -322,11 +323,15 @@ def holders(loader: Any) -> dict[str, Any]:
         "sampler": getattr(loader, "sampler", None),
         "batch_sampler": batches,
         "batch_sampler.sampler": getattr(batches, "sampler", None),
+        "dataset": getattr(loader, "dataset", None),
     }
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
-    """Set the epoch of a loader, or of a ``DataLoader``'s samplers, as ``DistributedSampler`` requires."""
+    """Set the epoch of a loader, or of a ``DataLoader``'s samplers, as ``DistributedSampler`` requires.
+
+    Also that of its dataset, as streaming datasets of Hugging Face that shuffle require.
+    """
     for holder in holders(loader).values():
         tell = getattr(holder, "set_epoch", None)
         if callable(tell):
@@ -334,6 +339,6 @@ def set_epoch(loader: Any, epoch: int) -> None:
 
 
 def generators(loader: Any) -> dict[str, torch.Generator]:
-    """Return the random-number generators that were passed to a ``DataLoader`` and its samplers."""
+    """Return the random-number generators that were passed to a ``DataLoader``, its samplers and dataset."""
     own = {name: getattr(holder, "generator", None) for name, holder in holders(loader).items()}
     return {name: generator for name, generator in own.items() if isinstance(generator, torch.Generator)}
