@@ -9,7 +9,10 @@ from nanotrain_core import RuntimeEngine
 from nanotrain_core.batch import Batch
 from nanotrain_core.contracts import Monitor
 from nanotrain_core.errors import NanotrainError
+from nanotrain_core.layout.gradients import AllReduceGradients
 from nanotrain_core.script import ScriptConfig
+from nanotrain_core.testing import run_ranks
+from nanotrain_core.testing.probe import rank
 
 TOKENS = torch.arange(24).view(4, 6) % 11
 PAIR = (TOKENS, (TOKENS + 1) % 11)
@@ -160,6 +163,34 @@ class Stream(IterableDataset):
         for row in torch.randperm(8, generator=torch.Generator().manual_seed(self.epoch)).tolist():
             self.seen.append(row)
             yield data(8)[row]
+
+
+class Unknown(IterableDataset):
+    """Does not say how many rows it has."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __iter__(self):
+        yield from data(self.rows)
+
+
+def evaluate_unevenly():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(64, 8), nn.Linear(8, 64))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = RuntimeEngine(model, optimizer, gradient_sync=AllReduceGradients())
+    unevenly = DataLoader(Unknown(4), batch_size=4 - 2 * rank())
+    with pytest.raises(
+        NanotrainError, match=r"of ranks \[0\] ended after 1 batches, and those of the other ranks have more"
+    ):
+        engine.fit([PAIR], unevenly, steps=1)
+    engine.fit([PAIR], DataLoader(Unknown(4), batch_size=2), steps=2)
+
+
+def test_ranks_of_which_some_run_out_of_validation_batches_are_told_so():
+    """Gloo aborted them: only loaders that knew their numbers of batches were compared."""
+    run_ranks(evaluate_unevenly, 2)
 
 
 def test_a_dataset_is_told_the_number_of_each_pass(tmp_path):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import islice
 from operator import length_hint
 from typing import Any
 
@@ -25,6 +25,8 @@ Loader = Iterable[Pair | Batch]
 
 #: For the number of batches of a loader that does not know it.
 UNKNOWN = -1
+#: What is expected of validation loaders.
+AS_MANY = "expected equally many, as a DistributedSampler gives"
 
 
 class EmptyLoader(ValueError):
@@ -220,7 +222,7 @@ class LoaderFeed:
         while self._is_skipped(position):
             position += self.accumulate
         left_out = position - self.taken
-        return list(islice(self._batches, left_out, left_out + self.accumulate))
+        return list(itertools.islice(self._batches, left_out, left_out + self.accumulate))
 
     def _is_skipped(self, position: int) -> bool:
         """Return whether any batch of the step at ``position`` is in a skipped range."""
@@ -234,23 +236,39 @@ class LoaderFeed:
         training's whenever it is iterated.
 
         Raises:
-            NanotrainError: ranks have different numbers of them, as far as loaders know theirs: each batch is
-                evaluated by all ranks together.
+            NanotrainError: ranks have different numbers of them: all ranks evaluate a batch together.
         """
         loader = () if self.held_out is None else self.held_out
         counts = self.mesh.gather(length_hint(loader, UNKNOWN))
         if len({*counts} - {UNKNOWN}) > 1:
             raise NanotrainError(
-                f"the validation loaders of ranks 0 to {len(counts) - 1} have {counts} batches: expected "
-                "equally many, as a DistributedSampler gives"
+                f"the validation loaders of ranks 0 to {len(counts) - 1} have {counts} batches: {AS_MANY}"
             )
         streams = self._streams()
         try:
-            for item in loader:
+            for item in self._while_all_have(loader):
                 batch = self._batch(item, "val_loader")
                 yield batch, batch.tokens.numel()
         finally:
             self._set_streams(streams)
+
+    def _while_all_have(self, loader: Loader) -> Iterator[Pair | Batch]:
+        """Yield what ``loader`` does; before each item ranks agree that all have one, or that none has."""
+        items, end = iter(loader), object()
+        for count in itertools.count():
+            item: Any = next(items, end)
+            has = torch.zeros(self.mesh.world_size, dtype=torch.int32, device=self.mesh.device)
+            has[self.mesh.rank] = item is not end
+            self.mesh.all_reduce(has)
+            ended = [rank for rank, one in enumerate(has.tolist()) if not one]
+            if len(ended) == self.mesh.world_size:
+                return
+            if ended:
+                raise NanotrainError(
+                    f"the validation loaders of ranks {ended} ended after {count} batches, and those of the "
+                    f"other ranks have more: {AS_MANY}"
+                )
+            yield item
 
     def counts(self, batch: Batch) -> Mapping[str, torch.Tensor]:
         """Return the number of predicted positions."""
