@@ -95,7 +95,11 @@ class Corpus:
             done, shard = 0, first_shard
             while done < count:
                 first = begin + done - (int(self._ends[shard - 1]) if shard else 0)
-                some = self.shard(shard)[first : first + count - done]
+                last = min(first + count - done, self.manifest.shards[shard].tokens)
+                tokens = self.shard(shard)
+                some = tokens[first:last]
+                if len(some) < last - first:  # what follows would be read from the wrong place
+                    raise tokens.damaged(len(tokens) * tokens.dtype.itemsize)
                 found[row, done : done + len(some)] = some
                 done, shard = done + len(some), shard + 1
         return found

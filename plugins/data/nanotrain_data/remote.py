@@ -47,7 +47,7 @@ class RemoteFolder:
         )
 
     def fetch(self, name: str, to: Path, sha256: str) -> None:
-        """Download a file, and compare it with its hash.
+        """Download a file, compare it with its hash, and have it on the disk.
 
         Raises:
             DataError: it is missing, damaged, or cannot be read after some attempts: by its URL.
@@ -57,6 +57,7 @@ class RemoteFolder:
             self._fs.get_file(f"{self._root}/{name}", str(to))
             with to.open("rb") as file:
                 found = hashlib.file_digest(file, "sha256").hexdigest()
+                os.fsync(file.fileno())  # a rename may reach the disk before what the file holds
             if found != sha256:
                 raise _Damaged(f"its SHA-256 is {found[:12]}..., and the manifest has {sha256[:12]}...")
 

@@ -63,13 +63,12 @@ class ShardCache:
             DataError: it cannot be fetched, or the cache holds not even this shard.
         """
         path = self.path(shard)
-        with suppress(FileNotFoundError):
-            os.utime(path)  # the last that is deleted
+        if _is_whole(path, nbytes):
             return path
         with _locked(path.with_suffix(".lock")):
-            with suppress(FileNotFoundError):
-                os.utime(path)
+            if _is_whole(path, nbytes):
                 return path  # which another rank fetched meanwhile
+            path.unlink(missing_ok=True)
             try:
                 self._make_room(path, nbytes)
                 part, hashes = path.with_suffix(FETCHED), path.with_suffix(HASHES)
@@ -127,6 +126,18 @@ class ShardCache:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 for suffix in (FETCHED, RESERVED):
                     path.with_suffix(suffix).unlink(missing_ok=True)
+
+
+def _is_whole(path: Path, nbytes: int) -> bool:
+    """Return whether a file has its length, and note that it is read: what was read last is deleted last.
+
+    A host that loses power may leave a file cut short, whose pieces all match their hashes as far as it goes.
+    """
+    try:
+        os.utime(path)
+        return path.stat().st_size == nbytes
+    except FileNotFoundError:
+        return False
 
 
 @contextmanager

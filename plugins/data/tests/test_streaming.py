@@ -276,8 +276,7 @@ def test_a_shard_that_is_damaged_where_it_comes_from_is_named(folders, tmp_path,
 
 
 def test_a_file_that_was_damaged_in_the_cache_is_named_and_fetched_again(folders, tmp_path):
-    data = opened(files(folders[:1]), tmp_path)
-    read_all(data)
+    read_all(opened(files(folders[:1]), tmp_path, read_ahead=0, fetch_ahead=0))  # nothing reads it afterwards
     (path, *_) = sorted(tmp_path.glob("*.tokens"))
     content = bytearray(path.read_bytes())
     content[3] ^= 1
@@ -287,6 +286,27 @@ def test_a_file_that_was_damaged_in_the_cache_is_named_and_fetched_again(folders
     ):
         read_all(opened(files(folders[:1]), tmp_path))
     assert_same(opened(files(folders[:1]), tmp_path), local(folders[:1]))
+
+
+@pytest.mark.parametrize("kept", [0, 400, 2**16, 2**17])
+def test_a_file_that_was_cut_short_in_the_cache_is_fetched_again(tmp_path, kept):
+    """Cut between pieces, no piece is damaged: the next shard would be read in place of what is missing."""
+    folder = numbered(tmp_path / "source", 120_000, shards=3)
+    read_all(opened(files([folder]), tmp_path / "cache", length=512, read_ahead=0, fetch_ahead=0))
+    for path in (tmp_path / "cache").glob("*.tokens"):
+        path.write_bytes(path.read_bytes()[:kept])
+    assert_same(opened(files([folder]), tmp_path / "cache", length=512), local([folder], length=512))
+    assert {path.stat().st_size for path in (tmp_path / "cache").glob("*.tokens")} == {160_000}
+
+
+def test_a_shard_without_the_tokens_that_are_asked_for_is_not_read_past(folders):
+    (corpus,) = local(folders[:1]).corpora
+    tokens = corpus.shard(0)
+    tokens[:]
+    tokens.tokens = tokens.tokens[:400]
+    for begin in (390, 410):
+        with pytest.raises(DataError, match=r"00000\.tokens is damaged at byte 1600, and was not trained on"):
+            corpus.read(np.array([begin]), LENGTH)
 
 
 def test_a_folder_that_is_none_is_refused_before_ranks_start(tmp_path):
