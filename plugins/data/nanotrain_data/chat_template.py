@@ -16,6 +16,7 @@ import attrs
 
 from nanotrain_core.api import DataError
 from nanotrain_core.api.text import missing_path
+from nanotrain_data.codecs import kind_of
 
 #: A message: ``role``, ``content``, and what else a template may read.
 Message = Mapping[str, Any]
@@ -23,6 +24,7 @@ Message = Mapping[str, Any]
 Span = tuple[int, int]
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_GENERATION_TAGS = re.compile(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}")
 #: Files beside a tokenizer.json that may hold its template, the one that counts first.
 FILES = ("chat_template.jinja", "tokenizer_config.json")
 
@@ -107,7 +109,8 @@ def find_template(tokenizer: str, given: str | None) -> ChatTemplate | None:
         given: a file of Jinja, or a ``tokenizer_config.json``; ``plain`` for none.
 
     Raises:
-        DataError: the file is missing or has no template, or the package is that renders it.
+        DataError: the file is missing or has no template, or the package is that renders it; or the template
+            writes a special token that no file names.
     """
     if given == "plain":
         return None
@@ -118,16 +121,24 @@ def find_template(tokenizer: str, given: str | None) -> ChatTemplate | None:
             raise DataError(missing_path(path, "chat template"))
     elif tokenizer == "bytes" or (path := _with_template(beside)) is None:  # type: ignore[assignment]
         return None
-    words = _special_words(beside / "tokenizer_config.json") if tokenizer != "bytes" else {}
+    config = beside / "tokenizer_config.json"
+    words = _special_words(config) if tokenizer != "bytes" else {}
     if path.suffix == ".json":
-        words = {**words, **_special_words(path)}
+        config, words = path, {**words, **_special_words(path)}
         source = _of_config(path)
         if source is None:
             raise DataError(f"{path} has no chat_template; expected one, or '--chat-template plain'")
     else:
         source = _read(path)
     _check_renderer(path)
-    return ChatTemplate(path.name, source, words)
+    missing = _unknown_words(source) - words.keys()
+    if missing and kind_of(tokenizer) == "huggingface":
+        name = min(missing)
+        raise DataError(
+            f"the chat template {path} writes {name}, which would be empty, since no file names it: put "
+            f'"{name}": "..." into {config}, or null if the tokenizer has none'
+        )
+    return ChatTemplate(path.name, source, {name: word for name, word in words.items() if word is not None})
 
 
 def _with_template(folder: Path) -> Path | None:
@@ -147,14 +158,37 @@ def _of_config(path: Path) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def _special_words(path: Path) -> dict[str, Any]:
-    """Return what a template may call special tokens by, as ``bos_token``."""
-    words = {}
-    for name, value in (_json(path) if path.is_file() else {}).items():
-        content = value.get("content") if isinstance(value, dict) else value
-        if name.endswith("_token") and isinstance(content, str):
-            words[name] = content
+def _special_words(path: Path) -> dict[str, str | None]:
+    """Return what a template may call special tokens by, as ``bos_token``; None: said to be none.
+
+    Read as transformers does: in folders without ``added_tokens_decoder``, which are older, what
+    ``special_tokens_map.json`` says counts first. Defaults of tokenizer classes are not known here.
+    """
+    beside = path.with_name("special_tokens_map.json")
+    config, mapped = (_json(file) if file.is_file() else {} for file in (path, beside))
+    words: dict[str, str | None] = {}
+    for table in (mapped, config) if "added_tokens_decoder" in config else (config, mapped):
+        extra = table.get("extra_special_tokens")
+        for name, value in {**table, **(extra if isinstance(extra, dict) else {})}.items():
+            content = value.get("content") if isinstance(value, dict) else value
+            named = name.endswith("_token") or (isinstance(extra, dict) and name in extra)
+            if named and (content is None or isinstance(content, str)):
+                words[name] = content
     return words
+
+
+def _unknown_words(source: str) -> set[str]:
+    """Return the special tokens that a template reads and does not set itself."""
+    from jinja2 import Environment, TemplateError, meta
+
+    plain = _GENERATION_TAGS.sub("", source)
+    try:
+        names = meta.find_undeclared_variables(
+            Environment(extensions=["jinja2.ext.loopcontrols"]).parse(plain)
+        )
+    except TemplateError:
+        return set()  # rendering says what is wrong with it
+    return {name for name in names if name.endswith("_token")}
 
 
 def _json(path: Path) -> dict[str, Any]:

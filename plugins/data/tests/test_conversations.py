@@ -11,7 +11,7 @@ from nanotrain_data.codecs import open_codec
 from nanotrain_data.config import ChatConfig
 from nanotrain_data.conversations import open_conversation_codec
 from tokenizers import AddedToken, Tokenizer, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from nanotrain_core.api import DataError
 
@@ -110,6 +110,46 @@ def test_where_a_template_is_looked_for(tmp_path):
     (tmp_path / "other.json").write_text(json.dumps({"chat_template": named}))
     assert find_template(str(path), str(tmp_path / "other.json")).source == "y"
     assert find_template("bytes", None) is None
+
+
+@pytest.mark.parametrize(
+    ("config", "mapped"),
+    [
+        ({}, {"bos_token": "<|im_start|>", "eos_token": {"content": "<|endoftext|>"}}),
+        ({"bos_token": "no", "eos_token": None}, {"bos_token": "<|im_start|>", "eos_token": "<|endoftext|>"}),
+        ({"bos_token": "<|im_start|>", "eos_token": None}, {}),
+        ({"extra_special_tokens": {"bos_token": "<|im_end|>"}, "eos_token": "<|endoftext|>"}, {}),
+    ],
+)
+def test_special_tokens_of_a_template_are_found_where_transformers_finds_them(tmp_path, config, mapped):
+    path = tokenizer_folder(tmp_path)
+    template = "{{ bos_token }}{% for m in messages %}{{ m.content ~ eos_token }}{% endfor %}"
+    table = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template, **config}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(table))
+    if mapped:
+        (tmp_path / "special_tokens_map.json").write_text(json.dumps(mapped))
+    (messages, *_) = chats(1)
+    theirs = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(messages, return_dict=True)
+    assert codec_of(path).encode(messages).tokens == theirs["input_ids"]
+
+
+def test_a_template_that_writes_a_special_token_of_no_name_is_refused(tmp_path):
+    """It would be empty, and the end of an answer never learned."""
+    path = tokenizer_folder(tmp_path / "a", MARKED.replace("'<|im_end|>'", "eos_token"))
+    assert codec_of(path).template.words == {"eos_token": "<|im_end|>"}
+    shutil.move(path.with_name("tokenizer_config.json"), tmp_path / "b.json")
+    config = json.loads((tmp_path / "b.json").read_text())
+    (tmp_path / "b.jinja").write_text(config.pop("chat_template"))
+    for file, text in ((None, "a/tokenizer_config.json"), ("b.json", "b.json")):
+        (tmp_path / (file or "a/tokenizer_config.json")).write_text(
+            json.dumps({"chat_template": "{{ x_token }}"})
+        )
+        with pytest.raises(DataError, match=rf'writes x_token, .* put "x_token": "\.\.\." into .*{text}'):
+            find_template(str(path), str(tmp_path / file) if file else None)
+    with pytest.raises(
+        DataError, match=r"b.jinja writes eos_token, .* into .*a/tokenizer_config.json, or null"
+    ):
+        find_template(str(path), str(tmp_path / "b.jinja"))
 
 
 @pytest.mark.parametrize(
