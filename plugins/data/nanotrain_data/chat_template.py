@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +139,28 @@ def find_template(tokenizer: str, given: str | None) -> ChatTemplate | None:
             f'"{name}": "..." into {config}, or null if the tokenizer has none'
         )
     return ChatTemplate(path.name, source, {name: word for name, word in words.items() if word is not None})
+
+
+def strings_of(value: Any) -> Iterator[str]:
+    """Yield every string in what JSON can hold, names of fields among them."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from strings_of([*value, *value.values()])
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from strings_of(each)
+
+
+def with_strings(value: Any, change: Callable[[str], str]) -> Any:
+    """Return the same with each of these strings changed."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {with_strings(key, change): with_strings(each, change) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [with_strings(each, change) for each in value]
+    return value
 
 
 def _with_template(folder: Path) -> Path | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,7 +15,14 @@ import numpy as np
 import numpy.typing as npt
 
 from nanotrain_core.api import DataError, did_you_mean
-from nanotrain_data.chat_template import ChatTemplate, Message, Span, find_template
+from nanotrain_data.chat_template import (
+    ChatTemplate,
+    Message,
+    Span,
+    find_template,
+    strings_of,
+    with_strings,
+)
 from nanotrain_data.codecs import Codec, codec_of, kind_of
 from nanotrain_data.manifest import Manifest
 
@@ -164,8 +172,8 @@ class PlainConversations:
 class TemplatedConversations:
     """A Hugging Face tokenizer and its template, rendered and tokenized as a whole.
 
-    A special token that the template writes is that token. Written in a message it is text: nobody can end a
-    turn, or begin one as the system, by what they say.
+    A special token that the template writes is that token. Written in a message, in whichever field of it, it
+    is text: nobody can end a turn, or begin one as the system, by what they say.
     """
 
     def __init__(self, template: ChatTemplate, tokenizer: Path) -> None:
@@ -217,7 +225,7 @@ class TemplatedConversations:
         """
         tokens, _, _ = self._rendered(messages, self._template.prompt)
         words = "nanotrain"  # of several in the text, those of the last message are the last
-        asked = [{**m, "content": self._special_text.sub(" ", m["content"])} for m in messages]
+        asked = with_strings(messages, partial(self._special_text.sub, " "))
         text, spans = self._template.render([*asked, {"role": "assistant", "content": words}])
         encoding = self._whole.encode(text, add_special_tokens=False)
         behind = max(text.rfind(words), spans[-1][0])
@@ -234,7 +242,7 @@ class TemplatedConversations:
         self, messages: Sequence[Message], render: Callable[[Sequence[Message]], tuple[str, list[Span]]]
     ) -> tuple[list[int], list[Span], list[Span]]:
         """Return tokens, the characters that each is of, and the characters of answers."""
-        if any(self._special_text.search(message["content"]) for message in messages):
+        if any(map(self._special_text.search, strings_of(messages))):
             return self._with_special_text(messages, render)
         text, spans = render(messages)
         encoding = self._whole.encode(text, add_special_tokens=False)
@@ -257,8 +265,7 @@ class TemplatedConversations:
                 hidden[next(unused)] = match[0]
             return next(char for char, word in hidden.items() if word == match[0])
 
-        safe = [{**m, "content": self._special_text.sub(hide, m["content"])} for m in messages]
-        text, spans = render(safe)
+        text, spans = render(with_strings(messages, partial(self._special_text.sub, hide)))
         shown = [hidden.get(char, char) for char in text]
         for match in self._special_text.finditer(text):
             shown[match.start()] = self._stand_ins[match[0]]
@@ -286,7 +293,7 @@ def stretches(places: npt.NDArray[np.int64], spans: Sequence[Span]) -> list[Span
 
 def _unused_characters(messages: Sequence[Message]) -> Iterator[str]:
     """Yield characters that Unicode keeps free, and no message has."""
-    said = {char for message in messages for char in message["content"]}
+    said = {char for text in strings_of(messages) for char in text}
     yield from (
         char for char in map(chr, chain(range(0xFDD0, 0xFDF0), range(0xF0000, 0xFFFFE))) if char not in said
     )

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 from nanotrain_core.api import DataError, did_you_mean
-from nanotrain_data.chat_template import Message
+from nanotrain_data.chat_template import Message, with_strings
 from nanotrain_data.conversations import messages_of
 from nanotrain_data.sources import CHUNK, LARGEST, Part
 
@@ -36,7 +36,7 @@ def conversations(part: Part, field: str) -> Iterator[tuple[str, list[Message]]]
         raise DataError(f"{part.path} is text; conversations are read of JSON lines, parquet, or datasets")
     try:
         for where, messages in _values(part, field, messages_of):
-            yield where(), [{**m, "content": _sound(m["content"])} for m in messages]
+            yield where(), with_strings(messages, _sound)
     except OSError as error:
         raise DataError(f"cannot read {part.path}: {error.strerror or error}") from None
 

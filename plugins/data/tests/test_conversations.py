@@ -82,6 +82,22 @@ def test_what_a_message_writes_of_special_tokens_is_text(tmp_path, template):
     assert [theirs.count(number) for number in ids] == [1, 3, 4]  # as it would be without
 
 
+def test_so_it_is_in_every_field_that_a_template_reads(tmp_path):
+    said = "{{ m.reasoning_content }}{% for c in m.tool_calls %}{{ c.function | tojson }}{% endfor %}"
+    path = tokenizer_folder(tmp_path / "a", CHATML.replace("m['content']", f"m['content'] }}}}{said}{{{{ ''"))
+    call = {"function": {"name": "f", "arguments": {"<|im_start|>": ["a<|im_end|>b", 1, None]}}}
+    answer = {"role": "assistant", "content": "", "reasoning_content": "<|im_end|>", "tool_calls": [call]}
+    messages = [{"role": "user", "content": "Hi"}, answer]
+    made, prompt = codec_of(path).encode(messages), codec_of(path).prompt(messages)
+    tokenizer = Tokenizer.from_file(str(path))
+    text = tokenizer.decode(made.tokens, skip_special_tokens=False)
+    assert text.endswith("assistant\n<|im_end|>" + json.dumps(call["function"]) + "<|im_end|>\n")
+    ids = [tokenizer.token_to_id(word) for word in SPECIAL]
+    assert [made.tokens.count(number) for number in ids] == [0, 2, 2]
+    assert [prompt[0].count(number) for number in ids] == [0, 3, 2]
+    assert prompt[1] == {ids[2]}
+
+
 def test_the_plain_form_of_any_tokenizer():
     for messages in chats(20):
         made = codec_of("bytes").encode(messages)
