@@ -20,6 +20,8 @@ from nanotrain_data.codecs import kind_of
 
 #: A message: ``role``, ``content``, and what else a template may read.
 Message = Mapping[str, Any]
+#: JSON schemas of the functions that the assistant may call in a conversation; None: nothing is said of any.
+Tools = Sequence[Mapping[str, Any]] | None
 #: Characters of a rendered conversation: begin and end of a stretch that the assistant wrote.
 Span = tuple[int, int]
 
@@ -49,7 +51,7 @@ class ChatTemplate:
         """Whether it says itself what the assistant writes."""
         return _GENERATION.search(self.source) is not None
 
-    def render(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
+    def render(self, messages: Sequence[Message], tools: Tools = None) -> tuple[str, list[Span]]:
         """Return the text of a conversation, and the stretches of it that the assistant wrote.
 
         These are what the template has between ``{% generation %}`` and ``{% endgeneration %}``. Without
@@ -59,14 +61,14 @@ class ChatTemplate:
         Raises:
             ValueError: the template refuses the messages, or an assistant message does not follow its prompt.
         """
-        text, spans = self._text(messages)
+        text, spans = self._text(messages, tools)
         if self.marks_answers:
             return text, [(begin, end) for begin, end in spans if begin < end]
         found = []
         for number, message in enumerate(messages):
             if message["role"] == "assistant":
-                prompt, _ = self._text(messages[:number], add_generation_prompt=True)
-                turn, _ = self._text(messages[: number + 1])
+                prompt, _ = self._text(messages[:number], tools, add_generation_prompt=True)
+                turn, _ = self._text(messages[: number + 1], tools)
                 if not (turn.startswith(prompt) and text.startswith(turn)):
                     raise ValueError(
                         f"the template {self.name} renders message {number + 1} not as what its prompt is "
@@ -75,15 +77,15 @@ class ChatTemplate:
                 found.append((len(prompt), len(turn)))
         return text, found
 
-    def prompt(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
+    def prompt(self, messages: Sequence[Message], tools: Tools = None) -> tuple[str, list[Span]]:
         """Return the text of a conversation up to where the assistant's next message begins; no stretches.
 
         Raises:
             ValueError: the template refuses the messages.
         """
-        return self._text(messages, add_generation_prompt=True)[0], []
+        return self._text(messages, tools, add_generation_prompt=True)[0], []
 
-    def _text(self, messages: Sequence[Message], **options: bool) -> tuple[str, list[Span]]:
+    def _text(self, messages: Sequence[Message], tools: Tools, **options: bool) -> tuple[str, list[Span]]:
         from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -91,6 +93,7 @@ class ChatTemplate:
         try:
             texts, spans = render(
                 [list(messages)],
+                None if tools is None else list(tools),
                 chat_template=self.source,
                 return_assistant_tokens_mask=self.marks_answers,
                 **options,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -19,6 +20,7 @@ from nanotrain_data.chat_template import (
     ChatTemplate,
     Message,
     Span,
+    Tools,
     find_template,
     strings_of,
     with_strings,
@@ -26,6 +28,10 @@ from nanotrain_data.chat_template import (
 from nanotrain_data.codecs import Codec, codec_of, kind_of
 from nanotrain_data.manifest import Manifest
 
+#: The field that says beside the messages which functions the assistant may call.
+TOOLS = "tools"
+#: What renders a conversation, and says where the answers are.
+Render = Callable[[Sequence[Message], Tools], tuple[str, list[Span]]]
 #: Of messages, where no template says otherwise.
 ROLES = ("system", "user", "assistant")
 
@@ -50,8 +56,12 @@ class ConversationCodec(Protocol):
         """None: the plain form."""
         ...
 
-    def encode(self, messages: Sequence[Message]) -> Conversation:
+    def encode(self, messages: Sequence[Message], tools: Tools = None) -> Conversation:
         """Return the tokens of a conversation.
+
+        Args:
+            messages: of it.
+            tools: that the assistant is told of.
 
         Raises:
             ValueError: it cannot be rendered.
@@ -129,6 +139,23 @@ def messages_of(value: Any) -> list[Message]:
     return value
 
 
+def tools_of(value: Any) -> Tools:
+    """Return the tools of a conversation that were read, checked; JSON where a table holds them as text.
+
+    Raises:
+        ValueError: they are none, with what was expected.
+    """
+    found = value
+    if isinstance(value, str):
+        try:
+            found = json.loads(value) if value else None
+        except ValueError as error:
+            raise ValueError(f"is text, but no JSON: {error}") from None
+    if found is not None and not (isinstance(found, list) and all(isinstance(tool, dict) for tool in found)):
+        raise ValueError(f"is {str(found)[:40]!r}; expected a list of objects, the JSON schemas of functions")
+    return found
+
+
 class PlainConversations:
     """The form without a template, of any tokenizer: ``### Role``, a line with the content, an empty line.
 
@@ -141,12 +168,16 @@ class PlainConversations:
         assert codec.separator is not None
         self._codec, self._end = codec, codec.separator
 
-    def encode(self, messages: Sequence[Message]) -> Conversation:
+    def encode(self, messages: Sequence[Message], tools: Tools = None) -> Conversation:
         """Return the tokens of a conversation. Contents are encoded as text, whatever they look like.
 
         Raises:
-            ValueError: a role is none of the three.
+            ValueError: a role is none of the three, or there are tools.
         """
+        if tools:
+            raise ValueError(
+                f"has {TOOLS} beside it, which the plain form cannot write: name a --chat-template"
+            )
         tokens: list[int] = []
         answers = []
         for message in messages:
@@ -205,13 +236,13 @@ class TemplatedConversations:
             for word, stand_in in self._stand_ins.items()
         }
 
-    def encode(self, messages: Sequence[Message]) -> Conversation:
+    def encode(self, messages: Sequence[Message], tools: Tools = None) -> Conversation:
         """Return the tokens of a conversation; one belongs to an answer if a character of it does.
 
         Raises:
             ValueError: the template cannot render it.
         """
-        tokens, places, spans = self._rendered(messages, self._template.render)
+        tokens, places, spans = self._rendered(messages, tools, self._template.render)
         return Conversation(tokens, stretches(np.array(places, np.int64), spans), _size(messages))
 
     def prompt(self, messages: Sequence[Message]) -> tuple[list[int], frozenset[int]]:
@@ -223,7 +254,7 @@ class TemplatedConversations:
         Raises:
             ValueError: the template cannot render it.
         """
-        tokens, _, _ = self._rendered(messages, self._template.prompt)
+        tokens, _, _ = self._rendered(messages, None, self._template.prompt)
         words = "nanotrain"  # of several in the text, those of the last message are the last
         asked = with_strings(messages, partial(self._special_text.sub, " "))
         text, spans = self._template.render([*asked, {"role": "assistant", "content": words}])
@@ -239,17 +270,17 @@ class TemplatedConversations:
         return tokens, frozenset(ends[:1])
 
     def _rendered(
-        self, messages: Sequence[Message], render: Callable[[Sequence[Message]], tuple[str, list[Span]]]
+        self, messages: Sequence[Message], tools: Tools, render: Render
     ) -> tuple[list[int], list[Span], list[Span]]:
         """Return tokens, the characters that each is of, and the characters of answers."""
-        if any(map(self._special_text.search, strings_of(messages))):
-            return self._with_special_text(messages, render)
-        text, spans = render(messages)
+        if any(map(self._special_text.search, strings_of([messages, tools]))):
+            return self._with_special_text(messages, tools, render)
+        text, spans = render(messages, tools)
         encoding = self._whole.encode(text, add_special_tokens=False)
         return encoding.ids, encoding.offsets, spans
 
     def _with_special_text(
-        self, messages: Sequence[Message], render: Callable[[Sequence[Message]], tuple[str, list[Span]]]
+        self, messages: Sequence[Message], tools: Tools, render: Render
     ) -> tuple[list[int], list[Span], list[Span]]:
         """Return the same, of messages that write special tokens. Characters are those of the text encoded.
 
@@ -258,14 +289,14 @@ class TemplatedConversations:
         is encoded as a whole: at a special token a tokenizer may leave out whitespace, or add none.
         """
         hidden: dict[str, str] = {}
-        unused = _unused_characters(messages)
+        unused = _unused_characters([messages, tools])
 
         def hide(match: re.Match[str]) -> str:
             if match[0] not in hidden.values():
                 hidden[next(unused)] = match[0]
             return next(char for char, word in hidden.items() if word == match[0])
 
-        text, spans = render(with_strings(messages, partial(self._special_text.sub, hide)))
+        text, spans = render(*with_strings([messages, tools], partial(self._special_text.sub, hide)))
         shown = [hidden.get(char, char) for char in text]
         for match in self._special_text.finditer(text):
             shown[match.start()] = self._stand_ins[match[0]]
@@ -291,9 +322,9 @@ def stretches(places: npt.NDArray[np.int64], spans: Sequence[Span]) -> list[Span
     return [(int(begin), int(end)) for begin, end in edges.reshape(-1, 2)]
 
 
-def _unused_characters(messages: Sequence[Message]) -> Iterator[str]:
-    """Yield characters that Unicode keeps free, and no message has."""
-    said = {char for text in strings_of(messages) for char in text}
+def _unused_characters(given: Any) -> Iterator[str]:
+    """Yield characters that Unicode keeps free, and no string of what is given has."""
+    said = {char for text in strings_of(given) for char in text}
     yield from (
         char for char in map(chr, chain(range(0xFDD0, 0xFDF0), range(0xF0000, 0xFFFFE))) if char not in said
     )

@@ -6,24 +6,23 @@ import gzip
 import io
 import json
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO
 
 from nanotrain_core.api import DataError, did_you_mean
-from nanotrain_data.chat_template import Message, with_strings
-from nanotrain_data.conversations import messages_of
+from nanotrain_data.chat_template import Message, Tools, with_strings
+from nanotrain_data.conversations import TOOLS, messages_of, tools_of
+from nanotrain_data.fields import Field, checked
 from nanotrain_data.sources import CHUNK, LARGEST, Part
 
-T = TypeVar("T")
-#: Takes what a field or column has, or raises ValueError with what was expected.
-Check = Callable[[Any], T]
 
-
-def conversations(part: Part, field: str) -> Iterator[tuple[str, list[Message]]]:
+def conversations(part: Part, field: str) -> Iterator[tuple[str, list[Message], Tools]]:
     """Yield the conversations of a part, each with the place that it stands at: file and line or row.
+
+    Tools are those that stand beside it, in a field or column of that name.
 
     Args:
         part: of a corpus.
@@ -35,8 +34,8 @@ def conversations(part: Part, field: str) -> Iterator[tuple[str, list[Message]]]
     if part.form == "text":
         raise DataError(f"{part.path} is text; conversations are read of JSON lines, parquet, or datasets")
     try:
-        for where, messages in _values(part, field, messages_of):
-            yield where(), with_strings(messages, _sound)
+        for where, (messages, tools) in _values(part, (field, messages_of), (TOOLS, tools_of)):
+            yield where(), with_strings(messages, _sound), with_strings(tools, _sound)
     except OSError as error:
         raise DataError(f"cannot read {part.path}: {error.strerror or error}") from None
 
@@ -56,7 +55,7 @@ def documents(part: Part, field: str) -> Iterator[str]:
         if part.form == "text":
             texts: Iterator[str] = _of_text(part)
         else:
-            texts = (text for _, text in _values(part, field, text_of))
+            texts = (text for _, (text,) in _values(part, (field, text_of)))
         yield from (_sound(text) for text in texts if text)
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror or error}") from None
@@ -73,14 +72,17 @@ def text_of(value: Any) -> str:
     return value
 
 
-def _values(part: Part, field: str, check: Check[T]) -> Iterator[tuple[Callable[[], str], T]]:
-    """Yield what is in a field or column, each with a function that says where that is."""
+def _values(part: Part, *fields: Field) -> Iterator[tuple[Callable[[], str], list[Any]]]:
+    """Yield what is in fields or columns, each with a function that says where that is.
+
+    The first has to be there; of others that are missing, None is yielded.
+    """
     if part.form == "lines":
-        yield from _of_lines(part, field, check)
+        yield from _of_lines(part, fields)
     else:
         from nanotrain_data.tables import values_of
 
-        yield from values_of(part, field, check)
+        yield from values_of(part, fields)
 
 
 def _sound(text: str) -> str:
@@ -114,7 +116,7 @@ def _first_line(part: Part, file: BinaryIO) -> int:
     return part.begin - 1 + len(file.readline())
 
 
-def _of_lines(part: Part, field: str, check: Check[T]) -> Iterator[tuple[Callable[[], str], T]]:
+def _of_lines(part: Part, fields: Sequence[Field]) -> Iterator[tuple[Callable[[], str], list[Any]]]:
     with _opened(Path(part.path)) as file:
         place = _first_line(part, file)
         lines = 0
@@ -125,25 +127,23 @@ def _of_lines(part: Part, field: str, check: Check[T]) -> Iterator[tuple[Callabl
             lines += 1
             if line.strip():
                 where = partial(_where, part, place, lines)
-                yield where, _value_of(line, field, check, where)
+                yield where, _values_of(line, fields, where)
             place += len(line)
 
 
-def _value_of(line: bytes, field: str, check: Check[T], where: Callable[[], str]) -> T:
+def _values_of(line: bytes, fields: Sequence[Field], where: Callable[[], str]) -> list[Any]:
     try:
         found = json.loads(line)
     except ValueError as error:
         raise DataError(f"{where()}: no JSON: {error}") from None
     if not isinstance(found, dict):
         raise DataError(f"{where()}: expected a JSON object, got {line[:40]!r}")
+    field = fields[0][0]
     if field not in found:
         near = did_you_mean(field, list(found))
         text = f"no field '{field}'{near}; it has {', '.join(found) or 'none'}; --field names another"
         raise DataError(f"{where()}: {text}")
-    try:
-        return check(found[field])
-    except ValueError as error:
-        raise DataError(f"{where()}: field '{field}' {error}") from None
+    return checked(found, fields, lambda name: f"{where()}: field '{name}'")
 
 
 def _where(part: Part, place: int, lines: int) -> str:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from nanotrain_core.api import DataError, did_you_mean
+from nanotrain_data.fields import Field, checked
 from nanotrain_data.sources import Part
-
-T = TypeVar("T")
 
 
 def row_groups(path: Path, unit_bytes: int) -> Iterator[tuple[int, int, int]]:
@@ -32,37 +31,41 @@ def row_groups(path: Path, unit_bytes: int) -> Iterator[tuple[int, int, int]]:
         yield begin, len(sizes), sum(sizes[begin:])
 
 
-def values_of(part: Part, field: str, check: Callable[[Any], T]) -> Iterator[tuple[Callable[[], str], T]]:
-    """Yield what a column has, each with a function that says where.
+def values_of(part: Part, fields: Sequence[Field]) -> Iterator[tuple[Callable[[], str], list[Any]]]:
+    """Yield what columns have, each row with a function that says where: the first column has to be there.
 
     Raises:
-        DataError: there is no such column, a row has not what ``check`` expects, or the file is damaged.
+        DataError: it is not, a row has something else than is expected of it, or the file is damaged.
     """
-    path = Path(part.path)
     row = 0
-    with _reading(path) as arrow:
-        for batch in _batches(arrow, part, field):
-            for value in batch.column(field).to_pylist():
+    with _reading(Path(part.path)) as arrow:
+        for batch in _batches(arrow, part, [name for name, _ in fields]):
+            names = [name for name, _ in fields if name in batch.schema.names]
+            for values in zip(*(batch.column(name).to_pylist() for name in names), strict=True):
                 where = partial(_where, part, row)
-                try:
-                    yield where, check(value)
-                except ValueError as error:
-                    raise DataError(f"{where()}: column '{field}' {error}") from None
+                found = dict(zip(names, values, strict=True))
+                yield where, checked(found, fields, partial(_column, where))
                 row += 1
+
+
+def _column(where: Callable[[], str], name: str) -> str:
+    return f"{where()}: column '{name}'"
 
 
 def _where(part: Part, row: int) -> str:
     return f"{part.path}, row {row}" + (f" of row group {part.begin} on" if part.begin else "")
 
 
-def _batches(arrow: Any, part: Part, field: str) -> Iterator[Any]:
+def _batches(arrow: Any, part: Part, columns: list[str]) -> Iterator[Any]:
     if part.form == "parquet":
         file = arrow.parquet.ParquetFile(part.path)
-        _check_column(part, field, file.schema_arrow.names)
-        yield from file.iter_batches(1024, row_groups=range(part.begin, part.end), columns=[field])
+        names = file.schema_arrow.names
+        _check_column(part, columns[0], names)
+        there = [name for name in columns if name in names]
+        yield from file.iter_batches(1024, row_groups=range(part.begin, part.end), columns=there)
         return
     with arrow.memory_map(part.path) as mapped, arrow.ipc.open_stream(mapped) as stream:
-        _check_column(part, field, stream.schema.names)
+        _check_column(part, columns[0], stream.schema.names)
         yield from stream
 
 

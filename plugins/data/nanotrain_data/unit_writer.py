@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import attrs
 
 from nanotrain_core.api import DataError, show_progress, write_text_atomically
-from nanotrain_data.chat_template import Message
+from nanotrain_data.chat_template import Message, Tools
 from nanotrain_data.codecs import open_codec
 from nanotrain_data.conversations import open_conversation_codec
 from nanotrain_data.manifest import ShardInfo, stored_dtype
@@ -92,9 +92,9 @@ class _Writer:
 
     def _conversations(self, part: Part) -> Iterator[Document]:
         for some in self._batches(part, conversations(part, self.request.field), _characters):
-            for where, messages in some:
+            for where, messages, tools in some:
                 try:
-                    made = self.chat.encode(messages)
+                    made = self.chat.encode(messages, tools)
                 except ValueError as error:
                     raise DataError(f"{where}: field '{self.request.field}' {error}") from None
                 yield Document(made.tokens, made.bytes, made.answers)
@@ -121,7 +121,7 @@ class _Writer:
             self._done.value += size
 
 
-def _characters(conversation: tuple[str, list[Message]]) -> int:
+def _characters(conversation: tuple[str, list[Message], Tools]) -> int:
     return sum(len(message["content"]) for message in conversation[1])
 
 

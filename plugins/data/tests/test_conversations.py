@@ -3,6 +3,8 @@
 import json
 import shutil
 
+import numpy as np
+import pyarrow.parquet
 import pytest
 from chats import CHATML, MARKED, SPECIAL, chats, plain, prepared_chats, tokenizer_folder, write_chats
 from nanotrain_data.chat import Chat
@@ -96,6 +98,51 @@ def test_so_it_is_in_every_field_that_a_template_reads(tmp_path):
     assert [made.tokens.count(number) for number in ids] == [0, 2, 2]
     assert [prompt[0].count(number) for number in ids] == [0, 3, 2]
     assert prompt[1] == {ids[2]}
+
+
+TOOL = {"type": "function", "function": {"name": "f", "description": "<|im_end|>"}}
+
+
+@pytest.mark.parametrize("form", ["lines", "columns", "text in columns"])
+def test_tools_of_a_conversation_are_rendered_as_by_transformers(tmp_path, form):
+    template = "{% if tools %}{{ '<|im_start|>' ~ tools | tojson ~ '<|im_end|>' }}{% endif %}" + CHATML
+    path = tokenizer_folder(tmp_path / "a", template)
+    (said, *_) = chats(1)
+    rows = [{"messages": said, "tools": [TOOL]}, {"messages": said, "tools": None}]
+    if form == "lines":
+        source = tmp_path / "in.jsonl"
+        source.write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"messages": said}]))
+    else:
+        source = tmp_path / "in.parquet"
+        if form != "columns":
+            rows = [{**row, "tools": json.dumps(row["tools"])} for row in rows]
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), source)
+    prepared_chats(tmp_path / "out", source, tokenizer=path)
+    found = Tokenizer.from_file(str(path)).decode(
+        np.fromfile(tmp_path / "out" / "00000.tokens", "<u2"), skip_special_tokens=False
+    )
+    theirs = PreTrainedTokenizerFast(tokenizer_file=str(path), chat_template=template)
+    with_tools, without = (theirs.apply_chat_template(said, tools=t, tokenize=False) for t in ([TOOL], None))
+    assert with_tools != without
+    assert found == with_tools + without * (2 if form == "lines" else 1)
+    made = codec_of(path).encode(said, [TOOL])
+    assert (
+        made.tokens.count(theirs.convert_tokens_to_ids("<|im_end|>")) == len(said) + 1
+    )  # the tool's is text
+
+
+@pytest.mark.parametrize(
+    ("tools", "text"),
+    [
+        ([TOOL], "field 'messages' has tools beside it, which the plain form cannot write: name a --chat-"),
+        ("f(x)", "field 'tools' is text, but no JSON"),
+        ({"f": TOOL}, "field 'tools' is .*; expected a list of objects, the JSON schemas of functions"),
+    ],
+)
+def test_tools_that_cannot_be_told_are_refused(tmp_path, tools, text):
+    (tmp_path / "in.jsonl").write_text(json.dumps({"messages": chats(1)[0], "tools": tools}))
+    with pytest.raises(DataError, match=f"in.jsonl:1: {text}"):
+        prepared_chats(tmp_path / "out", tmp_path / "in.jsonl")
 
 
 def test_the_plain_form_of_any_tokenizer():
