@@ -43,9 +43,19 @@ def values_of(part: Part, fields: Sequence[Field]) -> Iterator[tuple[Callable[[]
             names = [name for name, _ in fields if name in batch.schema.names]
             for values in zip(*(batch.column(name).to_pylist() for name in names), strict=True):
                 where = partial(_where, part, row)
-                found = dict(zip(names, values, strict=True))
+                found = _without_nulls(dict(zip(names, values, strict=True)))
                 yield where, checked(found, fields, partial(_column, where))
                 row += 1
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return a value without the fields that are null: Arrow has each where any row does.
+
+    To a template a field that is null is there: it would write ``None``.
+    """
+    if isinstance(value, dict):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
 def _column(where: Callable[[], str], name: str) -> str:

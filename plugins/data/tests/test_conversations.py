@@ -126,9 +126,28 @@ def test_tools_of_a_conversation_are_rendered_as_by_transformers(tmp_path, form)
     assert with_tools != without
     assert found == with_tools + without * (2 if form == "lines" else 1)
     made = codec_of(path).encode(said, [TOOL])
-    assert (
-        made.tokens.count(theirs.convert_tokens_to_ids("<|im_end|>")) == len(said) + 1
-    )  # the tool's is text
+    end = theirs.convert_tokens_to_ids("<|im_end|>")
+    assert made.tokens.count(end) == len(said) + 1  # what the tool says of it is text
+
+
+@pytest.mark.parametrize("form", ["parquet", "arrow"])
+def test_messages_of_tables_have_no_more_fields_than_those_of_lines(tmp_path, form):
+    """Arrow gives each message the fields of all others, null where it has none."""
+    path = tokenizer_folder(tmp_path / "a", CHATML.replace("m['content']", "(m | tojson)"))
+    rows = [{"messages": messages} for messages in chats(4)]
+    rows[1]["messages"][-1] |= {"thinking": "hm", "more": [{"a": 1}]}
+    rows[2]["messages"][0] |= {"more": [{"b": [None, 2]}]}
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    table, source = pyarrow.Table.from_pylist(rows), tmp_path / f"in.{form}"
+    if form == "parquet":
+        pyarrow.parquet.write_table(table, source)
+    else:
+        with pyarrow.OSFile(str(source), "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as stream:
+            stream.write_table(table)
+    lines, table = (
+        prepared_chats(tmp_path / name, tmp_path / f"in.{name}", tokenizer=path) for name in ("jsonl", form)
+    )
+    assert lines.manifest.digest == table.manifest.digest
 
 
 @pytest.mark.parametrize(
