@@ -3,6 +3,7 @@
 import hashlib
 
 import torch
+from broken_histories import ScalesByTheStep
 from broken_twins import twin
 from torch import nn
 
@@ -60,3 +61,4 @@ class RoundsAtRandom(Uniform):
 def nanotrain_register_precision(register):
     register(twin(KeepsNormsWide))
     register(twin(RoundsAtRandom))
+    register(twin(ScalesByTheStep))

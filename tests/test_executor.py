@@ -175,3 +175,13 @@ def test_two_runs_in_one_process_do_not_see_each_others_passes(world):
     for name, parameter in outer[0].named_parameters():
         assert torch.equal(found[0][name], alone[name]), name
         assert torch.equal(parameter.grad, alone[name]), name
+
+
+def test_passes_without_a_step_are_not_counted(world):
+    passes, built = Passes(), stages(*WHOLE)
+    executor = Executor(built, LocalGradients(), world, passes=passes)
+    seen = []
+    built[0].register_forward_hook(lambda *_: seen.append((passes.counted, built[0].training)))
+    executor.forward(batches(1)[0])
+    executor.logits(batches(1)[0].tokens)
+    assert (seen, passes.counted) == ([(False, False)] * 2, True)

@@ -264,6 +264,13 @@ FAULTS = (
         "an_input_that_is_made_anew_is_kept_as_before",
     ),
     _fault(
+        "broken_histories",
+        "precision",
+        "what it keeps over steps follows validation too",
+        "scales_by_every_pass forgets_in_validation takes_turns",
+        "evaluation_changes_nothing",
+    ),
+    _fault(
         "broken_late",
         "data",
         "the epoch is lost",

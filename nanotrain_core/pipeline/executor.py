@@ -298,7 +298,7 @@ class Executor:
         self.p2p.begin(1)
         outputs = {}
         for stage in sorted(self.stages):
-            with self.passes.weights_unchanged(), evaluating(self.stages[stage]):
+            with self.passes.weights_unchanged(), self.passes.uncounted(), evaluating(self.stages[stage]):
                 outputs[stage] = self._pass(stage, self._inputs(stage, 0, batch), batch)
             if stage != self.final:
                 self.p2p.send("forward", stage, 0, outputs[stage].value, tuple(batch.tokens.shape))

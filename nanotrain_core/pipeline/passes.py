@@ -29,7 +29,9 @@ class Passes:
         """Whether a backward pass is running: a forward of a layer in it is a recomputation, for activation
         checkpointing, and must not count its tokens again."""
         self.counted = True
-        """False while a pass is repeated for its values alone: statistics of the step must not include it."""
+        """False in passes that are not part of a step: those of validation and generation, and one that is
+        repeated for its values alone. Statistics of the step, and those kept over steps, such as the maxima
+        of delayed scaling, must not include them, or training depends on whether one evaluates."""
         self.eager = False
         """Whether compiled layers currently run eagerly: a monitor sets it to observe inside them."""
         self.observed = False
