@@ -221,7 +221,7 @@ SMALL = {
     "recipe": 1725,
     "registry": 600,
     "run": 2405,
-    "script": 710,
+    "script": 740,
     "watch": 438,
 }
 

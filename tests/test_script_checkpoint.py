@@ -369,39 +369,6 @@ def test_parameters_that_are_not_the_models_are_refused():
         RuntimeEngine(model, optimizer)
 
 
-class WithExtraState(nn.Linear):
-    """As modules for fp8 do, keeps its scales outside of buffers, none of them at first."""
-
-    def __init__(self, scales=None):
-        super().__init__(8, 11)
-        self.scales = scales
-
-    def forward(self, tensor):
-        self.scales = self.scales or {"largest": tensor.abs().max().item()}
-        return super().forward(tensor)
-
-    def get_extra_state(self):
-        return self.scales
-
-    def set_extra_state(self, state):
-        self.scales = state
-
-
-def test_state_that_is_neither_a_parameter_nor_a_buffer_is_refused(tmp_path):
-    def engine(module, **config):
-        model = nn.Sequential(nn.Embedding(11, 8), module)
-        return RuntimeEngine(model, torch.optim.SGD(model.parameters(), lr=0.1), ScriptConfig(**config))
-
-    lost = (
-        r"would lose, 1\._extra_state of get_extra_state\(\): keep it in buffers, or train without a folder"
-    )
-    with pytest.raises(CheckpointError, match=lost):
-        engine(WithExtraState({"largest": 1.0}), folder=tmp_path)
-    with pytest.raises(CheckpointError, match=lost):
-        engine(WithExtraState(), folder=tmp_path).fit(plain_list(), steps=1)
-    engine(WithExtraState()).fit(plain_list(), steps=1)
-
-
 # --- going back -----------------------------------------------------------------------------------
 
 MANY = 40

@@ -1,13 +1,19 @@
-"""A script's checkpoint: the built-in one with optimizer state, buffers, and the loader's position."""
+"""A script's checkpoint: the built-in one with optimizer state, all state of the model, and the loader's
+position.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import pickle
+from collections.abc import Callable, Iterator, Mapping
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import attrs
+import torch
 from torch import nn
+from torch.serialization import default_restore_location
 
 from nanotrain_core.builtin.configs import SimpleCheckpointConfig
 from nanotrain_core.checkpoint.simple import SimpleCheckpoint
@@ -15,21 +21,25 @@ from nanotrain_core.checkpoint.simple_listing import list_checkpoints
 from nanotrain_core.contracts import Block, TrainState
 from nanotrain_core.errors import CheckpointError
 from nanotrain_core.script.feed import LoaderFeed
-from nanotrain_core.script.optimizer import ScriptOptimizer
+from nanotrain_core.script.optimizer import ScriptOptimizer, block
 
 #: Prefix of the names of the loader's random-number streams, among those of the rank.
 LOADER = "loader/"
+#: Kind of the tensors that hold state of ``get_extra_state()``, and the key of their sizes.
+EXTRA = "extra_state"
 
 
 class ScriptCheckpoint(SimpleCheckpoint):
-    """The ``simple`` format with a script's model and optimizer. Rank 0's buffers are saved."""
+    """The ``simple`` format with a script's model and optimizer. Rank 0's buffers and extra state count."""
 
     def __init__(
         self, config: SimpleCheckpointConfig, model: nn.Module, optimizer: ScriptOptimizer, feed: LoaderFeed
     ) -> None:
         super().__init__(config)
-        refuse_extra_state(model)
+        extra_state(model)  # refuses at once what a save would refuse
         self.model, self.optimizer, self.feed = model, optimizer, feed
+        self._extra: Mapping[str, torch.Tensor] = {}
+        """Bytes of :func:`extra_state` that are being read."""
 
     def save(self, step: int, state: TrainState) -> None:
         """Save, with the model's buffers and the streams at the beginning of the pass over the loader.
@@ -38,45 +48,86 @@ class ScriptCheckpoint(SimpleCheckpoint):
             NanotrainError: the model has other parameters than when the engine was made.
         """
         self.optimizer.refuse_changes(self.model)
-        refuse_extra_state(self.model)  # which may have appeared with the first batch
+        extra = extra_state(self.model)  # on all ranks: what cannot be saved is refused by all
+        extra = extra if self.mesh.rank == 0 else {}  # its size may differ between ranks
         streams = {LOADER + name: stream for name, stream in self.feed.begun.items()}
         super().save(
             step,
             attrs.evolve(
                 state,
-                blocks=[*state.blocks, *buffers(self.model)],
+                blocks=[
+                    *state.blocks,
+                    *buffers(self.model),
+                    *(block(EXTRA, *each) for each in extra.items()),
+                ],
+                meta={**state.meta, EXTRA: {key: kept.numel() for key, kept in extra.items()}},
                 rank_tensors={**state.rank_tensors, **streams},
             ),
         )
 
     def fitted(self, state: TrainState, meta: Mapping[str, Any]) -> TrainState:
         """Make the optimizer allocate the saved state, replacing its current state."""
-        weights = [block for block in state.blocks if block.name in self.optimizer.names.values()]
+        weights = [each for each in state.blocks if each.name in self.optimizer.names.values()]
         expected = self.optimizer.expect(meta.get("optimizer", {}))
-        return attrs.evolve(state, blocks=[*weights, *expected, *buffers(self.model)])
+        sizes, known = meta.get(EXTRA, {}), keepers(self.model)
+        self._extra = {key: torch.empty(sizes[key], dtype=torch.uint8) for key in sizes if key in known}
+        extra = [block(EXTRA, *each) for each in self._extra.items()]
+        return attrs.evolve(state, blocks=[*weights, *expected, *buffers(self.model), *extra])
 
     def load(self, which: str, state: TrainState) -> TrainState | None:
-        """Load, and restore how the pass over the loader began in the feed; not after a change of layout."""
+        """Load, and restore how the pass over the loader began in the feed; not after a change of layout.
+
+        On every rank modules get the state that those of rank 0 returned from ``get_extra_state()``.
+        """
         saved = super().load(which, state)
         if saved is not None:
             self.feed.restored = streams = saved.rank_tensors
             self.feed.begun = {n.removeprefix(LOADER): streams[n] for n in streams if n.startswith(LOADER)}
+            kept, self._extra = self._extra, {}
+            for key, module in keepers(self.model).items():
+                if key in kept:
+                    module.set_extra_state(read_extra_state(kept[key], self.mesh.device))
         return saved
 
 
-def refuse_extra_state(model: nn.Module) -> None:
-    """Refuse a module's state that is neither a parameter nor a buffer: only these are saved.
+def keepers(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules that have state of ``get_extra_state()``, by its key in ``state_dict()``."""
+    return {
+        f"{name}._extra_state".lstrip("."): module
+        for name, module in model.named_modules()
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+    }
+
+
+def extra_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return what modules return from ``get_extra_state()``, by key, as bytes.
 
     Raises:
-        CheckpointError: with its name.
+        CheckpointError: it could not be read again.
     """
-    for key, value in model.state_dict().items():
-        empty = value is None or 0 in getattr(value, "shape", ()) or (isinstance(value, dict) and not value)
-        if key.rpartition(".")[2] == "_extra_state" and not empty:
+    found = {}
+    for key, module in keepers(model).items():
+        if type(module).set_extra_state is nn.Module.set_extra_state:
+            raise CheckpointError(f"{key} cannot be restored: its module does not define set_extra_state()")
+        file = BytesIO()
+        try:
+            torch.save(module.get_extra_state(), file)
+            file.seek(0)
+            torch.load(file, weights_only=True)
+        except (pickle.PickleError, AttributeError, RuntimeError, TypeError) as problem:
             raise CheckpointError(
-                f"the model has state that a script's checkpoint would lose, {key} of get_extra_state(): "
-                "keep it in buffers, or train without a folder"
-            )
+                f"{key}, of get_extra_state(), cannot be saved: expected tensors, numbers, texts, and lists "
+                f"and dicts of them: {next(iter(str(problem).splitlines()), '')}"
+            ) from None
+        found[key] = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
+    return found
+
+
+def read_extra_state(kept: torch.Tensor, device: torch.device) -> Any:
+    """Return what :func:`extra_state` saved, with tensors on ``device`` that were not on the host."""
+    restore: Callable[[Any, str], Any] = default_restore_location
+    place = lambda storage, was: restore(storage, was if was == "cpu" else str(device))  # noqa: E731
+    return torch.load(BytesIO(kept.numpy().tobytes()), map_location=place, weights_only=True)
 
 
 def buffers(model: nn.Module) -> Iterator[Block]:
@@ -84,7 +135,7 @@ def buffers(model: nn.Module) -> Iterator[Block]:
     kept = model.state_dict().keys()
     for name, tensor in model.named_buffers():
         if name in kept:
-            yield Block(f"buffer/{name}", tuple(tensor.shape), (0,) * tensor.dim(), tensor)
+            yield block("buffer", name, tensor)
 
 
 def claim(folder: Path, resume: str | None) -> None:

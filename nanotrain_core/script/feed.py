@@ -97,7 +97,7 @@ class LoaderFeed:
         if self.restored and train is self.data:
             self._refuse_iterator()
         self.data, self.held_out, self._used = train, validation, False
-        if go_on:  # calls without a step have read a batch of their loaders, to know its size
+        if go_on:  # the script may have drawn numbers between its calls, which are in the position already
             random_state.restore(self.restored)
         else:
             self.epoch += self.taken > 0
