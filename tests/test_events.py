@@ -5,6 +5,7 @@ import json
 import pytest
 import structlog
 import torch
+from declared_metric import metric
 
 from nanotrain_core.contracts import EndReport, EvaluationReport, Monitor
 from nanotrain_core.errors import Diverged
@@ -243,3 +244,35 @@ def test_before_an_update_the_sum_over_ranks_is_complete_and_weights_are_the_old
         ):
             for old, gradient, new in zip(weights, gradients, after, strict=True):
                 torch.testing.assert_close(old - 0.1 * gradient, new, rtol=0, atol=1e-12, msg=f"step {step}")
+
+
+class MeasuresEvaluations(Monitor):
+    declared = (metric("validation/measured"),)
+
+    def __init__(self):
+        self.told = []
+
+    def on_start(self, run):
+        self.metrics = run.metrics
+
+    def on_evaluation(self, report):
+        self.metrics.scalar("validation/measured", report.loss)
+
+    def on_metrics(self, report):
+        self.told += [report.step] if "validation/measured" in report.values else []
+
+    def on_before_save(self, step):
+        self.told.append(f"save {step}")
+
+
+def test_what_is_published_of_an_evaluation_is_told_before_the_checkpoint(tmp_path):
+    """It went out with the next logged step, and a run restarted from that checkpoint lost it."""
+    changes = {
+        "run": {"steps": 3, "log_every": 1},
+        "evaluation": {"sequences": 8, "every": 2},
+        "checkpoint": {"use": "simple", "every": 2},
+    }
+    engine = make_engine(Case("parallel", use="ddp", topology={"dp": 2}).alone(), changes, folder=tmp_path)
+    engine.events.monitors = [measures := MeasuresEvaluations()]
+    engine.fit()
+    assert measures.told == [0, 2, "save 2", 3, "save 3"]

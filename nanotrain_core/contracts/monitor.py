@@ -240,8 +240,9 @@ class Monitor:
     def on_metrics(self, report: MetricsReport) -> Request | None:
         """Receive the metrics of a logged step: the core's, and all published by monitors since the last.
 
-        Also called with the metrics of an evaluation or a checkpoint. On a device other than a CPU, published
-        metrics are reported one logged step late, at the end of the run at the latest.
+        Also called with the metrics of an evaluation, then with those published until its end, and with those
+        of a checkpoint. On a device other than a CPU, published metrics are reported one logged step late,
+        after an evaluation or at the end of the run at the latest.
         """
 
     def derive(self, report: MetricsReport) -> Mapping[str, float]:
@@ -284,7 +285,7 @@ class Monitor:
     def on_end(self, report: EndReport) -> None:
         """Receive how the run ended: the last event, also after a failure.
 
-        Monitors with ``on_before_restore`` are called first, since the upload of the last checkpoint may fail.
+        Monitors with ``on_before_restore`` are called first: the upload of the last checkpoint may fail.
         If one raises a :class:`~nanotrain_core.errors.NanotrainError`, the run fails, as later ones are told.
 
         After a failure (``report.reason == "failed"``), other ranks may not be here: no collectives then.

@@ -173,7 +173,7 @@ class Board:
     def last(self, step: int) -> list[MetricsReport]:
         """Return :meth:`rest`, and a report of what was published since the last logged step. Collective.
 
-        ``step``: the last of the run.
+        ``step``: that of an evaluation, or the last of the run.
         """
         reports = self.rest()
         if any(names.metrics for names in self.names):

@@ -23,7 +23,8 @@ class Metrics:
 
     Values published between two logged steps are reduced over all ranks with the second, and passed to
     every monitor in ``on_metrics``: on a CPU right after that step's ``on_step``, elsewhere one logged step
-    later. A device value stays on the device: nothing here synchronizes or calls a collective.
+    later. An evaluation does the same right after its ``on_evaluation``. A device value stays on the device:
+    nothing here synchronizes or calls a collective.
     """
 
     def __init__(self, board: Board, owner: int, name: str, *, strict: bool) -> None:

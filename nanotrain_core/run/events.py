@@ -159,9 +159,15 @@ class Events:
         self._tell("on_metrics", report)
 
     def evaluation(self, report: EvaluationReport) -> None:
-        """Validation loss was measured."""
+        """Validation loss was measured.
+
+        What monitors publish of it is reported now, and not with the next logged step, which a run that is
+        restarted from this one's checkpoint takes without it. Collective.
+        """
         self._tell("on_evaluation", report)
         self.metrics(of_core(report.step, evaluation_values(report)))
+        if self.board is not None:
+            self.metrics(*self.board.last(report.step))
 
     def before_save(self, step: int) -> None:
         """The state of the run after ``step`` is about to be saved."""
