@@ -7,7 +7,7 @@ import shutil
 import socket
 import uuid
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import IO, Any
 
 import structlog
 import torch
@@ -49,6 +49,8 @@ class MemorySnapshots(Monitor):
         self.places: Places | None = None
         self.writing: Writing | None = None
         self.group: Any = None
+        self.lock: IO[str] | None = None
+        """Held while this rank has its folder."""
         self.blocked, self.rollbacks = 0.0, 0
         self.seconds: float | None = None
         self.problems: list[str] = []
@@ -69,8 +71,13 @@ class MemorySnapshots(Monitor):
         self.restore, now = restore, restore.identity()
         old = mesh.gather(places.read_identity(run_folder) if mesh.rank == 0 else None)[0]
         changed = sorted({word for each in mesh.gather(_changes(old, now)) for word in each})
-        if old is not None and (changed or not restore.again):
-            places.forget(old, self.config.folder)
+        machines: list[str] = mesh.gather(socket.gethostname())
+        first_here = machines.index(machines[mesh.rank]) == mesh.rank
+        useless = old if changed or not restore.again else None
+        held = useless is not None and first_here and places.forget(useless, self.config.folder)
+        if any(mesh.gather(held)) and mesh.rank == 0:
+            text = "the run folder is a copy of a live run's, whose memory snapshots are left to it"
+            log.warning(text, folder=str(run_folder))
         if restore.again and mesh.rank == 0 and (changed or old is None):
             why = f"changed: {', '.join(changed)}" if changed else "nobody knows where they are"
             _fall_back(why)
@@ -80,6 +87,7 @@ class MemorySnapshots(Monitor):
             places.write_identity(run_folder, self.identity)
         self.is_old = self.identity == old
         self.folder = places.folder_of(mesh.rank, self.identity, self.config.folder)
+        self.lock = places.hold(self.folder)  # of snapshots that will be restored
         self.seen = look(self.identity, self.config.folder) if self.is_old else Seen()
         if mesh.world_size > 1 and self.group is None:
             self.group = ring.make_group(mesh.timeout)
@@ -113,6 +121,7 @@ class MemorySnapshots(Monitor):
         further = ring.distance(hosts) if self.config.neighbor and mesh.world_size > 1 else 0
         to, source = ((mesh.rank + sign * further) % mesh.world_size for sign in (1, -1))
         _agree(mesh, lambda: places.make_folder(self.folder))
+        self.lock = self.lock or places.hold(self.folder)
         self.restore.delete_at_end(self.folder)
         self._delete_others(mesh.gather(socket.gethostname()))
         sizes: list[int] = mesh.gather(Form.of(self.restore.state()).nbytes)
@@ -207,6 +216,8 @@ class MemorySnapshots(Monitor):
 
     def on_end(self, report: EndReport) -> None:
         """Delete snapshots that no restart will need; after a failure the ranks may be restarted."""
+        if self.lock is not None:
+            self.lock.close()
         if self.restore is None or self.places is None:
             return
         if report.reason == "failed":

@@ -6,13 +6,16 @@ It is new whenever a user starts a run, and unchanged when a launcher restarts t
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
 import stat
 import uuid
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
+from typing import IO
 
 import attrs
 
@@ -21,6 +24,8 @@ from nanotrain_core.api import NanotrainError, write_text_atomically
 #: A file of the run folder.
 FILE = "memory-snapshots.json"
 PREFIX = "nanotrain-snapshots-"
+#: A file in each rank's folder.
+LOCK = "lock"
 
 
 @attrs.define(frozen=True)
@@ -88,7 +93,36 @@ def folders_here(identity: Identity, within: str) -> Iterator[tuple[int, Path]]:
             yield int(number), path
 
 
-def forget(identity: Identity, within: str) -> None:
-    """Delete all snapshots of an identity on this host."""
-    for _, path in folders_here(identity, within):
+def hold(path: Path) -> IO[str] | None:
+    """Lock the folder of a rank until the file is closed or the process ends; None if there is no folder.
+
+    The lock is shared: attempts in one process overlap.
+    """
+    with suppress(OSError):
+        lock = open(path / LOCK, "a", encoding="utf-8")  # noqa: SIM115
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(lock, fcntl.LOCK_SH)  # at once, as nobody keeps it exclusively
+        return lock
+    return None
+
+
+def forget(identity: Identity, within: str) -> bool:
+    """Delete all snapshots of an identity on this host, unless a run holds them; return whether one does.
+
+    A copy of a run folder has the identity of the original, which may be training. One rank of a host calls
+    this: two would find each other's locks.
+    """
+    found = [path for _, path in folders_here(identity, within)]
+    held = any(map(_is_held, found))
+    for path in found if not held else ():
         shutil.rmtree(path, ignore_errors=True)
+    return held
+
+
+def _is_held(path: Path) -> bool:
+    with suppress(FileNotFoundError), open(path / LOCK, encoding="utf-8") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False

@@ -88,13 +88,14 @@ def attempt(
     recipe=RECIPE,
     shm=None,
     monitors=(),
+    act=lambda run: None,
 ):
     """Take the run ``name`` up, and let it go on to the end or to ``dies_at``."""
     own = f'use = "memory_snapshots"\nfolder = "{shm or tmp_path}"'
     rank = dist.get_rank() if dist.is_initialized() else 0
     path = tmp_path / f"recipe-{rank}.toml"
     path.write_text(recipe.replace('use = "memory_snapshots"', own))
-    watch, recoverable = Watch(dies_at), []
+    watch, recoverable = Watch(dies_at, act), []
     engine = RuntimeEngine.from_recipe(
         path,
         rank=rank,

@@ -1,5 +1,7 @@
 """A run of one rank goes on from its snapshots bit by bit, and from nothing that is not its own."""
 
+import shutil
+
 import pytest
 from broken_runs import IDENTITY, RECIPE, attempt, folders, same
 from structlog.testing import capture_logs
@@ -54,6 +56,23 @@ def test_a_run_that_a_person_starts_forgets_them(tmp_path):
     attempt(tmp_path, "run", dies_at=5)
     assert attempt(tmp_path, "run", dies_at=1).first == 0
     assert attempt(tmp_path, "run", again=True).first == 0
+
+
+def test_a_run_in_a_copy_of_a_live_runs_folder_leaves_its_snapshots_alone(tmp_path, whole):
+    """The live run dies after the copy has run, and goes on from them."""
+
+    def copy(run):
+        shutil.copytree(run.folder, tmp_path / "copy")
+        live = folders(tmp_path)
+        with capture_logs() as logs:
+            assert attempt(tmp_path, "copy", dies_at=1).first == 0
+        assert any("is a copy of a live run's" in each["event"] for each in logs)
+        assert {*live} < {*folders(tmp_path)}
+
+    attempt(tmp_path, "run", dies_at=5, act=copy)
+    ran = attempt(tmp_path, "run", again=True)
+    assert ran.first == 4
+    assert same(ran, whole)
 
 
 def test_another_run_on_the_host_keeps_its_own(tmp_path, whole):
