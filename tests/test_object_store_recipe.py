@@ -25,6 +25,23 @@ def test_urls_that_name_no_store_are_refused(url, said):
     assert re.search(said, text)
 
 
+@pytest.mark.parametrize(
+    "url", ["ftp://me:S3CRET@host/x", "sftp://:S3CRET@host/x", "simplecache::ftp://me:S3/CRET@h", "s3://k:@b"]
+)
+def test_a_password_is_refused_and_not_printed(url):
+    ((key, text),) = problems_of(url)
+    assert key == "url"
+    assert "it has a password" in text
+    assert "FTP_PASSWORD set" in text or url.startswith("s3:")
+    assert "CRET" not in text
+
+
+def test_what_only_resembles_a_password_is_none(monkeypatch):
+    monkeypatch.setattr(fsspec, "get_filesystem_class", lambda protocol: None)
+    for url in ("sftp://me@host:22/x", "sftp://host:22/run@3", "abfs://in@account.example/x", "s3://b/a:b@c"):
+        assert [*problems_of(url)] == []
+
+
 def test_a_library_that_is_not_installed_is_named(monkeypatch):
     def missing(protocol):
         raise ImportError("Please install gcsfs")

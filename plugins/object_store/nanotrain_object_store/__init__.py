@@ -3,6 +3,7 @@
 The plugin's entry module: every ``nanotrain`` command imports it, so it never imports torch.
 """
 
+import re
 from collections.abc import Iterator
 
 import attrs
@@ -43,6 +44,9 @@ class ObjectStoreConfig:
     """Seconds without a heartbeat after which the run that holds the prefix is considered dead."""
 
 
+#: A user and a password before a host, where a port and an `@` in a path are none.
+_PASSWORD = re.compile(r"://[^/@:]*:(?!\d+/)[^@]*@")
+
 METRICS = (
     Metric(
         name="checkpoint/upload_seconds",
@@ -69,7 +73,7 @@ METRICS = (
 
 
 def check_store(recipe: Recipe, config: ObjectStoreConfig, layout: Layout) -> Iterator[Problem]:
-    """Refuse what is no URL, and file systems whose library is not installed."""
+    """Refuse what is no URL or has a password, and file systems whose library is not installed."""
     index = next(n for n, each in enumerate(recipe.monitor) if each.config is config)
     for key, text in problems_of(config.url):
         yield Problem(f"monitor.{index}.{key}", text)
@@ -83,6 +87,11 @@ def problems_of(url: str) -> Iterator[tuple[str, str]]:
     import fsspec  # over 50 ms: where it is used alone
 
     protocol, found, path = url.partition("://")
+    if _PASSWORD.search(url):
+        variable = f"FSSPEC_{protocol[:50].rpartition(':')[2].upper()}_PASSWORD"
+        text = f"it has a password, which logs and checkpoints would show; expected none, but {variable} set"
+        yield "url", f"{text}, or a file in ~/.config/fsspec"
+        return
     if not found or not path.strip("/") or "::" in url or "\0" in url:
         yield "url", f"'{url[:200]}' names no place in a store; expected one as s3://bucket/prefix"
         return
