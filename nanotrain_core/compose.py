@@ -201,8 +201,9 @@ def compose(
     stages = wrap(stages, placements, mesh, wrappers)
     stages = {stage: precision.convert(part) for stage, part in stages.items()}
     precision.check_parts(tuple(stages.values()), mesh)
-    actions = built.schedule.actions(pp, recipe.batch.microbatches(mesh.size("dp")))
-    phases = RunPhases(recipe, model, built.schedule, pp, mesh.size("dp"))
+    rows = Shard(mesh.coordinate(*layout.row_dims), mesh.size(*layout.row_dims))
+    actions = built.schedule.actions(pp, recipe.batch.microbatches(rows.count))
+    phases = RunPhases(recipe, model, built.schedule, pp, rows.count)
     passes.splits_backward = phases.split_backward(actions)
     for part in stages.values():
         if passes.splits_backward or any(wrapper.splits_linear(mesh) for _, wrapper in wrappers):
@@ -255,7 +256,7 @@ def compose(
             model,
             recipe.batch,
             recipe.evaluation,
-            Shard(mesh.coordinate("dp"), mesh.size("dp")),
+            rows,
             mesh.device,
             part=Shard(mesh.coordinate(*layout.sequence_dims), mesh.size(*layout.sequence_dims)),
         ),

@@ -1,4 +1,4 @@
-"""A plugin in one file: a topology of data and tensor parallelism, and nothing else."""
+"""A plugin in one file: topologies of data and tensor parallelism, and of two data dimensions without dp."""
 
 import attrs
 
@@ -17,9 +17,21 @@ class FlatConfig:
     """No dimension."""
 
 
+@attrs.define(frozen=True, kw_only=True)
+class HybridConfig:
+    """``[topology] use = "hybrid"``."""
+
+    copies: int = 1
+    """Ranks with one shard of the state; all read sequences of their own."""
+    tp: int = 1
+    """Ranks that share one layer."""
+
+
 @hookimpl
 def nanotrain_register_topology(register):
     register(Component(name="flat", config=FlatConfig, factory=f"{__name__}:Flat", summary="dp x tp"))
+    factory = f"{__name__}:Hybrid"
+    register(Component(name="hybrid", config=HybridConfig, factory=factory, summary="copies x shards x tp"))
 
 
 class Flat:
@@ -31,3 +43,16 @@ class Flat:
         if rest:
             raise ValueError(f"{world_size} does not divide")
         return Layout({"dense": View(("dp", "tp"), (dp, self.config.tp))})
+
+
+class Hybrid:
+    def __init__(self, config):
+        self.config = config
+
+    def layout(self, world_size):
+        copies, tp = self.config.copies, self.config.tp
+        shards, rest = divmod(world_size, copies * tp)
+        if rest:
+            raise ValueError(f"{world_size} ranks do not divide by {copies * tp}")
+        view = View(("copies", "shards", "tp"), (copies, shards, tp))
+        return Layout({"dense": view}, data_dims=("copies", "shards"))

@@ -209,7 +209,7 @@ SMALL = {
     "data": 830,
     "hf": 860,
     "launch": 2006,
-    "layout": 1148,
+    "layout": 1152,
     "models": 690,
     "moe": 365,
     "metrics": 1335,

@@ -57,9 +57,9 @@ def known_kernels(selection: Selection, registry: Registry, device: str) -> Sele
 
 def actions_of(recipe: Recipe, registry: Registry, layout: Layout) -> Sequence[Sequence[Action]]:
     """Return the actions of every pipeline rank in a step."""
-    sizes = {dim: layout.size(dim) for dim in ("pp", "dp") if dim in layout.dims}
+    pp = layout.size("pp") if "pp" in layout.dims else 1
     lists: Sequence[Sequence[Action]] = registry.build(recipe.schedule).actions(
-        sizes.get("pp", 1), recipe.batch.microbatches(sizes.get("dp", 1))
+        pp, recipe.batch.microbatches(layout.size(*layout.row_dims))
     )
     return lists
 

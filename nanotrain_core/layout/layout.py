@@ -78,6 +78,15 @@ class Layout:
         return next(iter(self.views.values())).world_size
 
     @property
+    def row_dims(self) -> tuple[str, ...]:
+        """Dimensions along which ranks read different sequences: others read the same ones, or parts of them.
+
+        In the dense view's order, so that a rank's coordinate along them is its place among their ranks.
+        """
+        rows = {*self.data_dims} - {*self.sequence_dims}
+        return tuple(dim for dim in self.views["dense"].dims if dim in rows)
+
+    @property
     def sizes(self) -> dict[str, dict[str, int]]:
         """View -> dimension -> size."""
         return {name: dict(zip(view.dims, view.sizes, strict=True)) for name, view in self.views.items()}

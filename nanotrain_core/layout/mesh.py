@@ -46,7 +46,7 @@ class Mesh:
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._spans: list[Span] = []
         self._exchanges: dict[dist.ProcessGroup, Exchange] = {}
-        self.create_groups([*(Span((dim,)) for dim in layout.dims), self._data])
+        self.create_groups([*(Span((dim,)) for dim in layout.dims), self._data, Span(layout.row_dims)])
 
     @property
     def world_size(self) -> int:

@@ -40,12 +40,13 @@ def replay(
 
 def _broadcast(batch: Batch, mesh: Mesh, replica: int) -> Batch:
     """Broadcast a batch from data-parallel rank ``replica``: token ids, a few kilobytes."""
-    group = mesh.group("dp")
+    rows = mesh.layout.row_dims
+    group = mesh.group(*rows)
     if group is None:
         return batch
     shared = [batch.to(torch.device("cpu"))]
     with mesh.waits.collectives:
-        dist.broadcast_object_list(shared, mesh.ranks("dp")[replica], group=group)
+        dist.broadcast_object_list(shared, mesh.ranks(*rows)[replica], group=group)
     return shared[0].to(mesh.device)
 
 

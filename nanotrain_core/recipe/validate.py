@@ -122,7 +122,7 @@ def _phases(recipe: Recipe, layout: Layout, registry: Registry) -> Iterator[Prob
             counts.add(count)
         wrong += _own_checks(_members(now, registry), now, layout, registry)
         found += ((number, problem) for problem in wrong)
-    dp = layout.size("dp") if "dp" in layout.dims else 1
+    dp = layout.size(*layout.row_dims)
     for number, sizes in timeline.ramps():
         for size in sizes[:dp]:  # afterwards the remainders modulo dp repeat
             found += ((number, problem) for problem in _batch(timeline.with_batch(number, size), layout))
@@ -159,7 +159,7 @@ def _ramps(timeline: PhaseTimeline, layout: Layout, registry: Registry) -> Itera
     Schedules reject numbers of microbatches only by remainder; checking all sizes would take long.
     """
     around = 2 * pipeline_of(layout)
-    dp = layout.size("dp") if "dp" in layout.dims else 1
+    dp = layout.size(*layout.row_dims)
     for number, sizes in timeline.ramps():
         batch, seen = timeline.with_batch(number, 1).batch, set[int]()
         period = around * dp * batch.microbatch  # period of the remainders
@@ -223,7 +223,7 @@ def pipeline_of(layout: Layout) -> int:
 
 def microbatches_of(recipe: Recipe, layout: Layout) -> int:
     """Return how many microbatches one rank runs in a step."""
-    dp = layout.size("dp") if "dp" in layout.dims else 1
+    dp = layout.size(*layout.row_dims)
     return recipe.batch.microbatches(dp)
 
 
@@ -301,27 +301,28 @@ def _capabilities(members: list[Member], registry: Registry) -> Iterator[Problem
 
 
 def _batch(recipe: Recipe, layout: Layout) -> Iterator[Problem]:
-    """Check that no rank has an empty microbatch: dp splits rows, other dimensions the tokens of each row."""
+    """Check that no rank has an empty microbatch: data dimensions split rows, or the tokens of each row."""
     parts, length = layout.size(*layout.sequence_dims), recipe.batch.length
     if length < parts:
         dims = f"{' x '.join(layout.sequence_dims)} = {parts}"
         text = f"{length} tokens are fewer than {dims} ranks, which share each sequence; nearest: {parts}"
         yield Problem("batch.length", text)
-    dp = layout.size("dp") if "dp" in layout.dims else 1
+    dp = layout.size(*layout.row_dims)
+    rows = f"{' x '.join(layout.row_dims) or 'dp'} = {dp}"
     batch, nearest = recipe.batch, either(multiples_near(recipe.batch.sequences, dp))
     fewest, microbatches = batch.sequences // dp, batch.microbatches(dp)
     if fewest == 0:
-        text = f"{batch.sequences} leave some of dp = {dp} ranks without a sequence; nearest: {nearest}"
+        text = f"{batch.sequences} leave some of {rows} ranks without a sequence; nearest: {nearest}"
         yield Problem("batch.sequences", text)
     elif microbatches > MOST_MICROBATCHES:
         text = (
-            f"{batch.sequences} are {microbatches:,} microbatches of {batch.microbatch} on each of dp = {dp} "
+            f"{batch.sequences} are {microbatches:,} microbatches of {batch.microbatch} on each of {rows} "
             f"ranks; expected at most {MOST_MICROBATCHES:,} a step: lower it, or raise batch.microbatch"
         )
         yield Problem("batch.sequences", text)
     elif fewest < microbatches:  # with one sequence each: larger microbatches always leave one for the last
         text = (
-            f"{batch.sequences} leave some of dp = {dp} ranks without a sequence in the last of "
+            f"{batch.sequences} leave some of {rows} ranks without a sequence in the last of "
             f"{microbatches} microbatches, in which all take part; nearest: {nearest}, or "
             "batch.microbatch = 2"
         )
@@ -335,7 +336,7 @@ def _dimensions(
 
     Data-parallel dimensions need none to handle them: the core itself reduces partial gradients.
     """
-    handled = {"dp", "edp"}.union(*(member.component.mesh_dims for member in members))
+    handled = {*layout.row_dims, "edp"}.union(*(member.component.mesh_dims for member in members))
     split = [dim for dim in layout.dims if layout.size(dim) > 1]
     for each, dim in product(recipe.selections(), split):
         if dim in each.unsupported:
@@ -361,7 +362,7 @@ def remarks(recipe: Recipe, registry: Registry, layout: Layout) -> Iterator[str]
     if not faster or any("gradient_sync" in component.provides for component in chosen):
         return
     experts_split = any(layout.size(dim) > 1 for dim in ("ep", "etp") if dim in layout.dims)
-    for dim in ("dp", *(("edp",) if experts_split else ())):
+    for dim in (*layout.row_dims, *(("edp",) if experts_split else ())):
         if dim in layout.dims and layout.size(dim) > 1:
             size, others = f"{dim} = {layout.size(dim)}", " or ".join(faster)
             yield (

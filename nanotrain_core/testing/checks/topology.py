@@ -141,7 +141,9 @@ def _above(case: Case) -> set[str]:
 def _untrained(case: Case) -> str | None:
     """Return why the harness cannot train on the layout; None if it can."""
     above = _above(case)
-    if unknown := sorted(above - KNOWN):
+    if not above:
+        return None
+    if unknown := sorted(above - KNOWN - {*layout_of(case, case.world_size).row_dims}):
         return f"the harness has no parallel wrapper for {', '.join(unknown)}"
     return "the harness has no parallel wrapper for tp and ep together" if {"tp", "ep"} <= above else None
 

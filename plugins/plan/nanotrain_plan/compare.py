@@ -288,8 +288,8 @@ def _key(recipe: Recipe) -> tuple[int, str]:
 
 def _held(recipe: Recipe, layout: Layout, size: int) -> Held | None:
     """Return so many bytes as those of a layout, None if it has fewer microbatches than pipeline ranks."""
-    sizes = {dim: layout.size(dim) if dim in layout.dims else 1 for dim in ("dp", "tp", "cp", "pp")}
-    if recipe.batch.microbatches(sizes["dp"]) < sizes["pp"]:
+    sizes = {dim: layout.size(dim) if dim in layout.dims else 1 for dim in ("tp", "cp", "pp")}
+    if recipe.batch.microbatches(layout.size(*layout.row_dims)) < sizes["pp"]:
         return None
     recomputed = find(recipe, "recompute")
     tp = find(recipe, "tp")
@@ -304,7 +304,7 @@ def describe(recipe: Recipe, layout: Layout) -> str:
     degrees = {dim: n for view in layout.degrees.values() for dim, n in view.items() if dim != "edp"}
     words = [f"{dim} {n}" for dim, n in degrees.items()]
     recomputed = find(recipe, "recompute")
-    ranks = layout.size("dp") if "dp" in layout.dims else 1
+    ranks = layout.size(*layout.row_dims)
     batches = [now.batch for _, now in reached(recipe)] or [recipe.batch]
     sizes = dict.fromkeys(min(batch.microbatch, -(-batch.sequences // ranks)) for batch in batches)
     words.append(f"microbatch {' and '.join(map(str, sizes))}")

@@ -27,13 +27,13 @@ class PhaseStages:
         """``stages``: of the phase with most tokens in a microbatch."""
         self.stages, self.registry, self.hardware = stages, registry, hardware
         self.schedule: Schedule = registry.build(stages.recipe.schedule)
-        step = step_of(stages.recipe, stages.layout.size("dp"))
+        step = step_of(stages.recipe, stages.data_ranks)
         self._measured = {step.measured_as: stages}
         self._known = {step: stages}
 
     def of(self, now: Recipe) -> Stages:
         """Return the stages of a phase's recipe, the same object for microbatches alike."""
-        step = step_of(now, self.stages.layout.size("dp"))
+        step = step_of(now, self.stages.data_ranks)
         if step not in self._known:
             self._known[step] = self._find(now, step)
         return self._known[step]
@@ -99,7 +99,7 @@ def highest_memory(
         schedule: of the recipe.
     """
     best, name, on_host = list(all_ranks(planned, recipe)), "", most_on_host(planned)
-    dp = planned.layout.size("dp")
+    dp = planned.data_ranks
     seen = {step_of(planned.recipe, dp)}
     for number, now in (*reached(recipe), *_fullest_of_ramps(recipe, schedule, planned.pp, dp)):
         step = step_of(now, dp)

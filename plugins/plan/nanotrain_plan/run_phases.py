@@ -69,7 +69,7 @@ def run_seconds(recipe: Recipe, layout: Layout, *seconds: Callable[[Recipe], flo
         seconds: functions of a phase's recipe, of one of its steps.
     """
     timeline = PhaseTimeline(recipe)
-    phases, full = _by_phase(timeline), [layout.size("dp")]
+    phases, full = _by_phase(timeline), [layout.size(*layout.row_dims)]
     return [sum(_of_steps(timeline, phase, each, full)[1] for phase in phases) for each in seconds]
 
 
@@ -109,7 +109,7 @@ def _phase(
 ) -> RunPhase:
     number, first, last = stretches[0].phase, stretches[0].sequences, stretches[-1].sequences
     begin = timeline.with_batch(number, first)
-    dp, pp = layout.size("dp"), layout.size("pp") if "pp" in layout.dims else 1
+    dp, pp = layout.size(*layout.row_dims), layout.size("pp") if "pp" in layout.dims else 1
     step, total = _of_steps(timeline, stretches, seconds, [dp, pp * dp, 2 * pp * dp] if pp > 1 else [dp])
     return RunPhase(
         name=name_of(timeline.recipe, number),

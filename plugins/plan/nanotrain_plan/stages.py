@@ -54,10 +54,15 @@ class Stages:
         return len(self.actions)
 
     @property
+    def data_ranks(self) -> int:
+        """Ranks that read different sequences."""
+        return self.layout.size(*self.layout.row_dims)
+
+    @property
     def tokens(self) -> int:
         """Tokens of a step if all ranks had as many as those that it was taken of, which have most."""
         batch, layout = self.recipe.batch, self.layout
-        dp, parts = layout.size("dp"), layout.size(*layout.sequence_dims)
+        dp, parts = self.data_ranks, layout.size(*layout.sequence_dims)
         return dp * -(-batch.sequences // dp) * parts * -(-batch.length // parts)
 
     def step_of(self, pp_rank: int) -> RankStep:
@@ -132,7 +137,7 @@ def dry_stages(
     schedule: Schedule = registry.build(recipe.schedule)
     costs = model.flops(recipe.batch.length)
     parts = tuple(schedule.parts(costs, pp))
-    microbatches = recipe.batch.microbatches(layout.size("dp"))
+    microbatches = recipe.batch.microbatches(layout.size(*layout.row_dims))
     ranks = pipeline_of_most_tokens(layout, pp, recipe.batch.length, recipe.batch.sequences)
     told = survey(recipe, registry, ranks, host=host) if pp > 1 else []
     kinds: dict[Kind | int, int] = {}
@@ -174,14 +179,15 @@ def pipeline_of_most_tokens(layout: Layout, pp: int, length: int, sequences: int
     ``length`` tokens of each, parts may differ by one: the largest takes the most memory and time. Of several
     such pipelines it is the first.
     """
-    shared, dp = layout.sequence_dims, layout.size("dp")
+    shared, split = layout.sequence_dims, layout.row_dims
+    dp = layout.size(*split)
 
     def tokens(rank: int) -> tuple[int, int]:
-        rows = Shard(layout.coordinate(rank, "dp"), dp).rows(dp if sequences is None else sequences)
+        rows = Shard(layout.coordinate(rank, *split), dp).rows(dp if sequences is None else sequences)
         first, end = share_of(length, layout.coordinate(rank, *shared), layout.size(*shared))
         return len(rows), end - first
 
-    start = max(layout.ranks(0, "dp", *shared), key=tokens)
+    start = max(layout.ranks(0, *split, *shared), key=tokens)
     stride = layout.view(["pp"]).stride("pp") if pp > 1 else 0
     return [start + number * stride for number in range(pp)]
 

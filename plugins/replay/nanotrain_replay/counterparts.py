@@ -11,13 +11,13 @@ from nanotrain_core.api.torch import Mesh, Placement
 def counterparts(mesh: Mesh, placements: Iterable[Placement]) -> tuple[int, ...]:
     """Return the ranks, this one included, that hold this rank's place in another replica. Collective.
 
-    They differ along ``dp`` and hold the same block of every parameter, experts included. Expert parallelism
-    sends tokens of several data-parallel ranks through the same experts: the rows of two of these ranks are
-    at different positions of a GEMM, which may round them differently, so such ranks are not counterparts.
-    Other pipeline stages count as well, since their experts process this rank's tokens.
+    They read different sequences and hold the same block of every parameter, experts included. Expert
+    parallelism sends tokens of several data-parallel ranks through the same experts: the rows of two of these
+    ranks are at different positions of a GEMM, which may round them differently, so such ranks are not
+    counterparts. Other pipeline stages count as well, since their experts process this rank's tokens.
     """
     layout, rank = mesh.layout, mesh.rank
-    found = set(mesh.ranks("dp"))
+    found = set(mesh.ranks(*layout.row_dims))
     for placement in placements:
         span = placement.replica_span(layout)
         found &= set(layout.members(rank, Span(span.dims)))

@@ -51,7 +51,7 @@ class Replay(Monitor):
         if update.step % self.config.every:
             return
         began = time.perf_counter()
-        replica = update.step // self.config.every % self.run.mesh.size("dp")
+        replica = update.step // self.config.every % self.run.mesh.size(*self.run.mesh.layout.row_dims)
         hashes = self._replay(update, replica)
         again = self._replay(update, replica) if len(self.mine) == 1 else None
         self.replayed += 1

@@ -129,7 +129,7 @@ class Composer:
 
         What a phase sets besides its batch changes no step; with it, blocks would be measured again.
         """
-        layout, dp = planned.layout, planned.layout.size("dp")
+        layout, dp = planned.layout, planned.data_ranks
         known = {step_of(planned.recipe, dp): planned}
 
         def of(now: Recipe) -> Stages:
@@ -153,7 +153,7 @@ class Composer:
             parts: stages that another phase of the run has; by default the schedule cuts them.
         """
         recipe = PhaseTimeline(recipe).largest()
-        step = step_of(recipe, layout.size("dp"))
+        step = step_of(recipe, layout.size(*layout.row_dims))
         recipe = with_microbatch(recipe, step.sequences)
         pp = layout.size("pp") if "pp" in layout.dims else 1
         _expect_independent_layers(recipe, pp)
@@ -164,7 +164,7 @@ class Composer:
         if not parts and cut not in self._parts:
             self._parts[cut] = tuple(schedule.parts(costs, pp))
         parts = parts or self._parts[cut]
-        microbatches = recipe.batch.microbatches(layout.size("dp"))
+        microbatches = recipe.batch.microbatches(layout.size(*layout.row_dims))
         asked = str(recipe.schedule), pp, microbatches, apart
         if asked not in self._lists:
             self._lists[asked] = lists_of(schedule, pp, microbatches, apart=apart)
@@ -253,7 +253,10 @@ class Composer:
         """
         sizes = {dim: layout.size(dim) if dim in layout.dims else 1 for dim in WITHIN}
         unit = lcm(sizes["tp"] * sizes["cp"], sizes["ep"] * sizes["etp"])
-        ones = layout.size("dp") == 1 and unit == sizes["tp"] * sizes["cp"] == sizes["ep"] * sizes["etp"]
+        ones = (
+            layout.size(*layout.row_dims) == 1
+            and unit == sizes["tp"] * sizes["cp"] == sizes["ep"] * sizes["etp"]
+        )
         within = unit if ones else 2 * unit
         microbatches = 4 if halves.any else 3
         sequences = microbatches * recipe.batch.microbatch * within // (sizes["tp"] * sizes["cp"])

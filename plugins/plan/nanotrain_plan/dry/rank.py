@@ -278,11 +278,11 @@ class _Step:
     def __init__(self, run: Run, recorder: Recorder) -> None:
         self.run_, self.recorder = run, recorder
         recipe: Recipe = run.recipe
-        shard = Shard(run.mesh.coordinate("dp"), run.mesh.size("dp"))
+        split, shared = run.mesh.layout.row_dims, run.mesh.layout.sequence_dims
+        shard = Shard(run.mesh.coordinate(*split), run.mesh.size(*split))
         rows = len(shard.rows(recipe.batch.sequences))
         tokens = torch.empty(rows, recipe.batch.length, dtype=torch.int64, device="meta")
         self.count = recipe.batch.microbatches(shard.count)
-        shared = run.mesh.layout.sequence_dims
         mine = Batch(tokens, tokens.clone()).part(run.mesh.coordinate(*shared), run.mesh.size(*shared))
         self.batches = list(mine.split(recipe.batch.microbatch, self.count))
         self.executor = RecordedExecutor(recorder, run)

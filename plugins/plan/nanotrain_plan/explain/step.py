@@ -22,7 +22,7 @@ DRAWN = 64
 def batch(subject: Subject) -> Section:
     """Return what a step takes in."""
     recipe, layout = subject.recipe, subject.layout
-    sequences, length, dp = recipe.batch.sequences, recipe.batch.length, layout.size("dp")
+    sequences, length, dp = recipe.batch.sequences, recipe.batch.length, layout.size(*layout.row_dims)
     body = [
         say(
             "A step trains on {sequences:,} sequences of {length:,} tokens, {tokens:,} in all. Each "
