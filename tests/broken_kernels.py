@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -211,6 +212,40 @@ class TrustsTheVersionCounter(Replacing):
                 use_gemm(module, {"weight": CachesByVersion()}, passes)
 
 
+class BufferedLoss(torch.autograd.Function):
+    """Computes its gradients in forward, that of the weight in a buffer for all calls of a shape."""
+
+    buffers: ClassVar = {}
+
+    @staticmethod
+    def forward(ctx, hidden, weight, target):
+        with torch.enable_grad():
+            leaves = [x.detach().requires_grad_() for x in (hidden, weight)]
+            loss = TORCH.linear_cross_entropy(*leaves, target)
+        d_hidden, d_weight = torch.autograd.grad(loss, leaves)
+        key = (weight.shape, weight.dtype)
+        ctx.buffer = BufferedLoss.buffers.setdefault(key, torch.empty_like(d_weight)).copy_(d_weight)
+        ctx.save_for_backward(d_hidden)
+        return loss.detach()
+
+    @staticmethod
+    def backward(ctx, d):
+        (d_hidden,) = ctx.saved_tensors
+        return (d_hidden * d).to(d_hidden.dtype), (ctx.buffer * d).to(d_hidden.dtype), None
+
+
+class KeepsOneBuffer(Replacing):
+    """Right where each backward pass follows its forward pass."""
+
+    function = "linear_cross_entropy"
+
+    @staticmethod
+    def linear_cross_entropy(hidden, weight, target, split=None, **options):
+        if split is not None or not torch.is_grad_enabled():
+            return TORCH.linear_cross_entropy(hidden, weight, target, split, **options)
+        return BufferedLoss.apply(hidden, weight, target)
+
+
 class CountsRuns(Replacing):
     """What it computes depends, in the last bits, on how many runs this process has composed."""
 
@@ -279,6 +314,7 @@ TWINS = (
     ReplacesParameters,
     TransposesSquareWeights,
     TrustsTheVersionCounter,
+    KeepsOneBuffer,
     CountsRuns,
     RoundsAtRandom,
 )

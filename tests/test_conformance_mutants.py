@@ -192,6 +192,10 @@ FAULTS = [
         Case("kernels", use="trusts_the_version_counter", plugins=KERNELS),
         {f"runs_equal_pytorch[{run}]" for run in ("weight_passes", "weight_passes_of_experts")},
     ),
+    (
+        Case("kernels", use="keeps_one_buffer", plugins=KERNELS),
+        {f"calls_do_not_share_memory[{dtype}]" for dtype in ("float64", "bfloat16")},
+    ),
     (Case("kernels", use="counts_runs", plugins=KERNELS), {"runs_are_independent"}),
     (Case("kernels", use="rounds_at_random", plugins=KERNELS), {"two_calls_have_the_same_bits"}),
     (

@@ -71,10 +71,11 @@ FAULTS = (
         "kernels",
         "functions are right, and a run with them is not",
         "turns_in_place makes_its_table_anew replaces_parameters transposes_square_weights counts_runs "
-        "rounds_at_random trusts_the_version_counter reads_gradients_by_pointer",
+        "rounds_at_random trusts_the_version_counter reads_gradients_by_pointer "
+        "keeps_one_buffer",
         "inputs_stay_as_they_are table_is_the_same_each_time parameters_stay_themselves "
         "gemms_equal_pytorch runs_are_independent two_calls_have_the_same_bits runs_equal_pytorch "
-        "strides_change_nothing",
+        "strides_change_nothing calls_do_not_share_memory",
     ),
     _fault(
         "broken_models",

@@ -249,6 +249,7 @@ def _products(
     gemm = gemm if isinstance(rows, int) else gemm.grouped(torch.tensor(rows))
     (one, other), kept = gemm.forward(x, *weights)
     (alone,), _ = gemm.forward(x, weights[0])
+    gemm.forward(-x, weights[0])  # what is kept of one forward pass outlasts others
     wgrads = {"wgrad": gemm.wgrad(d_y, kept), "wgrad of what keep(x) returns": gemm.wgrad(d_y, gemm.keep(x))}
     for name, found in wgrads.items():
         wanted = (x.dtype, torch.float32)
