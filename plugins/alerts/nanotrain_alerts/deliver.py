@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
 import subprocess
+import sys
 import urllib.request
 from collections.abc import Callable, Iterator
 from http import HTTPStatus
@@ -20,6 +22,18 @@ from nanotrain_alerts import Target, webhook_host
 #: Timeouts in seconds of a program, and of an answer to a webhook: less than a run waits at its end, so that
 #: a delivery that hangs does not hold back the last alert.
 COMMAND_TIMEOUT, WEBHOOK_TIMEOUT = 20.0, 10.0
+#: Runs a program in a process of its own, which ends the program and what that has started after a time:
+#: this process, which does so before, may be killed meanwhile.
+GUARD = """
+import os, signal, subprocess, sys
+try:
+    code = subprocess.Popen(sys.argv[2:]).wait(float(sys.argv[1]))
+except subprocess.TimeoutExpired:
+    os.killpg(0, signal.SIGKILL)
+except OSError as problem:
+    sys.exit(str(problem))
+sys.exit(code if code >= 0 else 128 - code)
+"""
 #: How often an address is tried.
 TRIES = 2
 
@@ -90,19 +104,24 @@ def _append(alert: Alert, path: Path) -> None:
 
 def _run(alert: Alert, command: tuple[str, ...]) -> None:
     """Run a program without a shell: nothing of the alert is ever part of its command line."""
-    done = subprocess.run(
-        command,
-        input=alert.as_json() + "\n",
+    guarded = [sys.executable, "-IS", "-c", GUARD, str(COMMAND_TIMEOUT + 1), *command]
+    with subprocess.Popen(
+        guarded,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
         env={**os.environ, **alert.as_environment()},
         text=True,
-        capture_output=True,
-        timeout=COMMAND_TIMEOUT,
         start_new_session=True,  # Ctrl-C is for the run: a program that reports the interrupt lives on
-        check=False,
-    )
-    if done.returncode:
-        said = done.stderr.strip()[-500:]
-        raise RuntimeError(f"exit code {done.returncode}" + (f": {said}" if said else ""))
+    ) as process:
+        try:
+            _, said = process.communicate(alert.as_json() + "\n", timeout=COMMAND_TIMEOUT)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    if process.returncode:
+        said = said.strip()[-500:]
+        raise RuntimeError(f"exit code {process.returncode}" + (f": {said}" if said else ""))
 
 
 def _post(alert: Alert, address: str) -> None:

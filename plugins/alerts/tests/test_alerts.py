@@ -2,10 +2,12 @@
 
 import json
 import math
+import multiprocessing
 import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 
 import nanotrain_alerts.deliver
 import pytest
@@ -224,6 +226,33 @@ def test_a_command_is_told_on_its_input_and_in_its_environment_and_no_shell_read
         "NANOTRAIN_ALERT_VALUE": "inf",
     }
     assert [*tmp_path.iterdir()] == [out]
+
+
+@pytest.mark.parametrize("killed", [True, False])
+def test_a_command_that_hangs_ends_with_all_it_has_started_also_if_the_rank_is_killed(
+    tmp_path, monkeypatch, killed
+):
+    monkeypatch.setattr(nanotrain_alerts.deliver, "COMMAND_TIMEOUT", 0.7)
+    out, shell = tmp_path / "out", "sleep 1234 & echo $! > out.new; mv out.new out; wait"
+    to = Target(command=("sh", "-c", f"cd {tmp_path}; {shell}"))
+    rank = multiprocessing.get_context("fork").Process(target=lambda: [*deliver(ALERT, to, tmp_path)])
+    rank.start()
+    while not out.exists():
+        assert rank.is_alive()
+        time.sleep(0.01)
+    if killed:
+        rank.kill()
+    rank.join()
+    until = time.monotonic() + 20
+    while runs("sleep 1234", int(out.read_text())):
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def runs(words, pid):
+    """Return whether a process runs these words, and not one that nobody has waited for."""
+    path = Path(f"/proc/{pid}/cmdline")
+    return path.exists() and words in path.read_bytes().replace(b"\0", b" ").decode()
 
 
 def test_what_could_not_be_delivered_is_said(tmp_path):
