@@ -208,7 +208,7 @@ SMALL = {
     "contracts": 667,
     "data": 830,
     "hf": 860,
-    "launch": 2006,
+    "launch": 2016,
     "layout": 1152,
     "models": 690,
     "moe": 365,

@@ -16,6 +16,7 @@ from torch.distributed import TCPStore
 
 from nanotrain_core.errors import CheckpointError, Exit
 from nanotrain_core.launch import peers
+from nanotrain_core.launch.cause import AttemptEnded
 from nanotrain_core.launch.peers import Peers, watching_peers
 
 CLOSED = RuntimeError("[..gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.7]:41235")
@@ -109,6 +110,19 @@ def test_a_rank_that_waits_for_a_silent_one_is_ended_by_its_thread(three):
             each.join(10)
         assert [call.args for call in ended.call_args_list] == [(Exit.FAILED,)] * 2
         assert all("rank 1 on " in call.args[0] for call in said.call_args_list)
+
+
+def test_a_rank_that_tells_its_monitors_is_not_ended_meanwhile_and_names_the_one_that_is_gone(three):
+    """An alert takes longer than the end of an attempt."""
+    waits, asked = three[0], threading.Event()
+    waits.linger, waits.interrupt, waits.tells = 0.1, asked.set, asked.is_set
+    with mock.patch.object(peers.os, "_exit") as ended:
+        assert three[1].failed(CheckpointError("no space left")) is None
+        assert asked.wait(10)
+        time.sleep(0.5)
+        assert "failed: no space left" in str(waits.failed(AttemptEnded("it was interrupted")))
+        waits.join(10)
+    assert waits.is_alive() is ended.called is False
 
 
 @pytest.mark.full

@@ -34,6 +34,8 @@ SILENCE = 60.0
 MISSED = 5
 #: Seconds for a rank to end by its own error before its thread ends it, and for rank 0 to keep its store.
 LINGER = 5.0
+#: Seconds for it to tell its monitors of the failure, which send alerts.
+TELLING = 30.0
 #: Exits that are not failures.
 ASKED_FOR = (Exit.PREEMPTED, Exit.INTERRUPTED)
 
@@ -45,6 +47,7 @@ def watching_peers(
     world_size: int,
     at_end: Callable[[NanotrainError], object] | None = None,
     interrupt: Callable[[], None] | None = None,
+    tells: Callable[[], bool] = lambda: False,
 ) -> Iterator[None]:
     """Watch the other ranks while the block runs. Every rank of the world enters it.
 
@@ -54,12 +57,13 @@ def watching_peers(
         world_size: number of ranks.
         at_end: called before this rank is ended because another one is gone; None prints the cause.
         interrupt: called before that, to end the block instead of the process.
+        tells: returns whether this rank tells its monitors of the failure, after which the block ends.
 
     Raises:
         PeerLostError: instead of an error that only reports a closed connection: which rank ended, on which
             host, and why, if it reported it.
     """
-    peers = Peers(store, rank, world_size, at_end=at_end, interrupt=interrupt)
+    peers = Peers(store, rank, world_size, at_end=at_end, interrupt=interrupt, tells=tells)
     try:
         yield
     except BaseException as problem:
@@ -90,6 +94,7 @@ class Peers(threading.Thread):
         linger: float = LINGER,
         at_end: Callable[[NanotrainError], object] | None = None,
         interrupt: Callable[[], None] | None = None,
+        tells: Callable[[], bool] = lambda: False,
     ) -> None:
         """Begin to send heartbeats.
 
@@ -104,12 +109,13 @@ class Peers(threading.Thread):
             linger: see :data:`LINGER`; at least two heartbeats.
             at_end: see :func:`watching_peers`.
             interrupt: likewise.
+            tells: likewise.
         """
         super().__init__(name="peers", daemon=True)
         from torch.distributed import PrefixStore
 
         self.rank, self.world_size, self.at_end = rank, world_size, at_end or say
-        self.interrupt = interrupt
+        self.interrupt, self.tells = interrupt, tells
         self.interval = max(1.0, world_size / 100) if interval is None else interval
         self.silence = max(silence, 2 * MISSED * self.interval)
         self.linger = max(linger, 2 * self.interval)
@@ -146,7 +152,7 @@ class Peers(threading.Thread):
 
     def failed(self, problem: BaseException) -> NanotrainError | None:
         """Return another rank's failure if ``problem`` is only an echo of it; otherwise announce this one,
-        unless the launcher has ended this rank's attempt: it knows why.
+        unless this rank's attempt was ended: the launcher knows why, or it was announced.
 
         An echo, such as a closed connection, is announced as well if no other failure is announced within
         seconds. Returns None if ``problem`` itself is the cause.
@@ -157,7 +163,7 @@ class Peers(threading.Thread):
             if isinstance(problem, AttemptEnded):
                 self.linger = 0.0  # the launcher waits
                 self.store.set("closed", "")
-                return None
+                return self._first()
             if echo:
                 self.store.set("closed", "")
                 until = time.monotonic() + MISSED * self.interval + self.linger
@@ -236,16 +242,22 @@ class Peers(threading.Thread):
 
     def _end(self, first: NanotrainError) -> None:
         """End this rank, which may hang in a collective, unless it ends by itself."""
-        until = time.monotonic() + self.linger
-        while time.monotonic() < until:
-            if self.ending.is_set() or self.done.wait(0.1):
-                return
+        if self._ends():
+            return
         if self.interrupt is not None:
             self.interrupt()
-            if self.ending.wait(self.linger):
+            if self._ends():
                 return
         self.at_end(first)
         os._exit(first.exit_code)
+
+    def _ends(self) -> bool:
+        """Return whether this rank ends within :attr:`linger`, or while it tells its monitors."""
+        began = time.monotonic()
+        while not self.ending.is_set() and not self.done.wait(0.1):
+            if time.monotonic() - began > (TELLING if self.tells() else self.linger):
+                return False
+        return True
 
 
 def say(cause: NanotrainError) -> None:

@@ -34,7 +34,7 @@ from nanotrain_core.registry.registry import Registry, load_plugins
 from nanotrain_core.run import log
 from nanotrain_core.run.files import write_text_atomically
 from nanotrain_core.run.folder import RunFolder, hold_as_rank, stop_without
-from nanotrain_core.watch.progress import Progress
+from nanotrain_core.watch.progress import FAILED, Progress
 from nanotrain_core.watch.watchdog import Watchdog
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class Job:
     in_process_restart: bool = False
     """Whether a rank's process may be used again after another rank has failed."""
     process: RankProcess | None = None
-    """In such a process: what ends the attempt in its main thread."""
+    """In a process of our launcher: what ends the attempt in its main thread."""
     show: tuple[str, ...] = ()
     """What to print before training: ``placements``."""
     saves: ClassVar[bool] = True
@@ -173,9 +173,15 @@ def _watched(
         if store is not None and not job.one_host and ranks.world_size > 1 and recipe.run.hang_timeout:
             interrupt = job.process.interrupt if job.process is not None else None
             at_end = partial(leave_failure, Path(job.scratch), ranks.rank) if job.scratch else None
-            stack.enter_context(watching_peers(store, ranks.rank, ranks.world_size, at_end, interrupt))
+            own, tells = (store, ranks.rank, ranks.world_size), partial(_tells, progress)
+            stack.enter_context(watching_peers(*own, at_end, interrupt, tells))
         stack.enter_context(explain_out_of_memory(recipe, ranks.rank, progress))
         yield
+
+
+def _tells(progress: Progress) -> bool:
+    """Return whether a rank has failed and tells its monitors."""
+    return progress.phase == FAILED
 
 
 def attempt() -> int:
