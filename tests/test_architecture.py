@@ -203,7 +203,7 @@ SMALL = {
     "api": 652,
     "builtin": 490,
     "checkpoint": 905,
-    "cli": 1668,
+    "cli": 1695,
     "compile": 680,
     "contracts": 667,
     "data": 830,
@@ -220,7 +220,7 @@ SMALL = {
     "precision": 680,
     "recipe": 1725,
     "registry": 600,
-    "run": 2405,
+    "run": 2415,
     "script": 740,
     "watch": 438,
 }

@@ -1,4 +1,3 @@
-import signal
 import sys
 from pathlib import Path
 
@@ -6,7 +5,7 @@ import pytest
 from fake_distribution import PLUGIN, install
 
 from nanotrain_core.component import Component, Support
-from nanotrain_core.errors import PluginError, Preempted
+from nanotrain_core.errors import PluginError
 from nanotrain_core.registry.advice import FIRST_PARTY, how_to_install
 from nanotrain_core.registry.discovery import PluginArguments, discover
 from nanotrain_core.registry.registry import Registry, load_plugins
@@ -98,17 +97,6 @@ def test_broken_plugin_keeps_its_error_and_harms_no_other(site, source, reason):
     assert reason in plugin_named(registry, "broken").error
     assert registry.broken == (plugin_named(registry, "broken"),)
     assert registry.get("monitor", "healthy")
-
-
-def test_a_signal_while_a_plugin_is_imported_is_no_fault_of_the_plugin(site):
-    source = "import signal\nfrom nanotrain_core.run.stop import end_on_sigterm\nend_on_sigterm()\n"
-    install(site, "struck", source + "signal.raise_signal(signal.SIGTERM)\n")
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        with pytest.raises(Preempted, match="ended by SIGTERM"):
-            load()
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def test_an_entry_point_to_a_module_that_is_not_there_says_where_that_is_written(site):

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from nanotrain_core.errors import Exit
 from nanotrain_core.launch.signal_forwarding import SignalForwarder
 from nanotrain_core.run import stop
 from nanotrain_core.run.stop import ECHO, StopRequest
@@ -92,3 +93,24 @@ def test_a_signal_while_the_interpreter_shuts_down_does_not_change_the_exit_code
         time.sleep(0.2)
         process.send_signal(TERM)
     assert process.wait(timeout=60) == 1
+
+
+#: A process that is terminated in code which catches what a handler raises, or makes another error of it.
+STARTS = """
+import signal
+from nanotrain_core.run.stop import end_on_sigterm
+class Field:
+    def __set_name__(self, owner, name): signal.raise_signal(signal.SIGTERM)
+end_on_sigterm(lambda problem: print(problem, flush=True))
+try:
+    class Options: field = Field()
+except Exception:
+    pass
+print("not ended", flush=True)
+"""
+
+
+def test_no_code_can_swallow_a_signal_while_a_run_starts():
+    done = subprocess.run([sys.executable, "-c", STARTS], capture_output=True, text=True, check=False)
+    text = "ended by SIGTERM outside of a training step: only complete checkpoints remain\n"
+    assert (done.returncode, done.stdout) == (Exit.PREEMPTED, text)

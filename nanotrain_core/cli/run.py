@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import sys
 from pathlib import Path
 
 from nanotrain_core.checkpoint.listing import resume_path
@@ -12,11 +14,13 @@ from nanotrain_core.cli.common import add_recipe_options, plugin_arguments, reso
 from nanotrain_core.cli.gpus import fit_to_gpus
 from nanotrain_core.cli.machines import fewest_machines
 from nanotrain_core.cli.replay import replay
-from nanotrain_core.errors import CheckpointError, Exit, NanotrainError
+from nanotrain_core.errors import CheckpointError, Exit, NanotrainError, Preempted
+from nanotrain_core.launch import temporary
 from nanotrain_core.launch.environment import Ranks
 from nanotrain_core.launch.inputs import check_inputs
 from nanotrain_core.launch.modules import check_modules
 from nanotrain_core.run.folder import newest
+from nanotrain_core.run.progress_bar import is_live
 from nanotrain_core.run.stop import end_on_sigterm, keep_code
 from nanotrain_core.run.suggest_run import nearby_weights
 
@@ -74,11 +78,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Start the ranks, or be one of them under torchrun or srun."""
+    end_on_sigterm(_ended)  # until there are ranks to end, or training
     from nanotrain_core.launch.hosts import Nodes
     from nanotrain_core.launch.launcher import EXIT_OF, launch, prepare
     from nanotrain_core.launch.worker import Job, train
 
-    end_on_sigterm()  # until there are ranks to end, or training
     use_weights(args)
     plugins = plugin_arguments(args)
     job = Job(
@@ -118,6 +122,14 @@ def run(args: argparse.Namespace) -> int:
         args.path, args.step = Path(args.folder or recipe.run.folder or newest(recipe.run.name)), None
         return replay(args, found.registry)
     return code
+
+
+def _ended(problem: Preempted) -> None:
+    """Say why this process ends, show the cursor that a progress bar may hide, delete temporary files."""
+    os.write(2, f"nanotrain: {problem}\n".encode())  # print may be what the signal has interrupted
+    if is_live(sys.stdout):
+        os.write(1, b"\x1b[?25h")
+    temporary.delete()
 
 
 def is_rank(joined: Ranks, args: argparse.Namespace) -> bool:

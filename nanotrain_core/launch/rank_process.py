@@ -30,6 +30,7 @@ import queue
 import signal
 import threading
 import time
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FrameType
@@ -114,7 +115,7 @@ class RankProcess:
         assert job.scratch is not None
         scratch = Path(job.scratch)
         pid = self._pid = Path(job.scratch, f"pid-{ranks.rank}")
-        end_on_sigterm()  # until training handles signals
+        end_on_sigterm(partial(leave_failure, scratch, ranks.rank))  # until training handles signals
         signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell ignores it
         pid.write_text(str(os.getpid()))

@@ -98,6 +98,13 @@ def delete_named() -> None:
         _delete_named(_notes)
 
 
+def delete() -> None:
+    """Delete this launcher's folders, and what its ranks have requested to be deleted with it."""
+    delete_named()
+    for lock in _held:
+        shutil.rmtree(Path(lock.name).parent, ignore_errors=True)
+
+
 def note(path: Path) -> None:
     """Request, on a rank, that a folder is deleted when the launcher ends or, if it is killed, later."""
     if os.environ.get(NOTES):

@@ -26,7 +26,7 @@ import nanotrain_core
 from nanotrain_core import hookspecs
 from nanotrain_core.command import CORE_COMMANDS, Command
 from nanotrain_core.component import KINDS, Component
-from nanotrain_core.errors import PluginError, Preempted, describe, did_you_mean
+from nanotrain_core.errors import PluginError, describe, did_you_mean
 from nanotrain_core.recipe.tree import OptimizerConfig
 from nanotrain_core.recipe.types import check_config_types
 from nanotrain_core.registry.local_plugins import local_plugins
@@ -166,8 +166,6 @@ def _load(info: PluginInfo, importer: Import) -> PluginInfo:
     try:
         _check_core(info.requires_core)
         _collect(importer(), components, commands)
-    except Preempted:
-        raise  # unrelated to the plugin
     except PluginError as error:
         problem = str(error)
     except ModuleNotFoundError as error:

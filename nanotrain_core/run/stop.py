@@ -74,13 +74,28 @@ def handle_ending(handler: Callable[[int, FrameType | None], Any] | signal.Handl
         signal.signal(number, handler)
 
 
-def end_on_sigterm() -> None:
-    """End this process immediately on SIGTERM or SIGHUP while it has no training step to finish."""
+def end_on_sigterm(before: Callable[[Preempted], object]) -> None:
+    """End this process immediately on SIGTERM or SIGHUP while it has no training step to finish.
+
+    It is not unwound: an exception would come out of whatever code is running, which may swallow it or report
+    it as an error of its own, as imports do, or abort, as C++ code of torch does that calls Python.
+
+    Args:
+        before: called first, in the signal handler, with the reason.
+    """
+    own = os.getpid()
 
     def end(number: int, frame: FrameType | None) -> None:
+        if os.getpid() != own:  # a worker, which its pool terminates
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
         handle_ending(signal.SIG_IGN)  # already being handled
         name = signal.Signals(number).name
-        raise Preempted(f"ended by {name} outside of a training step: only complete checkpoints remain")
+        text = f"ended by {name} outside of a training step: only complete checkpoints remain"
+        try:
+            before(Preempted(text))
+        finally:
+            os._exit(Exit.PREEMPTED)
 
     handle_ending(end)
 
