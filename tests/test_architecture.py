@@ -203,7 +203,7 @@ SMALL = {
     "api": 652,
     "builtin": 490,
     "checkpoint": 905,
-    "cli": 1695,
+    "cli": 1698,
     "compile": 680,
     "contracts": 667,
     "data": 830,

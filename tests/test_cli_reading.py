@@ -182,11 +182,13 @@ def test_recipes_are_listed_and_copied_but_never_over_a_file(capsys, tmp_path):
     "call",
     [
         "cli.main(['schema'])",
-        "setattr(cli, '_call', lambda words: rich.print('a table')) or cli.main([])",  # rich exits with 1
+        # rich exits with 1
+        "setattr(dispatch, '_call', lambda words: rich.print('a table')) or cli.main([])",
     ],
 )
 def test_reader_that_stops_early_is_no_error(call):
-    code = f"import rich, sys; from nanotrain_core import cli; sys.exit({call})"
+    imports = "import rich, sys; from nanotrain_core import cli; from nanotrain_core.cli import dispatch"
+    code = f"{imports}; sys.exit({call})"
     with subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:

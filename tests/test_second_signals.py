@@ -114,3 +114,30 @@ def test_no_code_can_swallow_a_signal_while_a_run_starts():
     done = subprocess.run([sys.executable, "-c", STARTS], capture_output=True, text=True, check=False)
     text = "ended by SIGTERM outside of a training step: only complete checkpoints remain\n"
     assert (done.returncode, done.stdout) == (Exit.PREEMPTED, text)
+
+
+#: A command that is terminated as soon as it imports anything.
+IMPORTS = """
+import signal, sys
+from nanotrain_core.cli import main
+class Terminates:
+    def find_spec(self, name, path=None, target=None): signal.raise_signal(signal.SIGTERM)
+sys.meta_path.insert(0, Terminates())
+main({words!r})
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["run", "small.toml"], Exit.PREEMPTED),
+        (["doctor", "--then", "nanotrain", "run", "small.toml"], Exit.PREEMPTED),
+        (["check", "small.toml"], -TERM),
+    ],
+)
+def test_a_command_that_trains_handles_signals_before_it_imports_anything(words, code):
+    """As the first process of a container it would lose them without a handler."""
+    program = IMPORTS.format(words=words)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    said = "nanotrain: ended by SIGTERM before training began\n" if code == Exit.PREEMPTED else ""
+    assert (done.returncode, done.stderr) == (code, said)
