@@ -106,8 +106,21 @@ class CountsIgnoredTargets(Replacing):
     function = "linear_cross_entropy"
 
     @staticmethod
-    def linear_cross_entropy(hidden, weight, target, **options):
-        return TORCH.linear_cross_entropy(hidden, weight, target.where(target != IGNORE, 0), **options)
+    def linear_cross_entropy(hidden, weight, target, split=None, **options):
+        return TORCH.linear_cross_entropy(hidden, weight, target.where(target != IGNORE, 0), split, **options)
+
+
+class IgnoresOtherRanks(Replacing):
+    """Knows its own shard of the vocabulary, and takes it for the whole."""
+
+    function = "linear_cross_entropy"
+
+    @staticmethod
+    def linear_cross_entropy(hidden, weight, target, split=None, **options):
+        if split is not None:
+            own = target - split.first
+            target = own.where((own >= 0) & (own < len(weight)) & (target != IGNORE), IGNORE)
+        return TORCH.linear_cross_entropy(hidden, weight, target, **options)
 
 
 class DropsTheLastRow(Replacing):
@@ -306,6 +319,7 @@ TWINS = (
     WrongGradientOfGates,
     ReadsGradientsByPointer,
     CountsIgnoredTargets,
+    IgnoresOtherRanks,
     DropsTheLastRow,
     ForgetsTheirWeights,
     TurnsInPlace,

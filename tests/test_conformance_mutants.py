@@ -159,6 +159,7 @@ FAULTS = [
     (Case("kernels", use="wrong_gradient_of_gates", plugins=KERNELS), WRONG_FUNCTION | DENSE),
     (Case("kernels", use="reads_gradients_by_pointer", plugins=KERNELS), STRIDES),
     (Case("kernels", use="counts_ignored_targets", plugins=KERNELS), WRONG_FUNCTION),
+    (Case("kernels", use="ignores_other_ranks", plugins=KERNELS), WRONG_FUNCTION),
     (Case("kernels", use="drops_the_last_row", plugins=KERNELS), WRONG_FUNCTION | ROUTED),
     (Case("kernels", use="forgets_their_weights", plugins=KERNELS), WRONG_FUNCTION | ROUTED),
     (

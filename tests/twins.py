@@ -63,7 +63,8 @@ FAULTS = (
         "kernels",
         "a function has other values or gradients",
         "ignores_the_scale sees_later_blocks adds_eps_to_the_root wrong_gradient_of_gates "
-        "counts_ignored_targets drops_the_last_row forgets_their_weights computes_in_float32",
+        "counts_ignored_targets ignores_other_ranks drops_the_last_row forgets_their_weights "
+        "computes_in_float32",
         "functions_equal_pytorch",
     ),
     _fault(

@@ -33,7 +33,10 @@ class SplitVocabulary:
     most: int
     """Rows of the rank that has the most: all ranks derive the same chunks from it."""
     gather: Callable[[torch.Tensor], torch.Tensor]
-    """All-gather: takes this rank's [1, C, 3], returns those of all ranks [R, C, 3]."""
+    """All-gather: takes this rank's [1, C, 3], returns those of all ranks [R, C, 3].
+
+    The three numbers are those of :func:`combine`. Called for chunks in the order of their rows.
+    """
 
 
 class ChunkLoss(Protocol):

@@ -13,7 +13,7 @@ import attrs
 import torch
 
 from nanotrain_core.batch import IGNORE
-from nanotrain_core.models.cross_entropy import Chunks, SplitVocabulary
+from nanotrain_core.models.cross_entropy import Chunks, SplitVocabulary, linear_cross_entropy
 from nanotrain_core.models.rope import rope_frequencies, rope_rotation
 from nanotrain_core.moe.routing import inverted, sort_by_expert
 
@@ -181,6 +181,38 @@ def _linear_cross_entropy() -> Iterator[Sample]:
     split = SplitVocabulary(0, 40, lambda own_1C3: own_1C3)
     chunks: dict[str, Any] = {"split": split, "chunks": Chunks(logits=100, tokens=3)}
     yield Sample("in chunks, as ranks ask for it", leaves(20, 8, 16, 3), partial(_in_order, **chunks))
+    yield Sample("the second of two ranks", leaves(13, 8, 20, 3), partial(_of_two_ranks, rank=1))
+    chunks = {"chunks": Chunks(logits=36, tokens=3)}
+    yield Sample(
+        "the first of two, in chunks", leaves(20, 8, 20, 3), partial(_of_two_ranks, rank=0, **chunks)
+    )
+
+
+def _of_two_ranks(function: Function, leaves: Tensors, rank: int, **more: Any) -> torch.Tensor:
+    """Call the loss as one of two tensor-parallel ranks does; the other one's numbers are plain PyTorch's."""
+    hidden, weight, target = leaves["hidden"], leaves["weight"], leaves["target"]
+    most = len(weight) * 3 // 5
+    firsts, shards = (0, most), (weight[:most], weight[most:])
+    theirs: list[torch.Tensor] = []
+
+    def listen(own_1T3: torch.Tensor) -> torch.Tensor:
+        theirs.append(own_1T3)
+        return own_1T3
+
+    place = 0
+
+    def gather(own_1C3: torch.Tensor) -> torch.Tensor:
+        # Chunks are in order, and of a size of the function's own, which it may pad.
+        nonlocal place
+        rows = torch.arange(place, place + own_1C3.shape[1]) % len(target)
+        place += own_1C3.shape[1]
+        each = [own_1C3.detach(), theirs[0][:, rows].to(own_1C3.dtype)]  # a collective is not differentiable
+        return torch.cat(each if rank == 0 else each[::-1])
+
+    with torch.no_grad():
+        split = SplitVocabulary(firsts[1 - rank], most, listen)
+        linear_cross_entropy(hidden.detach(), shards[1 - rank].detach(), target, split)
+    return function(hidden, shards[rank], target, SplitVocabulary(firsts[rank], most, gather), **more)
 
 
 # --- mixture of experts ----------------------------------------------------------------------------
