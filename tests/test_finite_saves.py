@@ -15,7 +15,7 @@ from nanotrain_core.checkpoint.simple_listing import list_checkpoints
 from nanotrain_core.checkpoint.simple_names import saved_steps
 from nanotrain_core.contracts import Monitor, StepStats
 from nanotrain_core.engine import RuntimeEngine
-from nanotrain_core.errors import Diverged
+from nanotrain_core.errors import Diverged, PluginError
 from nanotrain_core.run.divergence import SkippedSteps
 from nanotrain_core.run.step_readback import StepFlags
 from nanotrain_core.run.step_report import evaluation
@@ -253,3 +253,21 @@ def test_a_checkpoint_has_the_mode_of_any_new_file(tmp_path):
         os.umask(mask)
     (saved,) = (tmp_path / "checkpoints").glob("step-*")
     assert stat.S_IMODE(saved.stat().st_mode) == 0o640
+
+
+def scaled(folder, apart):
+    """Train with a scalar in the state of one master; return what is saved, or why nothing is."""
+    made = engine(folder, 2)
+    scale = torch.tensor(1.0 + apart * rank())
+    made.run.optimizer.slots[0].master.state = lambda: {"scale": scale}
+    with nullcontext() if not apart else pytest.raises(PluginError) as told:
+        made.fit()
+    return str(told.value) if apart else saved_steps(folder / "checkpoints")
+
+
+def test_a_scalar_that_ranks_have_different_values_of_is_refused_by_name(tmp_path):
+    texts = run_ranks(scaled, 2, tmp_path / "apart", 0.5)
+    assert len(set(texts)) == 1
+    assert texts[0].startswith("state 'scale' of embed.weight is 1 on rank 0 and 1.5 on rank 1, ")
+    assert saved_steps(tmp_path / "apart" / "checkpoints") == []
+    assert run_ranks(scaled, 2, tmp_path / "alike", 0.0)[0] == [4, 6]

@@ -28,6 +28,8 @@ class CheckpointSaver:
         self.checkpoint, self._on_saved, self._on_failed = checkpoint, on_saved, on_failed
         self._progress = progress or Progress()
         self._failed = self._step = 0
+        self.begun = False
+        """Whether a save has begun."""
         self._log = structlog.get_logger("nanotrain.checkpoint")
 
     def due(self, step: int) -> bool:
@@ -45,7 +47,7 @@ class CheckpointSaver:
         if checkpoint is None:
             return
         self.advance(wait=True)
-        self._step = step
+        self._step, self.begun = step, True
         self._tolerate(lambda: checkpoint.save(step, state), last=last)
         self.advance(wait=last, last=last)
 

@@ -43,7 +43,8 @@ class MasterWeight:
     def state(self) -> Mapping[str, torch.Tensor]:
         """Return live tensors beyond the parameter itself that a checkpoint must hold, by name.
 
-        Each has the weight's shape or is a scalar.
+        Each has the weight's shape, or is a scalar that is equal on all ranks with a piece of the parameter:
+        a checkpoint keeps one value of it.
         """
         return {}
 

@@ -13,6 +13,7 @@ from nanotrain_core.contracts import Block, TrainState
 from nanotrain_core.errors import Diverged, PluginError
 from nanotrain_core.layout.initialization import changed_buffers
 from nanotrain_core.layout.mesh import Mesh
+from nanotrain_core.run.scalar_state import differing_scalar, scalars_of
 from nanotrain_core.run.step_readback import StepFlags
 
 #: Consecutive steps with a non-finite gradient after which a run is stopped. A dynamic loss scale
@@ -86,15 +87,18 @@ def may_save(run: Run, state: TrainState, step: int, saves: CheckpointSaver, *, 
 
     Raises:
         Diverged: they are not, and this is the last save.
-        PluginError: training changed a buffer on any rank, which checkpoints omit. On all ranks alike.
+        PluginError: training changed a buffer on any rank, which checkpoints omit, or, before the run's first
+            save, a scalar of the state has different values on ranks. On all ranks alike.
     """
-    gathered = run.mesh.gather(changed_buffers(run.stages.values(), run.placements))
-    changed = sorted({name for names in gathered for name in names})
-    if changed:
+    scalars = {} if saves.begun else scalars_of(state.blocks)
+    gathered = run.mesh.gather((changed_buffers(run.stages.values(), run.placements), scalars))
+    if changed := sorted({name for names, _ in gathered for name in names}):
         saves.advance(wait=True)  # on all ranks alike: an intact save may be in progress
         raise PluginError(
             f"buffer {changed[0]} changed in training: make it a parameter with requires_grad=False"
         )
+    if differs := differing_scalar([scalars for _, scalars in gathered]):
+        raise PluginError(differs)
     blocks = zip(run.placed, state.blocks, strict=False)  # weights come first
     trained = [block for placed, block in blocks if placed.parameter.requires_grad]
     problem = not_finite(trained, run.mesh, step)
