@@ -10,9 +10,7 @@ import torch
 from nanotrain_core.contracts import Model
 from nanotrain_core.layout.roles import Role, tagged
 from nanotrain_core.pipeline.actions import Part
-from nanotrain_core.pipeline.passes import Passes
 from nanotrain_core.precision.dtypes import keep_dtype, kept_dtypes
-from nanotrain_core.precision.gemm import TorchGEMM
 from nanotrain_core.testing.case import Case
 from nanotrain_core.testing.checks import check
 from nanotrain_core.testing.checks.precision import precision_of
@@ -37,7 +35,6 @@ def kept_dtypes_are_kept(case: Case) -> None:
             keep_dtype(module, "bias")
     before = kept_dtypes(part)
     precision = precision_of(case)
-    precision.setup(7, Passes(), TorchGEMM())
     after = kept_dtypes(precision.convert(part))
     wrong = {name: after.get(name) for name, dtype in before.items() if after.get(name) != dtype}
     assert not wrong, f"keep_dtype was told of {sorted(before)}, all float32; convert() left {wrong}"
