@@ -229,7 +229,9 @@ def nanotrain_register_data(register):
     survey = f"{__name__}:survey"
     register(Component(name="own", config=Config, factory="json:Thing", survey=survey))
 
-def survey(config, length):
+def survey(config, length, longest=0):
+    if length > 16:
+        return Survey(problems=[Problem("batch.length", f"nothing has {length} tokens")])
     if config.word == "bad":
         raise DataError("the store does not answer")
     if config.word == "odd":
@@ -276,6 +278,20 @@ def test_a_plugins_survey_is_heard(capsys, folder, word, lines):
     found = [re.sub(r"\(own_data.py \S+\)", "(FILE)", line) for line in found]
     assert len(found) == len(lines)
     assert all(got.startswith(want) for got, want in zip(found, lines, strict=True)), found
+
+
+def test_a_survey_is_heard_of_each_length_once_where_a_phase_sets_it(capsys, folder):
+    (folder / "own_data.py").write_text(PLUGIN.replace("survey=survey", "survey=survey, provides=PROVIDES"))
+    with (folder / "own_data.py").open("a") as file:
+        file.write('\nPROVIDES = frozenset({"changes_length"})\n')
+    with (folder / "recipe.toml").open("a") as file:
+        for length, until in ((32, 4096), (16, 8192), (64, 16384), (32, 32768)):
+            file.write(f"[[phase]]\nuntil_tokens = {until}\nbatch = {{ length = {length} }}\n")
+    values = {"data.use": '"own"', "model.vocab": "257", "run.steps": "128"}
+    found = told(capsys, folder, values, "--plugin", "own_data.py")
+    expected = [(0, 32), (2, 64), (3, 32)]
+    wanted = [f"phase.{number}.batch.length: nothing has {length} tokens" for number, length in expected]
+    assert [line.partition(": ")[2] for line in found] == wanted
 
 
 def test_the_places_of_the_small_recipe_are_what_these_tests_say():

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import attrs
+
 from nanotrain_core.data.survey import Survey
 from nanotrain_core.errors import DataError, NanotrainError, PluginError, Problem, describe
 from nanotrain_core.layout.roles import Role
@@ -17,7 +19,7 @@ from nanotrain_core.phases.tables import key_in_force
 from nanotrain_core.phases.timeline import PhaseTimeline
 from nanotrain_core.recipe.divisibility import divisibility_of
 from nanotrain_core.recipe.load import Resolution, refuse
-from nanotrain_core.recipe.tree import Recipe
+from nanotrain_core.recipe.tree import BatchConfig, Recipe
 from nanotrain_core.registry.registry import Registry
 from nanotrain_core.run.suggest_run import nearby_weights
 
@@ -39,8 +41,11 @@ def check_inputs(found: Resolution, *, weights: bool = True) -> None:
 def input_problems(found: Resolution, *, weights: bool = True) -> list[Problem]:
     """Return which inputs of a recipe are missing here, or do not fit: see :func:`check_inputs`."""
     recipe = found.recipe
-    survey = survey_of(recipe, found.registry)
-    problems = [*survey.problems, *_vocabulary(recipe, survey), *_sequences(found)]
+    known = surveys(recipe, found.registry)
+    survey = known[recipe.batch.length]
+    said = {problem.message for problem in survey.problems}
+    others = dict.fromkeys(problem for problem in _in_phases(recipe, known) if problem.message not in said)
+    problems = [*survey.problems, *others, *_vocabulary(recipe, survey), *_sequences(recipe, known)]
     if weights and recipe.run.weights and not Path(recipe.run.weights).exists():
         path = Path(recipe.run.weights)
         problems.append(
@@ -95,13 +100,23 @@ def _vocabulary(recipe: Recipe, survey: Survey) -> Iterator[Problem]:
             )
 
 
-def _sequences(found: Resolution) -> Iterator[Problem]:
+def _batches(recipe: Recipe) -> list[tuple[int, BatchConfig]]:
+    """Return the batches of a run with the numbers of their phases, -1 without phases."""
+    return [(number, now.batch) for number, now in PhaseTimeline(recipe).corners()] or [(-1, recipe.batch)]
+
+
+def _in_phases(recipe: Recipe, known: Mapping[int, Survey]) -> Iterator[Problem]:
+    """Yield what the surveys of all lengths found, at the phase that sets the length."""
+    for number, batch in _batches(recipe):
+        for problem in known[batch.length].problems:
+            yield attrs.evolve(problem, key=key_in_force(recipe, number, problem.key))
+
+
+def _sequences(recipe: Recipe, known: Mapping[int, Survey]) -> Iterator[Problem]:
     """Check that there are enough for each batch, and some for evaluations that the recipe requests."""
-    recipe, evaluation = found.recipe, found.recipe.evaluation
-    known, too_few = surveys(recipe, found.registry), set[str]()
+    evaluation, too_few = recipe.evaluation, set[str]()
     survey = known[recipe.batch.length]
-    batches = [(number, now.batch) for number, now in PhaseTimeline(recipe).corners()] or [(-1, recipe.batch)]
-    for number, batch in batches:
+    for number, batch in _batches(recipe):
         train, key = known[batch.length].train, key_in_force(recipe, number, "batch.sequences")
         if train is None or train >= batch.sequences or key in too_few:
             continue

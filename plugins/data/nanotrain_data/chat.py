@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -37,13 +37,19 @@ class Chat(BlendedData):
     def __init__(self, config: ChatConfig) -> None:
         super().__init__(config)
         self.config = config
+        self._lengths: tuple[int, ...] = ()
+
+    def expect_lengths(self, lengths: Collection[int]) -> None:
+        """Keep all of them: each source must have a sequence of each."""
+        super().expect_lengths(lengths)
+        self._lengths = tuple(lengths)
 
     def open(self, *, length: int, seed: int) -> None:
         """Read manifests and tables, and pack. No token is read.
 
         Raises:
             DataError: a folder is not prepared, is of text, or damaged, sources have different tokenizers, or
-                one has no sequence to train on.
+                one has no sequence to train on of some length that the run sets.
         """
         config, opened = self.config, OpenShards()
         self.sources = [Conversations(Path(path), config) for path in config.paths]
@@ -52,9 +58,8 @@ class Chat(BlendedData):
         check_one_tokenizer(config.paths, manifests)
         self._packs: dict[tuple[int, bool], list[Packs]] = {}
         train = self.sequences_of_sources(length, validation=False)
-        for path, count in zip(config.paths, train, strict=True):
-            if not count:
-                raise DataError(nothing_to_learn(path, length))
+        for each in {length, *self._lengths}:
+            self.counts(each)
         self._blend = Blend(whole_weights(config.weights or train))
         self.vocab_size = max(manifest.vocab_size for manifest in manifests)
         self.bytes_per_token = None  # of a template's words too, which are no text
@@ -87,6 +92,19 @@ class Chat(BlendedData):
         """The first folder's template and tokenizer, read once for all prompts."""
         folder = Path(self.config.paths[0])
         return known_conversations(folder, read_manifest(folder))
+
+    def counts(self, length: int) -> dict[str, int]:
+        """Return how many sequences both splits have.
+
+        Raises:
+            DataError: a source has none to train on.
+        """
+        for path, count in zip(
+            self.config.paths, self.sequences_of_sources(length, validation=False), strict=True
+        ):
+            if not count:
+                raise DataError(nothing_to_learn(path, length))
+        return super().counts(length)
 
     def sequences_of_sources(self, length: int, *, validation: bool) -> list[int]:
         """Return how many sequences of that length a split has of each source, [sources]."""

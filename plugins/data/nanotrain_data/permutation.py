@@ -30,7 +30,13 @@ class Permutation:
         self._keys = [np.uint64(word) for word in words[:ROUNDS]]
 
     def at(self, places: Integers) -> Integers:
-        """Return the numbers that stand at ``places``, [n], each from 0 up to ``count``."""
+        """Return the numbers that stand at ``places``, [n], each from 0 up to ``count``.
+
+        Raises:
+            ValueError: there are none; walking would not end.
+        """
+        if not self.count and places.size:
+            raise ValueError("a permutation of no numbers has no places")
         found = self._shuffled(places.astype(np.uint64))
         # The domain is a square, up to twice the root larger than the count: what falls outside walks on.
         while (outside := np.flatnonzero(found >= self.count)).size:

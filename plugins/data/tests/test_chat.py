@@ -148,6 +148,28 @@ def test_sources_of_text_and_other_tokenizers_are_refused(folder, tmp_path):
     assert problem.key == "batch.length"
 
 
+@pytest.fixture(scope="module")
+def short_and_long(tmp_path_factory):
+    """Two folders: in the second one nobody answers within 60 tokens."""
+    root = tmp_path_factory.mktemp("sources")
+    for name, asked in (("short", ""), ("long", "x" * 100)):
+        said = ([("user", f"{asked}{n}"), ("assistant", f"{n}")] for n in range(20))
+        made = [[{"role": role, "content": text} for role, text in messages] for messages in said]
+        prepared_chats(root / name, write_chats(root / f"{name}.jsonl", made))
+    return root / "short", root / "long"
+
+
+@pytest.mark.parametrize("weights", [(), (0.5, 0.5)])
+def test_a_length_that_leaves_a_source_without_sequences_is_refused(short_and_long, weights):
+    """Of whichever phase. Blended, what it has none of would be asked for without end."""
+    wanted = r"long has no conversation to train on in which the assistant says something within 60 tokens"
+    with pytest.raises(DataError, match=wanted):
+        opened(*short_and_long, length=160, lengths=(160, 60), weights=weights)
+    data = opened(*short_and_long, length=160, weights=weights)
+    with pytest.raises(DataError, match=wanted):
+        data.set_length(60)
+
+
 def test_conversations_are_no_text_to_others(folder, tmp_path):
     """Without the mask prompts would be learned."""
     config = ShardsConfig(paths=(str(folder),))

@@ -120,3 +120,10 @@ def test_every_source_is_read_whole_before_it_is_read_again():
         epochs = [mine[at : at + count] for at in range(0, len(mine) - count, count)]
         assert all(sorted(epoch) == [*range(count)] for epoch in epochs)
         assert len({tuple(epoch) for epoch in epochs}) > len(epochs) // 2
+
+
+def test_a_permutation_of_nothing_is_refused():
+    """It would look for a number below 0 without end."""
+    assert not Permutation(0, "key").at(np.zeros(0, np.int64)).size
+    with pytest.raises(ValueError, match="no numbers"):
+        Permutation(0, "key").at(np.zeros(1, np.int64))
