@@ -57,10 +57,12 @@ class Chat(BlendedData):
         manifests = [source.manifest for source in self.sources]
         check_one_tokenizer(config.paths, manifests)
         self._packs: dict[tuple[int, bool], list[Packs]] = {}
-        train = self.sequences_of_sources(length, validation=False)
-        for each in {length, *self._lengths}:
+        lengths = {length, *self._lengths}
+        for each in lengths:
             self.counts(each)
-        self._blend = Blend(whole_weights(config.weights or train))
+        # Of the longest, as the fingerprint is: then they do not depend on the length that is set first.
+        shares = config.weights or self.sequences_of_sources(max(lengths), validation=False)
+        self._blend = Blend(whole_weights(shares))
         self.vocab_size = max(manifest.vocab_size for manifest in manifests)
         self.bytes_per_token = None  # of a template's words too, which are no text
         self.prepare(length=length, seed=seed, **self.counts(length), fingerprint=self._fingerprint())

@@ -170,6 +170,17 @@ def test_a_length_that_leaves_a_source_without_sequences_is_refused(short_and_lo
         data.set_length(60)
 
 
+def test_sources_without_weights_are_the_same_data_at_whichever_length_they_are_opened(
+    folder, short_and_long
+):
+    """``nanotrain eval`` opens a run's data with the last length, and compares."""
+    sources = (folder, short_and_long[0])
+    alone = [opened(*sources, length=length).fingerprint for length in (80, 160)]
+    both = [opened(*sources, length=length, lengths=(80, 160)).fingerprint for length in (80, 160)]
+    assert both == [alone[1]] * 2
+    assert alone[0].partition("blended")[2][:9] != alone[1].partition("blended")[2][:9]
+
+
 def test_conversations_are_no_text_to_others(folder, tmp_path):
     """Without the mask prompts would be learned."""
     config = ShardsConfig(paths=(str(folder),))
