@@ -117,7 +117,7 @@ def run(args: argparse.Namespace) -> int:
                 fitting(text, tokens, how) for text, (tokens, _) in zip(texts, asked_for, strict=True)
             )
         else:
-            prefix = prefix_of(source, codec)
+            prefix = prefix_of(source, codec, found)
             prompts = tuple(
                 encoded(text, codec, how, special=args.special_tokens, prefix=prefix) for text in texts
             )

@@ -11,8 +11,16 @@ from typing import Any
 import attrs
 import tomli
 
-from nanotrain_core.api import CheckpointError, NanotrainError, Recipe, Registry, Resolution, find_checkpoints
-from nanotrain_core.api.text import HasPrefix, HasTokenizer, TextCodec, make_tokenizer
+from nanotrain_core.api import (
+    CheckpointError,
+    DataError,
+    NanotrainError,
+    Recipe,
+    Registry,
+    Resolution,
+    find_checkpoints,
+)
+from nanotrain_core.api.text import HasConversations, HasPrefix, HasTokenizer, TextCodec, make_tokenizer
 from nanotrain_core.api.torch import open_weights
 
 #: Files that tell a folder of weights alone: ours, and Hugging Face's.
@@ -206,9 +214,19 @@ def fitting_codec(found: Resolution, tokenizer: str | None) -> TextCodec:
     return codec
 
 
-def prefix_of(source: Source, codec: TextCodec) -> tuple[int, ...]:
-    """Return the tokens that stand before every text, such as BOS: for weights alone those of the tokenizer.
+def prefix_of(source: Source, codec: TextCodec, found: Resolution) -> tuple[int, ...]:
+    """Return the tokens that stand before every text, such as BOS: the tokenizer's, if the model knows them.
 
-    Data of a run have none, so its model has not been trained with them.
+    Weights alone are taken to. A run does if its conversations begin with them: its text has none.
     """
-    return codec.prefix if "data" not in source.tables and isinstance(codec, HasPrefix) else ()
+    prefix = codec.prefix if isinstance(codec, HasPrefix) else ()
+    if "data" not in source.tables or not prefix:
+        return prefix
+    data: Any = found.registry.build(found.recipe.data)
+    if not isinstance(data, HasConversations):
+        return ()
+    try:
+        begins, _ = data.answer_prompt([{"role": "user", "content": "Hi"}])
+    except DataError:  # another tokenizer was named, since the folder is gone
+        return ()
+    return prefix if tuple(begins[: len(prefix)]) == prefix else ()

@@ -1,4 +1,4 @@
-"""What a tokenizer puts before a text, such as BOS, against transformers: of weights alone, not of runs."""
+"""What a tokenizer puts before a text, such as BOS, against transformers: of weights alone, and chat runs."""
 
 import json
 import shutil
@@ -11,6 +11,7 @@ from nanotrain_sample.evaluate.generation import generation_of
 from nanotrain_sample.evaluate.scorer import Score
 from nanotrain_sample.source import Source, prefix_of
 
+from nanotrain_core.api import DataError
 from nanotrain_core.api.text import make_tokenizer
 from nanotrain_core.cli import main
 
@@ -106,12 +107,35 @@ def test_what_a_task_generates_follows_it(llama):
     assert asked.prompt.how.ends == {1, 7}
 
 
-def test_a_run_has_none(llama):
+def of_data(data):
+    """Return a recipe with that data component, as it is resolved."""
+    registry = SimpleNamespace(build=lambda selection: data)
+    return SimpleNamespace(registry=registry, recipe=SimpleNamespace(data=None))
+
+
+def test_a_run_of_text_has_none(llama):
+    folder, _, _ = llama
+    codec, text = make_tokenizer(str(folder / "tokenizer.json")), of_data(object())
+    assert prefix_of(Source(folder, {"model": {}}, None), codec, text) == (0,)
+    assert prefix_of(Source(folder, {"model": {}, "data": {}}, None), codec, text) == ()
+    assert prefix_of(Source(folder, {"model": {}}, None), make_tokenizer("bytes"), text) == ()
+
+
+def test_a_run_of_conversations_has_it_if_they_begin_with_it(llama):
     folder, _, _ = llama
     codec = make_tokenizer(str(folder / "tokenizer.json"))
-    assert prefix_of(Source(folder, {"model": {}}, None), codec) == (0,)
-    assert prefix_of(Source(folder, {"model": {}, "data": {}}, None), codec) == ()
-    assert prefix_of(Source(folder, {"model": {}}, None), make_tokenizer("bytes")) == ()
+
+    def gone(messages):
+        raise DataError("no folder")
+
+    for prompt, expected in (
+        (lambda messages: ([0, 7, 5], frozenset({1})), (0,)),
+        (lambda messages: ([7, 0], frozenset()), ()),
+        (lambda messages: ([], frozenset()), ()),
+        (gone, ()),
+    ):
+        found = of_data(SimpleNamespace(answer_prompt=prompt))
+        assert prefix_of(Source(folder, {"model": {}, "data": {}}, None), codec, found) == expected
 
 
 @pytest.mark.full  # lm_eval alone takes ten seconds to import

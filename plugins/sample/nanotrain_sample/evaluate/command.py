@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
             limit=args.limit,
             length=length,
             stride=stride_of(args.stride, length),
-            prefix=prefix_of(source, codec),
+            prefix=prefix_of(source, codec, found),
             ends=source.ends,
             json=args.json,
         )
