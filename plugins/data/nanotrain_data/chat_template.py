@@ -175,11 +175,20 @@ def _with_template(folder: Path) -> Path | None:
 
 
 def _of_config(path: Path) -> str | None:
-    """Return the template of a ``tokenizer_config.json``; of several by name, that called ``default``."""
+    """Return the template of a ``tokenizer_config.json``; of several by name, that called ``default``.
+
+    Raises:
+        DataError: of several none is called so, as transformers refuses it too.
+    """
     found = _json(path).get("chat_template")
-    if isinstance(found, list):
-        named = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}
-        found = named.get("default")
+    if isinstance(found, list) and found:
+        named = {str(each.get("name")): each.get("template") for each in found if isinstance(each, dict)}
+        if "default" not in named:
+            raise DataError(
+                f"{path} has several chat templates ({', '.join(named)}), and none is called default: write "
+                "the one that is meant into a file, and name that with --chat-template"
+            )
+        found = named["default"]
     return found if isinstance(found, str) else None
 
 

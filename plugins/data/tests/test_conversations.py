@@ -192,6 +192,12 @@ def test_where_a_template_is_looked_for(tmp_path):
     (tmp_path / "other.json").write_text(json.dumps({"chat_template": named}))
     assert find_template(str(path), str(tmp_path / "other.json")).source == "y"
     assert find_template("bytes", None) is None
+    (tmp_path / "a" / "chat_template.jinja").unlink()
+    for file in (tmp_path / "a" / "tokenizer_config.json", tmp_path / "other.json"):
+        file.write_text(json.dumps({"chat_template": [*named[:1], {"name": "rag", "template": "z"}]}))
+        with pytest.raises(DataError, match=r"\(tool_use, rag\), and none is called default: write"):
+            find_template(str(path), None if file.parent == path.parent else str(file))
+    assert find_template(str(path), "plain") is None
 
 
 @pytest.mark.parametrize(
