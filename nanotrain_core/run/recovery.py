@@ -47,13 +47,15 @@ def recover(engine: RuntimeEngine, restore: Restore) -> bool:
     """Collective. Resume from a monitor's state, if ranks were restarted and it is no older than the
     newest checkpoint; return whether that succeeded.
 
-    If a checkpoint was due at its step and is missing, one is saved after the next step.
+    If a checkpoint that was due since the newest one is missing, because its save was in progress when the
+    ranks ended, one is saved after the next step.
     """
     if not restore.again:
         return False
     mesh = engine.run.mesh
     steps: list[int] = mesh.gather([*restore.steps()] if mesh.rank == 0 else [])[0]
-    saved = engine.events.recover(restore, max(steps, default=0))
+    newest = max(steps, default=0)
+    saved = engine.events.recover(restore, newest)
     if saved is None:
         return False
     resume_from(engine, saved, saved.blocks)
@@ -61,5 +63,6 @@ def recover(engine: RuntimeEngine, restore: Restore) -> bool:
     if engine.step in steps:
         engine.saved_step = engine.step
     else:
-        engine.save_pending |= engine.saves.due(engine.step)
+        # The newest first: a format may communicate in `due`, and all ranks find the same step.
+        engine.save_pending |= any(map(engine.saves.due, range(engine.step, newest, -1)))
     return True
