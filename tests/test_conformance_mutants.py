@@ -9,9 +9,9 @@ from nanotrain_core.testing import Case, conformance, failures, trials
 from nanotrain_core.testing.conformance import planned
 from nanotrain_core.testing.pool import COLLECTIVE_CHECKS
 
-TWINS, MODELS, PRECISIONS, CHECKPOINTS, KERNELS, HISTORIES = (
+TWINS, MODELS, PRECISIONS, CHECKPOINTS, KERNELS, HISTORIES, CACHES = (
     (str(Path(__file__).with_name(f"broken_{kind}.py")),)
-    for kind in ("twins", "models", "precisions", "checkpoints", "kernels", "histories")
+    for kind in ("twins", "models", "precisions", "checkpoints", "kernels", "histories", "caches")
 )
 SYNTHETIC = {"vocab": 64, "sequences": 64, "validation_sequences": 10}
 MODEL = {"layers": 2, "width": 32, "heads": 4, "vocab": 64, "init_std": 0.2}
@@ -226,6 +226,7 @@ FAULTS = [
         Case("precision", use="loses_the_last_row", plugins=PRECISIONS),
         {"packed_weights_keep_what_is_written"},
     ),
+    (Case("precision", use="drops_them_after_steps", plugins=CACHES), {"going_back_is_bit_equal"}),
     (
         Case("precision", use="scales_by_every_pass", plugins=HISTORIES),
         {"evaluation_changes_nothing"},

@@ -266,6 +266,13 @@ FAULTS = (
         "an_input_that_is_made_anew_is_kept_as_before",
     ),
     _fault(
+        "broken_caches",
+        "precision",
+        "what it keeps of weights outlives a rollback",
+        "drops_them_after_steps drops_them_in_backward drops_them_when_stored",
+        "going_back_is_bit_equal",
+    ),
+    _fault(
         "broken_histories",
         "precision",
         "what it keeps over steps follows validation too",
