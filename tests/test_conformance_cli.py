@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import attrs
 import pytest
 
 from nanotrain_core.builtin.configs import GridConfig
@@ -16,6 +17,7 @@ from nanotrain_core.errors import Exit, NanotrainError
 from nanotrain_core.layout.grid import Grid
 from nanotrain_core.testing import Case
 from nanotrain_core.testing.campaign import Result, Verdict
+from nanotrain_core.testing.surroundings import Skip, surroundings_of
 from nanotrain_core.testing.trial_process import described
 
 TWINS, FLAT, FOUR = (
@@ -291,3 +293,39 @@ def test_there_are_as_many_ranks_as_both_views_need(degrees, ranks):
     layout = Grid(GridConfig(**keys)).layout(ranks)
     assert {dim: layout.size(dim) for dim in degrees} == degrees
     assert case.world_size == ranks
+
+
+OWN_DIMENSION = """
+import attrs
+from nanotrain_core.api import Component, hookimpl
+
+@attrs.define(frozen=True, kw_only=True)
+class Config:
+    pass
+
+@hookimpl
+def nanotrain_register_parallel(register):
+    factory = f"{__name__}:build"
+    register(Component(name="own", config=Config, factory=factory, summary="s", mesh_dims={"copies"}))
+
+def build(config):
+    from nanotrain_core.api.torch import Parallel
+    return Parallel()
+"""
+
+
+def test_a_wrapper_is_tested_along_a_dimension_of_its_own_where_the_topology_has_it(tmp_path):
+    path = tmp_path / "own.py"
+    path.write_text(OWN_DIMENSION)
+    flat = Path(__file__).with_name("flat_topology.py")
+    case = Case("parallel", use="own", plugins=[path, flat])
+    told = {each.name: each.reason for each in surroundings_of(case) if isinstance(each, Skip)}
+    reason = "copies: topology 'grid' has none; expected one that has, with --with topology.use=NAME"
+    assert told["copies2"] == reason
+    found = {
+        s.name: s for s in surroundings_of(attrs.evolve(case, overrides={"topology": {"use": "hybrid"}}))
+    }
+    (copies,) = [each for name, each in found.items() if name == "copies2"]
+    assert (copies.case.world_size, dict(copies.case.topology)) == (2, {"copies": 2})
+    assert copies.has("parallel", "gradients_equal", "gradients_equal[fp64]")
+    assert copies.has("parallel", "its_dimensions_are_used", "its_dimensions_are_used")

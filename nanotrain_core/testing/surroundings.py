@@ -101,6 +101,9 @@ def surroundings_of(case: Case, *, quick: bool = False) -> Iterator[Surrounding 
             yield Skip(wanted.name, reason)
             continue
         made = _made(base, wanted, given)
+        if wanted.own and (none := _has_none(base, wanted.own)):
+            yield Skip(wanted.name, none)
+            continue
         refused = None if case.kind == "topology" else _refusal(made)
         if refused is None and wanted in options and case.kind != "data":  # whose checks compose no run
             refused = _not_here(made)
@@ -195,6 +198,16 @@ def _not_here(case: Case) -> str | None:
     except Exception:  # a mistake, which the checks tell
         return None
     return None
+
+
+def _has_none(base: Case, dim: str) -> str | None:
+    """Return that the topology around a case has no dimension of this name; None if it has."""
+    if _refusal(base) is not None:  # which the checks tell
+        return None
+    topology = base.recipe().topology
+    if dim in base.registry().build(topology).layout(base.world_size).dims:
+        return None
+    return f"{dim}: topology '{topology.use}' has none; expected one that has, with --with topology.use=NAME"
 
 
 def _declined(component: Component, needs: Iterable[str]) -> str | None:

@@ -67,16 +67,22 @@ class Wanted:
     extra: frozenset[str] = frozenset()
     needs: tuple[str, ...] = ()
     """Words of ``Component.supports``: one that is unsupported there leaves this out."""
+    own: str = ""
+    """A mesh dimension of the component that not every topology has: without it this is left out, by name."""
 
 
+#: Dimensions of the harness's own topology. A wrapper may have others, of the topology it is made for.
+KNOWN_DIMS = ("tp", "cp", "ep", "etp", "pp")
 #: The check with layers that the tiny models do not have.
 MORE_LAYERS = "inner_shared_and_biased_layers"
+#: Of a wrapper along a dimension of its own.
+OF_OWN = frozenset({"its_dimensions_are_used", "any_number_of_microbatches"})
 #: Of whoever sums gradients, where layers are split as well.
 OF_SYNC = frozenset({MORE_LAYERS, "any_number_of_microbatches"})
 
 
 def _parallel(component: Component) -> Iterator[Wanted]:
-    own = [dim for dim in ("tp", "cp", "ep", "etp", "pp") if dim in component.mesh_dims]
+    own = [dim for dim in KNOWN_DIMS if dim in component.mesh_dims]
     here = {"use": component.name}
     if "gradient_sync" in component.provides:
         yield from _sync("parallel", [here], OF_SYNC)
@@ -108,6 +114,11 @@ def _parallel(component: Component) -> Iterator[Wanted]:
         yield Wanted("tp2-sp", {"tp": 2}, {"parallel": [SLICED_TOKENS, here, SUMMED]})
         yield Wanted("pp2", {"pp": 2}, {**STAGED, "parallel": [here, SUMMED]}, needs=("pp",))
         yield from _models("dp2", {"dp": 2}, {"parallel": [here, SUMMED]})
+    for dim in sorted(component.mesh_dims.difference(KNOWN_DIMS, ("dp", "edp"))):
+        around = {"parallel": [here, SUMMED]}
+        # Not all checks: some know what a rank has of a layer only along the dimensions above.
+        for name, degrees in ((f"{dim}2", {dim: 2}), (f"dp2-{dim}2", {"dp": 2, dim: 2})):
+            yield Wanted(name, degrees, around, extra=OF_OWN, needs=(dim,), own=dim)
 
 
 def _sync(kind: str, wrappers: Sequence[Tables], extra: frozenset[str] = frozenset()) -> Iterator[Wanted]:
