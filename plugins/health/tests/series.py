@@ -169,8 +169,7 @@ def skip_rate(h, step):
 
 
 def gap(h, step):
-    """Of the validation after the step before."""
-    return h.validation[step - 1] - average(h.lm[: step - 1], EMA)
+    return h.validation[step] - average(h.lm[:step], EMA)
 
 
 def kl(h, step):

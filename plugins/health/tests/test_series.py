@@ -31,13 +31,14 @@ def run():
     plant(engine)
     engine.fit()
     assert {n for n in range(1, STEPS + 1) if history.skipped(n)} == SKIPPED
-    return [report for report in told.reports if "loss" in report.values], history
+    steps = [report for report in told.reports if "loss" in report.values]
+    return steps, history, [report for report in told.reports if "validation/gap" in report.values]
 
 
 @pytest.mark.parametrize("metric", SERIES)
 def test_what_is_told_of_many_steps_is_what_the_definition_says(run, metric):
-    reports, history = run
-    found = [(r, *each) for r in reports for each in matching(metric, r.values)]
+    steps, history, evaluations = run
+    found = [(r, *each) for r in [*steps, *evaluations] for each in matching(metric, r.values)]
     steps = [report.step for report, *_ in found]
     assert steps
     assert min(steps) >= FROM.get(metric, 1)
@@ -47,13 +48,13 @@ def test_what_is_told_of_many_steps_is_what_the_definition_says(run, metric):
 
 
 def test_each_name_is_told_from_the_step_in_which_it_is_known(run):
-    reports, _ = run
+    reports, *_ = run
     for metric, first in FROM.items():
         assert any(matching(metric, reports[first - 1].values)), metric
 
 
 def test_histograms_of_loads_and_the_hash_of_the_batch(run):
-    reports, history = run
+    reports, history, _ = run
     for report, loads in zip(reports, history.loads, strict=True):
         wanted = {f"moe/load/{name}": tuple(load) for name, load in loads.items()}
         found = {name: each.counts for name, each in report.histograms.items()}
