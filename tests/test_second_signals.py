@@ -119,6 +119,7 @@ def test_no_code_can_swallow_a_signal_while_a_run_starts():
 #: A command that is terminated as soon as it imports anything.
 IMPORTS = """
 import signal, sys
+signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the tests' process may ignore it, and children inherit that
 from nanotrain_core.cli import main
 class Terminates:
     def find_spec(self, name, path=None, target=None): signal.raise_signal(signal.SIGTERM)

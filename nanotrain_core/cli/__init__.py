@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 from collections.abc import Sequence
 
 #: :attr:`nanotrain_core.errors.Exit.PREEMPTED`, without the time that its import takes.
@@ -37,6 +38,8 @@ def _end_on_signals() -> None:
         os.write(2, f"nanotrain: ended by {signal.Signals(number).name} before training began\n".encode())
         os._exit(PREEMPTED)
 
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) == signal.SIG_DFL:  # `nohup` ignores SIGHUP
-            signal.signal(number, end)
+    if threading.current_thread() is not threading.main_thread():  # it may set no handlers
+        return
+    signal.signal(signal.SIGTERM, end)
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # which `nohup` has set
+        signal.signal(signal.SIGHUP, end)
