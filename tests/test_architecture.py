@@ -203,7 +203,7 @@ SMALL = {
     "api": 652,
     "builtin": 490,
     "checkpoint": 905,
-    "cli": 1698,
+    "cli": 1705,
     "compile": 680,
     "contracts": 667,
     "data": 830,

@@ -89,7 +89,8 @@ def test_a_rank_that_tells_its_monitors_of_a_failure_is_not_killed_like_one_that
     began = time.monotonic()
     ranks.leave(seconds=0.2)
     assert 0.5 < time.monotonic() - began < 10
-    assert (waits.exitcode, tells.exitcode) == (-15, 0)
+    assert waits.exitcode in (-9, -15)  # killed right after SIGTERM
+    assert tells.exitcode == 0
 
 
 LOSES = """

@@ -17,9 +17,10 @@ from nanotrain_core.registry.registry import load_plugins
 
 
 class Keeps(Monitor):
-    """Copies the state of step 3, and gives it back."""
+    """Copies the state of a step, and gives it back."""
 
-    def __init__(self, kept=None):
+    def __init__(self, kept=None, at=3):
+        self.at = at
         self.kept, self.asked, self.losses, self.saved = kept, [], {}, []
 
     def on_recover(self, restore, at_least):
@@ -41,7 +42,7 @@ class Keeps(Monitor):
         self.saved.append(report.step)
 
     def on_step_end(self, end):
-        if end.step == 3:
+        if end.step == self.at:
             state = end.state()
             self.kept = [b.tensor.detach().clone() for b in state.blocks], state.meta, state.rank_tensors
 
@@ -87,6 +88,18 @@ def test_a_checkpoint_that_was_on_its_way_is_made_up_for(tmp_path):
     goes_on = Keeps(keeps.kept)
     fit(tmp_path, goes_on, again=True, recipe=recipe)
     assert (goes_on.first, goes_on.saved) == (3, [4, 6, 7])
+
+
+def test_a_checkpoint_of_an_earlier_step_that_was_on_its_way_is_made_up_for(tmp_path):
+    """The save of step 4 was still being written when the run died after step 5."""
+    recipe = RECIPE.replace("steps = 4", "steps = 9").replace("every = 2", "every = 4")
+    keeps = Keeps(at=5)
+    fit(tmp_path, keeps, again=False, resume=None, recipe=recipe)
+    for path in (tmp_path / "run" / "checkpoints").glob("step-*"):
+        path.unlink()
+    goes_on = Keeps(keeps.kept)
+    fit(tmp_path, goes_on, again=True, recipe=recipe)
+    assert (goes_on.first, goes_on.saved) == (5, [6, 8, 9])
 
 
 def test_a_run_that_died_in_its_last_save_saves_again(tmp_path):
