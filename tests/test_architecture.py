@@ -208,7 +208,7 @@ SMALL = {
     "contracts": 667,
     "data": 830,
     "hf": 860,
-    "launch": 2032,
+    "launch": 2071,
     "layout": 1152,
     "models": 690,
     "moe": 365,

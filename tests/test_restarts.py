@@ -9,9 +9,9 @@ import attrs
 import pytest
 
 from nanotrain_core.errors import DataError, Exit
-from nanotrain_core.launch import restarts
+from nanotrain_core.launch import cause_of_all_hosts, restarts
 from nanotrain_core.launch.cause import Cause, first_cause, leave_failure
-from nanotrain_core.launch.cause_of_all_hosts import first_of_all
+from nanotrain_core.launch.cause_of_all_hosts import announce_end, announced_end, first_of_all
 from nanotrain_core.launch.hosts import Nodes, is_here
 from nanotrain_core.launch.recovery import FAILED_AT
 from nanotrain_core.launch.restarts import Restarts
@@ -118,6 +118,9 @@ class Shared(dict):
     def set(self, key, value):
         self[key] = value
 
+    def compare_set(self, key, expected, value):
+        self.setdefault(key, value)
+
     def check(self, keys):
         return all(key in self for key in keys)
 
@@ -143,3 +146,20 @@ def test_a_hang_is_blamed_on_the_host_whose_rank_the_others_wait_for():
     assert first_of_all(waits, of_host_1(hung), 0, 2) == hung
     assert first_of_all(lost, of_host_1(waits), 0, 2) == waits  # the end of ranks that hung, and not why
     assert first_of_all(waits, of_host_1(lost), 0, 2) == waits
+
+
+def test_a_launcher_that_ends_the_run_waits_until_the_others_know_why(monkeypatch):
+    """It may serve the store, and they would wait ten minutes for it to come back."""
+    store, killed, slept = Shared(), Cause("rank 3 was killed", 1), []
+    assert announced_end(store, 1) is None
+
+    def sleep(seconds):
+        slept.append(seconds)
+        if len(slept) == 3:
+            assert announced_end(store, 1) == killed
+
+    monkeypatch.setattr(cause_of_all_hosts.time, "sleep", sleep)
+    announce_end(killed, store, 0, 2)
+    assert len(slept) == 3
+    announce_end(Cause("rank 0 failed: connection closed", 1, echo=True), store, 1, 2)
+    assert announced_end(store, 0) == killed

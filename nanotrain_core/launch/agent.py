@@ -6,18 +6,26 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.distributed import DistError
 from torch.distributed.elastic.agent.server import SimpleElasticAgent, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.api import RunResult, Worker
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.elastic.rendezvous import RendezvousConnectionError
+from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousConnectionError
 
 from nanotrain_core.launch.cause import Cause
-from nanotrain_core.launch.cause_of_all_hosts import another_has_failed, first_of_all
+from nanotrain_core.launch.cause_of_all_hosts import (
+    announce_end,
+    announced_end,
+    another_has_failed,
+    first_of_all,
+)
 from nanotrain_core.launch.rank_processes import RankProcesses
 from nanotrain_core.run import log
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 #: What NCCL does to a process when a collective fails; torch's own agent sets 1, to end it.
 ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
@@ -38,7 +46,7 @@ class Agent(SimpleElasticAgent):
         processes: RankProcesses,
         before_start: Callable[[], None],
         start_again: Callable[[ExitCodes, int], bool],
-        given_up: Callable[[ExitCodes], None],
+        given_up: Callable[[ExitCodes], Cause],
         stopped: Callable[[], bool],
         left: Callable[[], bool] = lambda: False,
         restarted: int = 0,
@@ -51,7 +59,7 @@ class Agent(SimpleElasticAgent):
             before_start: called while no rank runs, before each start: the first, and every restart,
                 including those caused by another host.
             start_again: called with exit codes and the number of the restart; returns whether to restart.
-            given_up: called with exit codes when ranks have failed and are not restarted.
+            given_up: called with exit codes when ranks have failed and are not restarted; returns the cause.
             stopped: returns whether a signal was received, which ends the wait for other hosts.
             left: returns whether this host has left the run to the others.
             restarted: how often an agent of this launch has restarted ranks.
@@ -62,21 +70,29 @@ class Agent(SimpleElasticAgent):
         super().__init__(ranks)
         self._remaining_restarts -= restarted
         self._failed = False
+        self.ended_by: Cause | None = None
+        """Why the launcher of another host has ended the run, if one has."""
 
     def results(self) -> dict[int, Any]:
         """Run to the end and return what each local rank returned.
 
         Raises:
             ChildFailedError: a rank failed, and there were no restarts left or a restart would not help.
+            RendezvousClosedError: another launcher has ended the run, :attr:`ended_by` says why; or a signal
+                was received while the hosts met.
             RendezvousConnectionError: the host that serves the store of all launchers is gone.
         """
         try:
             try:
                 result = self.run()
+            except RendezvousClosedError:
+                self._is_over()
+                raise
             except DistError as problem:
                 raise RendezvousConnectionError(str(problem)) from problem
             if result.is_failed() and not self.left():  # reported while the hosts still have their store
-                self.given_up({rank: failure.exitcode for rank, failure in result.failures.items()})
+                cause = self.given_up({rank: end.exitcode for rank, end in result.failures.items()})
+                self._end_the_run(cause)
         finally:
             if not self.left():  # it would end the run on all hosts
                 self._worker_group.spec.rdzv_handler.shutdown()
@@ -86,17 +102,31 @@ class Agent(SimpleElasticAgent):
 
     def first_of_all(self, mine: Cause) -> Cause:
         """Return the first cause of this attempt's failure on any host, given this host's cause ``mine``."""
+        among = self._among_hosts()
+        return first_of_all(mine, *among) if among else mine
+
+    def _among_hosts(self) -> tuple[Store, int, int] | None:
+        """Return the launchers' store of this attempt, this host's index and their number; None if alone."""
         group = self._worker_group
-        if self._store is None or group.group_rank is None or (group.group_world_size or 1) < 2:
-            return mine
-        assert group.group_world_size is not None
-        return first_of_all(mine, self._store, group.group_rank, group.group_world_size)
+        if self._store is None or group.group_rank is None or (hosts := group.group_world_size or 1) < 2:
+            return None
+        return self._store, group.group_rank, hosts
+
+    def _end_the_run(self, cause: Cause) -> None:
+        """End it on all hosts. The rendezvous is closed first: a launcher may be waiting there already."""
+        self._worker_group.spec.rdzv_handler.shutdown()
+        if among := self._among_hosts():
+            announce_end(cause, *among)
+
+    def _is_over(self) -> bool:
+        """Return whether another launcher has ended the run, and keep why."""
+        if self.ended_by is None and (among := self._among_hosts()):
+            self.ended_by = announced_end(*among[:2])
+        return self.ended_by is not None
 
     def _another_has_failed(self) -> bool:
-        group = self._worker_group
-        if self._store is None or group.group_rank is None:
-            return False
-        return another_has_failed(self._store, group.group_rank, group.group_world_size or 1)
+        among = self._among_hosts()
+        return among is not None and another_has_failed(*among)
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         """Run the rendezvous with the other hosts until a signal is received: no rank exists to be signalled.
@@ -172,11 +202,18 @@ class Agent(SimpleElasticAgent):
         self.processes.stop(death_sig, timeout)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        """Return the state of the ranks; use up all restarts if another one would not help."""
+        """Return the state of the ranks; use up all restarts if another one would not help.
+
+        Raises:
+            RendezvousClosedError: the launcher of another host has ended the run, while these ranks wait.
+        """
         ends, codes = self.processes.look()
         self._failed = bool(codes)
         if not codes:
             if len(ends) < len(worker_group.workers):
+                if self._is_over():
+                    self.processes.leave(HOPELESS)
+                    raise RendezvousClosedError
                 return RunResult(WorkerState.HEALTHY)
             self.processes.end()
             return RunResult(

@@ -15,7 +15,7 @@ from nanotrain_core.launch.cause import Cause
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-#: Seconds that a launcher waits for the causes of the others.
+#: Seconds that a launcher waits for the causes of the others, and for them to read that it ends the run.
 PATIENCE = 5.0
 
 
@@ -58,3 +58,26 @@ def first_of_all(mine: Cause, store: Store, host: int, hosts: int) -> Cause:
         if not cause.echo or cause.code == Exit.HUNG
     )
     return found[known[0][2]][1] if known else mine
+
+
+def announce_end(cause: Cause, store: Store, host: int, hosts: int) -> None:
+    """Tell the other launchers that this one ends the run, and why; wait seconds at most until they know.
+
+    This host may serve the store. To launchers that find it gone, a run that has ended for good and a host
+    that may come back are the same.
+    """
+    with contextlib.suppress(RuntimeError):  # the host that serves the store is gone
+        store.compare_set("over", "", json.dumps(attrs.asdict(cause)))
+        announced_end(store, host)
+        until = time.monotonic() + PATIENCE
+        while time.monotonic() < until and not store.check([f"knows/{other}" for other in range(hosts)]):
+            time.sleep(0.1)
+
+
+def announced_end(store: Store, host: int) -> Cause | None:
+    """Return why a launcher has ended the run; None if none has, or the store is gone."""
+    with contextlib.suppress(RuntimeError):
+        if store.check(["over"]):
+            store.set(f"knows/{host}", "")
+            return Cause(**json.loads(store.get("over")))
+    return None

@@ -27,6 +27,7 @@ import multiprocessing.resource_tracker
 import os
 import signal
 import tempfile
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -134,6 +135,10 @@ def _run_agent(job: Job, recipe: Recipe, nodes: Nodes) -> int:
     agents: list[Agent] = []
     causes: list[Cause] = []
 
+    def given_up(codes: Mapping[int, int]) -> Cause:
+        causes.append(of_all_hosts(first_cause(scratch, codes, watch.hang)))
+        return causes[-1]
+
     def look() -> None:
         """Watch; with several hosts rank 0 selects the run folder, so that it is known only now."""
         if watch.folder is None and (folder := recorded_folder(scratch)) is not None:
@@ -154,7 +159,7 @@ def _run_agent(job: Job, recipe: Recipe, nodes: Nodes) -> int:
                 RankProcesses(job, PATIENCE * recipe.run.hang_timeout),
                 before_start=watch.forget,
                 start_again=lambda codes, number: restarts.again(codes, number, watch.hang),
-                given_up=lambda codes: causes.append(of_all_hosts(first_cause(scratch, codes, watch.hang))),
+                given_up=given_up,
                 stopped=stopped,
                 left=lambda: restarts.left is not None,
                 restarted=restarts.number,
@@ -189,6 +194,8 @@ def _run_agent(job: Job, recipe: Recipe, nodes: Nodes) -> int:
                 gone = agents and isinstance(problem, RendezvousConnectionError)
                 if gone and restarts.meet_again(nodes.endpoint):
                     continue
+                if agents and agents[-1].ended_by is not None:
+                    return _end(agents[-1].ended_by, watch.hang)
                 text = "the hosts of the run do not meet, or one has ended it and its launcher says why"
                 cause = Cause(f"{text}: {problem}", Exit.FAILED, echo=True)
                 return _end(of_all_hosts(cause) if agents else cause, watch.hang)
