@@ -1,7 +1,8 @@
 """Multi-token prediction: in training, each position also predicts tokens beyond the next.
 
-Module k takes the output of module k - 1 (the model's last layer, for k = 1) at position i, and the embedding
-of token i + k, and predicts token i + k + 1. Its input never contains a token that it must predict.
+Module k takes the output of module k - 1 (the model's, for k = 1) at position i, and the embedding of token
+i + k, and predicts token i + k + 1. Its input never contains a token that it must predict. An output is what
+the head multiplies (h in equation 23): the one after the norm, as in Megatron-LM and transformers.
 
 Shapes: B batch, S sequence, D width.
 
@@ -37,9 +38,9 @@ class Predictor(nn.Module):
         embedded_BSD: torch.Tensor,
         turn: Rotation,
         begins_BS: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor, Routed | None]:
-        """Return hidden states [B, S, D] for the next module, and normalized for the model's head."""
+    ) -> tuple[torch.Tensor, Routed | None]:
+        """Return normalized hidden states [B, S, D], for the model's head and the next module."""
         pair = [self.hidden_norm(h_BSD), self.embed_norm(embedded_BSD)]
         joined = self.proj(torch.cat(pair if self.hidden_first else pair[::-1], dim=-1))
         out_BSD, routed = self.block(joined, turn, None, begins_BS)
-        return out_BSD, self.norm(out_BSD), routed
+        return self.norm(out_BSD), routed

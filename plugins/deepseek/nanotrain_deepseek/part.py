@@ -51,7 +51,8 @@ class DeepSeekPart(nn.Module):
             self._count(layer, routed, losses)
         if not self.part.has_head:
             return PartOutput(x_BSD, losses)
-        output = self._head(self.norm(x_BSD), batch.targets)
+        x_BSD = self.norm(x_BSD)
+        output = self._head(x_BSD, batch.targets)
         if batch.targets is None:
             return PartOutput(output)
         if self.training and self.config.mtp:
@@ -86,14 +87,14 @@ class DeepSeekPart(nn.Module):
         cos_sin: Rotation,
         losses: dict[str, torch.Tensor],
     ) -> torch.Tensor:
-        """Return the summed cross-entropies of all depths; the first starts from the last layer's output."""
+        """Return the summed cross-entropies of all depths; the first starts from what the head receives."""
         found = []
         for depth, predictor in enumerate(self.mtp, start=1):
             later = batch.later(depth)
             embedded_BSD = self.embed(later.tokens)
-            h_BSD, normed_BSD, routed = predictor(h_BSD, embedded_BSD, cos_sin, batch.begins)
+            h_BSD, routed = predictor(h_BSD, embedded_BSD, cos_sin, batch.begins)
             self._count(cast(Predictor, predictor).block, routed, losses)
-            found.append(self._head(normed_BSD, later.targets))
+            found.append(self._head(h_BSD, later.targets))
         return torch.stack(found).sum()
 
     def initializer(self, name: str) -> Initializer:

@@ -41,6 +41,7 @@ def chain(part, batch, depth):
     turn = rotation(length, CONFIG, like=h)
     for layer in part.layers.values():
         h, _ = layer(h, turn)
+    h = part.norm(h)
     for k in range(1, depth + 1):
         module = part.mtp[k - 1]
         known = length - k  # positions whose token k steps on is in the batch
@@ -49,11 +50,14 @@ def chain(part, batch, depth):
         )
         short = rotation(known, CONFIG, like=h)
         h, _ = module.block(module.proj(joined), short)
-    return part.mtp[depth - 1].norm(h) @ part.head.weight.T
+        h = module.norm(h)
+    return h @ part.head.weight.T
 
 
 def test_loss_is_the_sum_of_cross_entropies_of_tokens_two_and_three_on():
     _, (part,) = built()
+    for norm in (part.norm, *(module.norm for module in part.mtp)):  # with ones another norm undoes it
+        torch.nn.init.uniform_(norm.weight, 0.5, 1.5)
     batch = batch_of(ignored=[(0, 3), (1, slice(6, 10))])
     expected = 0.0
     for depth in (1, 2):

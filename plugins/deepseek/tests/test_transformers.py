@@ -5,12 +5,17 @@ import shutil
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
-from hf_deepseek import PAIRS, SIZES, YARN, logits, our_logits, tensors, theirs
+from hf_deepseek import PAIRS, SIZES, YARN, logits, our_logits, tensors, theirs, tokens
 from safetensors.torch import load_file, save_file
+from transformers.modeling_layers import MtpModel
 
+from nanotrain_core.batch import IGNORE, Batch
 from nanotrain_core.engine import RuntimeEngine
 from nanotrain_core.hf.convert import convert
+from nanotrain_core.hf.open_weights import open_weights
+from nanotrain_core.pipeline.actions import Part
 from nanotrain_core.registry.registry import load_plugins
 
 
@@ -186,3 +191,45 @@ def test_modules_for_further_tokens_follow_the_last_layer(order, tmp_path):
     }
     save_file({**written, **copies}, tmp_path / "exported/model.safetensors")
     assert tensors(tmp_path / "exported").keys() == found.keys() == weights.keys() | {"mtp.0.proj.weight"}
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_the_loss_of_modules_for_further_tokens_is_that_of_transformers(depth, tmp_path, monkeypatch):
+    """They take hidden states after the norm, of the model and of the module before."""
+    model = theirs("v3", tmp_path)
+    path, width, generator = tmp_path / "model.safetensors", SIZES["hidden_size"], torch.Generator()
+    weights = load_file(path)
+    last = {name: tensor for name, tensor in weights.items() if name.startswith("model.layers.2.")}
+    for layer in range(3, 3 + depth):
+        for name, tensor in last.items():
+            order = torch.randperm(len(tensor), generator=generator)
+            weights[name.replace("layers.2.", f"layers.{layer}.")] = tensor[order].clone()
+        for name in ("enorm", "hnorm", "shared_head.norm"):
+            weights[f"model.layers.{layer}.{name}.weight"] = torch.rand(width, generator=generator) + 0.5
+        joined = torch.randn(width, 2 * width, generator=generator)
+        weights[f"model.layers.{layer}.eh_proj.weight"] = 0.2 * joined
+    save_file(weights, path, metadata={"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    config.pop("num_mtp_layers", None)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": depth}))
+    monkeypatch.setattr(type(model), "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.[34].*"])
+    model = type(model).from_pretrained(tmp_path, attn_implementation="eager").eval()
+    ids, expected = tokens(), 0.0
+    with torch.no_grad():
+        hidden = model(ids, output_hidden_states=True).hidden_states[-1]
+        for k, layer in enumerate(MtpModel.from_pretrained(model).layers, start=1):
+            embedded = model.model.embed_tokens(ids[:, k:])
+            length = embedded.shape[1]
+            places = torch.arange(length)[None].expand(len(ids), -1)
+            mask = torch.full((length, length), -torch.inf).triu(1)[None, None]
+            turn = model.model.rotary_emb(embedded, position_ids=places)
+            hidden = layer(embedded, hidden[:, :length], turn, mask, places, None)
+            predicted = model.lm_head(hidden[:, :-1]).flatten(0, 1)
+            expected += F.cross_entropy(predicted, ids[:, k + 1 :].flatten(), reduction="sum").item()
+
+        opened = open_weights(tmp_path, load_plugins())
+        chosen = load_plugins().build(opened.selection)
+        part = chosen.build(Part.whole(chosen.layers)).to_empty(device="cpu").train()
+        part.load_state_dict(tensors(tmp_path), strict=True)
+        loss = part(ids, Batch(ids, F.pad(ids[:, 1:], (0, 1), value=IGNORE))).losses["mtp"].item()
+    assert loss == pytest.approx(expected, rel=1e-5)
