@@ -1,6 +1,7 @@
 """``run.compile``: what is compiled and what is not, how many graphs there are, and what is refused."""
 
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 from unittest import mock
 
@@ -19,7 +20,7 @@ from nanotrain_core.compile.blocks import compile_blocks
 from nanotrain_core.compile.function import CompiledFunction
 from nanotrain_core.component import StaysEager
 from nanotrain_core.errors import NanotrainError, PluginError, RecipeError
-from nanotrain_core.layout.roles import Role, tag, taken_over_by
+from nanotrain_core.layout.roles import Role, tag, take_over, taken_over_by
 from nanotrain_core.pipeline.weight_gradients import DeferredGradients
 from nanotrain_core.recipe.validate import check_combination
 from nanotrain_core.testing import probe, run_ranks
@@ -110,6 +111,29 @@ def test_two_ranks_layers_share_a_graph():
     for found, graphs in run_ranks(train_counting, 2, split, changes, timeout=300):
         assert found == pytest.approx(losses(probe.train(split.alone(), {})), rel=1e-12)
         assert graphs == 1 + 2  # the loss before and after ranks have talked
+
+
+@pytest.mark.parametrize("given", ["module", "long tensor", "list", "number"])
+def test_layers_whose_forward_is_given_different_things_do_not_share_a_graph(given):
+    """What looks alike is not the same: each layer had computed with the first one's."""
+
+    def forward(layer, x, extra=None):
+        extra = extra[0] if isinstance(extra, list) else extra
+        if isinstance(extra, nn.Module):
+            return layer.linear(x) + extra(x)
+        return layer.linear(x) * (extra[1500] if isinstance(extra, torch.Tensor) else extra)
+
+    def extra(number):
+        tensor = torch.ones(2000).index_fill(0, torch.tensor(1500), 1.0 + number)
+        made = {"module": nn.Linear(3, 3), "long tensor": tensor, "list": [nn.Linear(3, 3)]}
+        return made.get(given, 1.0 + number)
+
+    layers = [take_over(Layer(), partial(forward, extra=extra(number))) for number in range(2)]
+    part, x = nn.ModuleList(layers), torch.randn(2, 3)
+    expected = [layer(x) for layer in layers]
+    compile_blocks([part], "aot_eager")
+    for layer, wanted in zip(layers, expected, strict=True):
+        assert torch.equal(layer(x), wanted)
 
 
 EVEN = {"sequences": 4, "microbatch": 2, "length": 8}

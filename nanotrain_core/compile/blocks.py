@@ -11,15 +11,21 @@ Identical layers share one function, and so one graph for each kind of call: see
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from enum import Enum
 from functools import partial
+from types import NoneType
 from typing import Any
 
+import torch
 from torch import nn
 
 from nanotrain_core.compile.function import CompiledFunction
 from nanotrain_core.layout.roles import Role, tag_of, tagged, take_over, taken_over_by
 from nanotrain_core.models.activation_checkpointing import blocks
 from nanotrain_core.pipeline.passes import Passes
+
+#: What layers that share a graph may be given as an argument, if it is equal.
+PLAIN = (bool, int, float, str, bytes, NoneType, Enum, torch.dtype, torch.device)
 
 
 def compile_blocks(
@@ -87,9 +93,22 @@ def _kind(module: nn.Module) -> Any:
 
 def _function(function: Callable[..., Any]) -> Any:
     if isinstance(function, partial):
-        given = tuple(_function(each) if callable(each) else repr(each) for each in function.args)
-        return _function(function.func), given, repr(sorted(function.keywords.items()))
+        given = tuple(_given(each) for each in function.args)
+        named = tuple((name, _given(each)) for name, each in sorted(function.keywords.items()))
+        return _function(function.func), given, named
     return function
+
+
+def _given(value: Any) -> Any:
+    """Return a key of an argument of a partial: plain values are equal, everything else only to itself.
+
+    Two tensors or modules may look the same, and a graph would compute each layer with those of the first.
+    """
+    if callable(value):
+        return _function(value)
+    if isinstance(value, (tuple, frozenset)):
+        return type(value), tuple(map(_given, value))
+    return (type(value), repr(value)) if isinstance(value, PLAIN) else id(value)
 
 
 def _hooks(module: nn.Module) -> tuple[int, int]:
