@@ -204,7 +204,7 @@ SMALL = {
     "builtin": 490,
     "checkpoint": 905,
     "cli": 1705,
-    "compile": 680,
+    "compile": 692,
     "contracts": 667,
     "data": 830,
     "hf": 860,
