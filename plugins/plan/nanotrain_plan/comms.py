@@ -198,14 +198,15 @@ class Links:
         """Return whether a collective sums gradients, or gathers weights: along data-parallel ranks.
 
         Where ``cp`` is the only such dimension, its sums are taken for those of gradients, too: attention is
-        assumed to make all-to-alls or messages.
+        assumed to make all-to-alls or messages. Along ``pp`` alone, stages sum the gradient of a tied
+        parameter; the other sums there, of a norm or counts, are of a few numbers.
         """
         if found.op not in SUMS:
             return False
         axis, dense = self.axis(found), self.layout.views["dense"]
         spread = [dim for dim in dense.dims if dense.size(dim) > 1]
         dims = spread if axis == "world" else axis.split("+")
-        return "dp" in dims or "edp" in dims or ("cp" in dims and "dp" not in spread)
+        return "dp" in dims or "edp" in dims or dims == ["pp"] or ("cp" in dims and "dp" not in spread)
 
     def time(self, phase: Phase) -> CollectiveTime:
         """Return what the collectives of a recorded phase take."""

@@ -44,6 +44,8 @@ def test_an_all_to_all_is_that_of_shared_sequences_or_of_experts(degrees, ranks,
         ({"cp": 4, "edp": 4}, "all_to_all", (0, 1, 2, 3), 0.0),
         ({"dp": 4, "cp": 2, "ep": 2, "edp": 4}, "reduce_scatter", (0, 2, 4, 6), 0.9),  # edp or dp
         ({"dp": 4, "edp": 4}, "all_reduce", (0, 1, 2, 3), 0.9),
+        ({"pp": 4}, "all_reduce", (0, 3), 0.9),  # a tied parameter's gradient; of a message pp is hidden
+        ({"pp": 4}, "send", (0, 1), 1.0),
     ],
 )
 def test_gradient_sync_along_several_axes_is_hidden_as_that_of_dp(degrees, op, ranks, overlap):
