@@ -305,3 +305,15 @@ def test_gradient_sync_after_all_passes_is_not_hidden(synced):
     assert plans[""].time.after > sums[""]
     told = max(sum(each.exposed for each in own if each.axis == "dp") for own in plans[""].traffic.values())
     assert told == pytest.approx(sums[""])
+
+
+@pytest.mark.parametrize("use", ['[optimizer]\nuse = "zero12"', '[[parallel]]\nuse = "zero12"'])
+def test_gradient_sync_that_does_not_overlap_is_waited_for(synced, use):
+    """The sums of ``zero12`` follow the last backward pass, and its all-gathers the update."""
+    few = {"schedule__use": "1f1b", "batch__sequences": 64}
+    plan, overlapped = (synced(f"{use}\noverlap = {value}", **few) for value in ("false", "true"))
+    sync = [each for own in plan.traffic.values() for each in own if each.axis == "dp"]
+    assert {each.op for each in sync} == {"reduce_scatter", "all_gather"}
+    assert [each.exposed for each in sync] == pytest.approx([each.seconds for each in sync])
+    hidden = 0.9 * max(sum(e.seconds for e in own if e.axis == "dp") for own in plan.traffic.values())
+    assert plan.time.seconds == pytest.approx(overlapped.time.seconds + hidden, rel=0.02)

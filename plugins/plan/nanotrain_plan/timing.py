@@ -129,7 +129,8 @@ class Timer:
     """Gives the time of a phase, and remembers it.
 
     Gradient sync that a backward pass hides is limited by its own computation, and after all passes it is not
-    hidden. The update's all-gathers are not limited: they overlap with the next forward pass.
+    hidden. The update's all-gathers are not limited: they overlap with the next forward pass. If gradient
+    sync does not overlap, nothing hides its sums, nor these all-gathers.
 
     Operators that are not compiled are not fused, as those of the optimizer and of gradient sync. Passes that
     are replayed as a CUDA graph wait for no host.
@@ -152,6 +153,9 @@ class Timer:
         forward = {id(p) for step in steps for (kind, *_), p in step.measured.items() if kind == "F"}
         self.after = {id(step.around["sync"]) for step in steps}
         self.not_limited = forward | self.around - self.after
+        updates = {id(step.around["update"]) for step in steps if "update" in step.around}
+        self.overlapped = all(step.overlapped for step in steps)
+        self.other = self.not_limited - updates  # neither sums gradients nor gathers weights
         self._known: dict[tuple[int, bool], PhaseTime] = {}
 
     def __call__(self, phase: Phase, *, synced: bool = True) -> PhaseTime:
@@ -159,15 +163,20 @@ class Timer:
         key = id(phase), synced
         if key not in self._known:
             found = self.collectives(phase)
+            if self._takes_turns(phase):
+                exposed, sync = found.exposed + found.hidden, found.sync + found.hidden
+                found = attrs.evolve(found, exposed=exposed, sync=sync, hidden=0.0)
             if id(phase) in self.not_limited:
                 found = attrs.evolve(found, hidden=0.0)
-            if id(phase) in self.after:  # where copies and sums take turns
-                found = attrs.evolve(found, exposed=found.exposed + found.hidden, hidden=0.0)
             if not synced:
                 found = attrs.evolve(found, exposed=found.exposed - found.sync, hidden=0.0)
             hardware = self.eager if id(phase) in self.around else self.of_passes
             self._known[key] = phase_time(phase, hardware, found)
         return self._known[key]
+
+    def _takes_turns(self, phase: Phase) -> bool:
+        """Return whether gradient sync is waited for where it is sent: copies and sums take turns."""
+        return id(phase) in self.after or not (self.overlapped or id(phase) in self.other)
 
     def excess(self, phase: Phase) -> float:
         """Return the seconds of gradient sync that a phase should hide, but computes for too short a time."""

@@ -89,6 +89,8 @@ class Blocks:
     """Those of gradient sync."""
     shards: Mapping[tuple[str, ...], int]
     """Over how many ranks of the probe each range of a parameter's state is sharded: 1 if it is not."""
+    overlapped: bool
+    """See :attr:`RankStep.overlapped`."""
 
     def alone(self) -> Blocks:
         """Return them with passes of an only microbatch."""
@@ -154,6 +156,7 @@ def tell_apart(probe: Probe, costs: Costs) -> Blocks:
             dims: max(1, round(held[dims].elements / each.elements)) if each.elements else 1
             for dims, each in owned.items()
         },
+        overlapped=first.overlapped,
     )
 
 

@@ -147,6 +147,7 @@ def make_step(
         around=around,
         saved=_saved(state, held, own, layout, tied),
         descriptions={},
+        overlapped=blocks.overlapped,
     )
 
 

@@ -63,6 +63,9 @@ class RankStep:
     """By those dimensions."""
     copied: int = 0
     """Bytes of :attr:`Owned.weights` together."""
+    overlapped: bool = True
+    """Whether gradient sync sends buckets while a backward pass computes the next ones, and has updated
+    weights gathered during the next forward pass."""
     looked: Any = None
     """What ``look`` of :func:`dry_rank` returned."""
     _derived: dict[Sort, Phase | None] = attrs.field(factory=dict, init=False)
@@ -261,6 +264,7 @@ def dry_rank(
         owned=owned,
         copied=sum(each.weights for each in owned.values()),
         phases=recorder.phases[first:-1],
+        overlapped=getattr(run.gradients, "needs_gradient_hooks", True),
         looked=looked,
     )
 
