@@ -292,6 +292,15 @@ def test_zero2_takes_no_more_memory_with_more_microbatches(dense):
     assert few == pytest.approx(try_plan(recipe, dense.registry, composer.hardware).worst.peak, rel=0.02)
 
 
+def test_gradients_that_are_sent_after_a_whole_pass_are_planned_whole(dense):
+    config = attrs.evolve(dense.recipe.optimizer.config, stage=2, overlap=False)
+    recipe = attrs.evolve(dense.recipe, optimizer=attrs.evolve(dense.recipe.optimizer, config=config))
+    layout, problems = find_problems(recipe, dense.registry)
+    assert not problems
+    with pytest.raises(NotComposable, match="gradients of all layers"):
+        Composer(dense.registry, find_hardware("h100")).estimate(recipe, layout)
+
+
 def test_layers_smaller_than_a_bucket_are_planned_whole(dense):
     config = attrs.evolve(dense.recipe.optimizer.config, bucket_mb=25.0)
     recipe = attrs.evolve(dense.recipe, optimizer=attrs.evolve(dense.recipe.optimizer, config=config))

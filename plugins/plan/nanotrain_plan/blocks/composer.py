@@ -308,3 +308,8 @@ def _expect_independent_layers(recipe: Recipe, pp: int) -> None:
         measured = 1 if pp == 1 else 0  # a single stage, with its last layer
         if isinstance(keep, int) and keep > measured:
             raise NotComposable(f"{selection.use}: the last layers of a stage are not like the others")
+    for selection in (recipe.optimizer, *recipe.parallel):
+        config = selection.config
+        if getattr(config, "stage", 1) == 2 and not getattr(config, "overlap", True):
+            # A stage's gradients are sent, and freed, after its whole pass, and not layer by layer.
+            raise NotComposable(f"{selection.use}: a pass keeps the gradients of all layers to its end")
