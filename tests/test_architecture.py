@@ -215,7 +215,7 @@ SMALL = {
     "metrics": 1335,
     "monitors": 1060,
     "optim": 700,
-    "phases": 365,
+    "phases": 372,
     "pipeline": 610,
     "precision": 680,
     "recipe": 1725,

@@ -230,3 +230,13 @@ def test_deepseek_v3_changes_as_the_paper_says():
     assert 0 <= tokens - 14.8 * T < 15360 * 4096
     assert found.run.steps == sum(each.steps for each in timeline.stretches())
     assert found.optimizer.config.lr_schedule.warmup_steps == 2000
+
+
+@pytest.mark.parametrize(("steps", "sequences"), [(3, 8), (10, 16)])
+def test_a_ramp_that_the_run_does_not_finish_ends_with_its_last_step(tmp_path, steps, sequences):
+    ramp = "[[phase]]\nuntil_tokens = 8000\nbatch.sequences = { start = 8, end = 64, by = 8 }\n[[phase]]\n"
+    found = recipe(tmp_path, ramp, SMALL.replace("steps = 3", f"steps = {steps}"))
+    timeline = PhaseTimeline(found)
+    reached = [(number, now.batch.sequences) for number, now in timeline.reached_corners(steps)]
+    assert reached == [(0, 8), (0, sequences)]
+    assert timeline.largest().batch.sequences == sequences

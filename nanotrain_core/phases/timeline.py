@@ -125,6 +125,19 @@ class PhaseTimeline:
             if span.ramps and span.ends is not None:
                 yield number, self.recipe_with(span.at(span.ends))
 
+    def reached_corners(self, steps: int) -> Iterator[tuple[int, Recipe]]:
+        """Yield the recipes of the first step of each phase, and of the last step of one with ramps.
+
+        Only phases and values that a run of ``steps`` steps reaches: it may end within a ramp.
+        """
+        last: dict[int, int] = {}
+        for each in self.stretches(steps) if self.spans else ():
+            last[each.phase] = each.begins + (each.steps - 1) * each.sequences * each.length
+        for number, tokens in last.items():
+            yield number, self.recipe_with(self.spans[number].values)
+            if self.spans[number].ramps:
+                yield number, self.recipe_with(self.at(tokens).values)
+
     def ramps(self) -> Iterator[tuple[int, range]]:
         """Yield the phases whose batch size is ramped, with the sizes between those of its corners."""
         for number, span in enumerate(self.spans):
@@ -145,8 +158,7 @@ class PhaseTimeline:
         It is the one with the most tokens in a microbatch and, among these, the most in a step. In a pipeline
         another phase may need more memory, with more microbatches in flight.
         """
-        reached = self.reached(self.recipe.run.steps) if self.spans else 0
-        found = [recipe for number, recipe in self.corners() if number < reached] or [self.recipe]
+        found = [recipe for _, recipe in self.reached_corners(self.recipe.run.steps)] or [self.recipe]
         return max(
             found, key=lambda recipe: (recipe.batch.microbatch * recipe.batch.length, recipe.batch.tokens)
         )

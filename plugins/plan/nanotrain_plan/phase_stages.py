@@ -120,15 +120,18 @@ def name_of(recipe: Recipe, number: int) -> str:
 
 
 def planned_phase(recipe: Recipe, now: Recipe) -> str:
-    """Return the name of the phase that has the recipe ``now``; empty of a recipe without phases."""
-    return next((name_of(recipe, number) for number, each in reached(recipe) if each == now), "")
+    """Return the name of the phase that has the recipe ``now``; empty of a recipe without phases.
+
+    A ramp may end with the batch of the next phase: then it is that phase, all of whose steps have it.
+    """
+    numbers = [number for number, each in reached(recipe) if each == now]
+    ramped = {number for number, _ in PhaseTimeline(recipe).ramps()}
+    return name_of(recipe, min(numbers, key=lambda number: number in ramped)) if numbers else ""
 
 
 def reached(recipe: Recipe) -> Iterator[tuple[int, Recipe]]:
-    """Yield each phase that the run reaches, by number, with its recipe at the beginning and the end."""
-    timeline = PhaseTimeline(recipe)
-    last = _reached(timeline)
-    yield from ((number, now) for number, now in timeline.corners() if number < last)
+    """Yield each phase that the run reaches, by number, with its recipe in the first and the last step."""
+    return PhaseTimeline(recipe).reached_corners(recipe.run.steps)
 
 
 def _fullest_of_ramps(recipe: Recipe, schedule: Schedule, pp: int, dp: int) -> Iterator[tuple[int, Recipe]]:
@@ -137,20 +140,21 @@ def _fullest_of_ramps(recipe: Recipe, schedule: Schedule, pp: int, dp: int) -> I
     Its last microbatch is taken to be as large as the others: of this shape steps have been measured.
     """
     timeline = PhaseTimeline(recipe)
-    last = _reached(timeline)
+    ends = {number: now.batch.sequences for number, now in reached(recipe)}
     in_flight = getattr(schedule, "in_flight", None)  # which a schedule may have
     if in_flight is None or pp == 1:
         return
     for number, between in timeline.ramps():
-        if number >= last:
+        if number not in ends:
             break
-        first, *others = sizes = [between.start - between.step, *between, between.stop]
+        first, last = between.start - between.step, ends[number]
+        sizes = [first, *(size for size in between if min(first, last) < size < max(first, last)), last]
         steps = {size: step_of(timeline.with_batch(number, size), dp) for size in sizes}
         held = {
             size: [step.sequences * count for count in _asked(in_flight, recipe, pp, step.microbatches)]
             for size, step in steps.items()
         }
-        at_ends = [max(ends) for ends in zip(held[first], held[others[-1]], strict=True)]
+        at_ends = [max(ends) for ends in zip(held[first], held[last], strict=True)]
         most = max(sizes, key=lambda size: max(map(sub, held[size], at_ends)))
         if any(map(gt, held[most], at_ends)):
             yield number, timeline.with_batch(number, steps[most].sequences * steps[most].microbatches * dp)
@@ -166,10 +170,6 @@ def _asked(in_flight: Callable[[int, int], Any], recipe: Recipe, pp: int, count:
     if not isinstance(found, Sequence) or len(found) != pp:
         raise NanotrainError(f"{asked} returned {found!r}; expected a number for each pipeline rank")
     return found
-
-
-def _reached(timeline: PhaseTimeline) -> int:
-    return timeline.reached(timeline.recipe.run.steps) if timeline.recipe.phase else 0
 
 
 def step_of(now: Recipe, dp: int) -> Step:
