@@ -33,6 +33,8 @@ class Advice:
     told: str
     peak: int
     tokens_per_second: float
+    fits: bool
+    """On the devices, and in their hosts' memory."""
 
 
 def advise(plan: Plan, registry: Registry, tell: Callable[[int], None] = lambda number: None) -> list[Advice]:
@@ -84,7 +86,12 @@ def _together(
 
 
 def _advice(told: str, planned: Plan) -> Advice:
-    return Advice(told=told, peak=planned.worst.peak, tokens_per_second=planned.tokens_per_second)
+    return Advice(
+        told=told,
+        peak=planned.worst.peak,
+        tokens_per_second=planned.tokens_per_second,
+        fits=planned.fits_everywhere,
+    )
 
 
 def try_plan(recipe: Recipe, registry: Registry, hardware: Hardware) -> Plan | None:

@@ -171,7 +171,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         table = to_json(plan)
         table["memory"]["advice"] = [
-            {"change": a.told, "peak": a.peak, "tokens_per_second": a.tokens_per_second} for a in advice or ()
+            {"change": a.told, "peak": a.peak, "fits": a.fits, "tokens_per_second": a.tokens_per_second}
+            for a in advice or ()
         ]
         if swept:
             table["sweep"] = attrs.asdict(swept)

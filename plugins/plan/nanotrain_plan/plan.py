@@ -29,7 +29,7 @@ from nanotrain_plan.stages import Stages, dry_stages
 from nanotrain_plan.timing import StepTime, Timer, step_time
 
 #: Of what ``--json`` prints: grows by a minor number with a key, by a major one when a key changes meaning.
-VERSION = "4.1"
+VERSION = "4.2"
 
 
 #: An assumption, whose reason follows.

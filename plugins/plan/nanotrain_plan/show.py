@@ -118,7 +118,7 @@ def _sections(
         yield "Phases", _phases(plan)
     yield "Beside the devices", _beside(plan)
     if advice is not None and not plan.fits:
-        enough = not advice or any(each.peak <= plan.hardware.usable for each in advice)
+        enough = not advice or any(each.fits for each in advice)
         heading = "What would make it fit" if enough else "What lowers the peak, but not enough: add ranks"
         yield heading, _advice(plan, advice)
     yield "Assumptions", Group(*(Text(f"- {each}", style="dim") for each in plan.assumptions))
@@ -407,11 +407,13 @@ def _advice(plan: Plan, advice: Sequence[Advice]) -> RenderableType:
         return Text("No change of one or several keys that was tried does: more ranks, or a smaller model.")
     table = _table("change", "peak", "", "tokens/s", left=1)
     for each in advice:
-        style = "green" if each.peak <= plan.hardware.usable else "red"
+        style, share = "green" if each.fits else "red", f"{each.peak / plan.hardware.usable:.0%}"
+        if not each.fits and each.peak <= plan.hardware.usable:
+            share += ", too little host memory"
         table.add_row(
             each.told,
             Text(size(each.peak), style=style),
-            Text("fits" if style == "green" else f"{each.peak / plan.hardware.usable:.0%}", style=style),
+            Text("fits" if each.fits else share, style=style),
             f"{each.tokens_per_second:,.0f}",
         )
     return table

@@ -300,6 +300,24 @@ def test_what_does_not_fit_is_told_what_would(recipe, tmp_path, capsys):
 
 
 @pytest.mark.full
+def test_advice_that_leaves_too_little_host_memory_does_not_fit(recipe, tmp_path, capsys):
+    _, roomy = planned(capsys, recipe, "--hardware", "cpu", "--set", "model.layers=1")
+    small = tmp_path / "small.toml"
+    source = shipped()["cpu"].read_text().replace("reserved_gb = 1.0", "reserved_gb = 0.0")
+    source = source.replace("memory_gb = 32.0", f"memory_gb = {0.95 * roomy['memory']['peak'] / 1e9}", 1)
+    small.write_text(re.sub(r"(?m)^host_memory_gb.*?(?= *(#|$))", "host_memory_gb = 0.001", source))
+    words = ["plan", recipe, "--hardware", str(small), "--set", "model.layers=1"]
+    assert main([*words, "--json"]) == 2
+    plan = json.loads(capsys.readouterr().out)
+    advice = plan["memory"]["advice"]
+    assert min(each["peak"] for each in advice) <= plan["memory"]["usable"]
+    assert not any(each["fits"] for each in advice)
+    main(words)
+    told = capsys.readouterr().out
+    assert "What lowers the peak, but not enough" in told
+    assert "too little host memory" in " ".join(told.split())
+
+
 def test_advice_changes_the_component_that_a_recipe_has(recipe, tmp_path, capsys):
     """A second table of it would be refused. What is advised is what `--set` takes, and has that peak."""
     small = tmp_path / "small.toml"
