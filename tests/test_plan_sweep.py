@@ -20,7 +20,7 @@ from nanotrain_plan.blocks.composer import Composer
 from nanotrain_plan.blocks.probe import NotComposable, choose
 from nanotrain_plan.compare import Comparison, Known, _held, as_planned, describe
 from nanotrain_plan.dry.operators import key_of
-from nanotrain_plan.grid import Family, families
+from nanotrain_plan.grid import Family, _possible, families
 from nanotrain_plan.hardware import find_hardware
 from nanotrain_plan.sweep import WHOLE, sweep
 
@@ -417,3 +417,17 @@ def test_bounds_leave_out_no_layout_that_is_among_the_fastest(dense, monkeypatch
     assert exhaustive.examined == bounded.examined
     fastest = [[each for each in found.candidates if each.fits][:WHOLE] for found in (bounded, exhaustive)]
     assert fastest[0] == fastest[1]
+
+
+def test_gradients_that_a_wrapper_shards_need_not_fit(dense):
+    """With ``zero12`` beside ``adamw`` in stage 2, weights alone fit where gradients beside them do not."""
+    config = dense.registry.get("parallel", "zero12").config(stage=2)
+    sharded = Selection("parallel", "zero12", config)
+    recipe = with_component(dense.recipe, dense.registry, "optimizer", "adamw")
+    recipe = attrs.evolve(recipe, parallel=(*recipe.parallel, sharded))
+    plan = try_plan(recipe, dense.registry, find_hardware("h100"))
+    held = 2 * plan.parameters.total / 2  # bfloat16, of two tp ranks
+    memory = (1.5 * held) / 1e9 + plan.hardware.reserved_gb
+    plan = attrs.evolve(plan, hardware=attrs.evolve(plan.hardware, memory_gb=memory))
+    assert _possible(plan, recipe, 1, Counter())
+    assert not _possible(plan, attrs.evolve(recipe, parallel=dense.recipe.parallel), 1, Counter())

@@ -102,14 +102,18 @@ def _degree(recipe: Recipe, dim: str) -> int:
 
 
 def _zero_stage(recipe: Recipe) -> int | None:
-    return recipe.optimizer.config.stage if recipe.optimizer.use == "zero12" else None
+    """Return the stage of ZeRO that the recipe has, by its optimizer or by a wrapper of any; else None."""
+    owner = recipe.optimizer if recipe.optimizer.use == "zero12" else find(recipe, "zero12")
+    return owner.config.stage if owner else None
 
 
 def _zero_stages(recipe: Recipe, registry: Registry) -> Sequence[int | None]:
     """Return ZeRO stages to compare; None is the recipe's own optimizer."""
     if "zero12" not in registry.names("optimizer") or recipe.optimizer.use not in ("adamw", "zero12"):
         return (None,)
-    return (1, 2) if recipe.optimizer.use == "zero12" else (None, 1, 2)
+    if recipe.optimizer.use == "zero12":
+        return (1, 2)
+    return (None, *(stage for stage in (1, 2) if stage != _zero_stage(recipe)))
 
 
 def _degrees(plan: Plan, registry: Registry, dim: str, most: int) -> list[int]:
