@@ -1,4 +1,4 @@
-"""Weights in DeepSeek-V3's release format: E4M3, with a float32 scale per block of 128 x 128 elements.
+"""Weights in DeepSeek-V3's release format: E4M3, with a scale per block of 128 x 128 elements.
 
 Source: DeepSeek-V3's own ``README_WEIGHTS.md``, "FP8 Weight Documentation": element times scale of its block,
     which its own tools also round to bfloat16.
@@ -19,13 +19,15 @@ from nanotrain_core.hf.mapping import HFError
 E4M3 = "F8_E4M3"
 SCALE = "_scale_inv"
 """Suffix of the name of a weight's scales. Despite this name, elements are multiplied by them."""
+_SCALES = ("F32", "BF16", "F16", "F8_E8M0")
+"""Dtypes of scales whose values are the scales themselves; integers would be their exponents."""
 
 
 class BlockScaled:
     """The tensors of a folder, with those in E4M3 dequantized as they are read.
 
     Raises:
-        CheckpointError: a tensor in E4M3 lacks its scales, or they have another shape.
+        CheckpointError: a tensor in E4M3 lacks its scales, or they have another shape or dtype.
         HFError: ``options`` specifies another format than blocks of E4M3.
     """
 
@@ -48,7 +50,7 @@ class BlockScaled:
             return found
         parts = list(zip(index, self._block, strict=True))
         spans = tuple(slice(part.start // size, -(-part.stop // size)) for part, size in parts)
-        scale = self._shards.read(name + SCALE, spans)
+        scale = self._shards.read(name + SCALE, spans).float()
         for axis, (part, size) in enumerate(parts):
             each = torch.arange(part.start, part.stop) // size - part.start // size
             scale = scale.index_select(axis, each)
@@ -76,3 +78,5 @@ def _misfit(name: str, shards: Shards, block: tuple[int, int]) -> Iterator[str]:
     if found != wanted or len(shape) != len(block):
         scales = f"its scales {name + SCALE} have shape {found}, expected {wanted}"
         yield f"{name} is stored as {E4M3} in shape {shape}: {scales}"
+    elif (code := shards.dtypes[name + SCALE]) not in _SCALES:
+        yield f"{name + SCALE} has scales stored as {code}; only {', '.join(_SCALES)} can be read"

@@ -69,6 +69,20 @@ def test_weights_in_fp8_as_they_were_released_are_read_as_bfloat16(version, tmp_
     assert "quantization_config" not in json.loads((tmp_path / "wide/config.json").read_text())
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e8m0fnu], ids=str)
+def test_scales_may_be_narrower_than_float32(dtype, tmp_path):
+    """DeepSeek-V3.1's are powers of two, which each of these stores exactly."""
+    theirs("v3", tmp_path)
+    released(tmp_path)
+    path, name = tmp_path / "model.safetensors", "model.layers.0.self_attn.o_proj.weight"
+    weights = load_file(path)
+    weights[name + "_scale_inv"] = torch.exp2(weights[name + "_scale_inv"].log2().round())
+    save_file(weights, path)
+    expected = tensors(tmp_path)["layers.0.attn.o.weight"]
+    save_file({**weights, name + "_scale_inv": weights[name + "_scale_inv"].to(dtype)}, path)
+    assert torch.equal(tensors(tmp_path)["layers.0.attn.o.weight"], expected)
+
+
 def test_a_rank_reads_its_block_of_released_weights_where_it_cuts_through_theirs(tmp_path):
     theirs("v3", tmp_path)
     released(tmp_path)
@@ -87,8 +101,12 @@ def test_a_rank_reads_its_block_of_released_weights_where_it_cuts_through_theirs
             lambda w, scale: w.update({"strange_scale_inv": w[scale].clone()}),
             "it has a tensor strange_scale_inv",
         ),
+        (
+            lambda w, scale: w.update({scale: (w[scale].log2() + 127).to(torch.uint8)}),
+            "up_proj.weight_scale_inv has scales stored as U8; only F32, BF16, F16, F8_E8M0 can be read",
+        ),
     ],
-    ids=["missing", "other-shape", "of-nothing"],
+    ids=["missing", "other-shape", "of-nothing", "exponents"],
 )
 def test_released_weights_whose_scales_do_not_fit_are_refused(change, text, tmp_path):
     theirs("v3", tmp_path)
