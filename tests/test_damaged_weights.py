@@ -3,6 +3,7 @@
 import json
 import shutil
 import time
+from contextlib import nullcontext
 from random import Random
 
 import numpy as np
@@ -13,12 +14,21 @@ from hf_models import gpt2, llama
 from safetensors.torch import load_file, save_file
 
 from nanotrain_core.data.token_cache import TokenCache
+from nanotrain_core.engine import RuntimeEngine
 from nanotrain_core.errors import NanotrainError
 from nanotrain_core.hf.convert import convert
 from nanotrain_core.registry.registry import load_plugins
 
 REGISTRY = load_plugins()
 INDEX = "model.safetensors.index.json"
+RECIPE = """
+extends = "ours/model.toml"
+run = { steps = 1, device = "cpu", weights = "hf" }
+batch = { sequences = 1, microbatch = 1, length = 8 }
+evaluation = { sequences = 0 }
+optimizer = { use = "sgd", lr = 0.1 }
+data = { use = "synthetic", vocab = 64 }
+"""
 
 
 @pytest.fixture(scope="module", params=[llama, gpt2], ids=lambda each: each.__name__)
@@ -40,10 +50,10 @@ def change(path, **changes):
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
-def refusal(path):
+def refusal(path, **options):
     """Return why the folder is not converted, and see to it that nothing is left of that."""
     with pytest.raises(NanotrainError) as refused:
-        convert(path, path.parent / "out", REGISTRY)
+        convert(path, path.parent / "out", REGISTRY, **options)
     assert not (path.parent / "out").exists()
     return str(refused.value)
 
@@ -82,6 +92,29 @@ def test_a_tensor_that_is_not_finite_is_named(copied, value):
     name = next(iter(tensors))
     save_file({**tensors, name: torch.full_like(tensors[name], value)}, path, {"format": "pt"})
     assert "is not finite" in refusal(copied)
+
+
+@pytest.mark.parametrize("form", ["huggingface", "nanotrain"])
+def test_a_weight_beyond_the_range_of_the_dtype_to_write_is_named(copied, form):
+    path = sorted(copied.glob("model-*"))[0]
+    tensors = load_file(path)
+    name = next(iter(tensors))
+    save_file({**tensors, name: torch.full_like(tensors[name], 1e5)}, path, {"format": "pt"})
+    assert refusal(copied, form=form, dtype=torch.float16).endswith("is not finite in float16")
+    convert(copied, copied.parent / "out", REGISTRY, form=form, dtype=torch.bfloat16)
+
+
+def test_a_run_refuses_weights_beyond_the_range_of_its_dtypes(tmp_path):
+    llama().save_pretrained(tmp_path / "hf")
+    tensors = load_file(tmp_path / "hf/model.safetensors")
+    tensors["model.norm.weight"][3] = 1e5
+    save_file(tensors, tmp_path / "hf/model.safetensors", {"format": "pt"})
+    convert(tmp_path / "hf", tmp_path / "ours", REGISTRY)
+    for use, refused in (("bf16", False), ("fp16", True)):
+        (tmp_path / "recipe.toml").write_text(RECIPE + f'precision = {{ use = "{use}" }}\n')
+        expected = r"hf: norm.weight is not finite in float16$"
+        with pytest.raises(NanotrainError, match=expected) if refused else nullcontext():
+            RuntimeEngine.from_recipe(tmp_path / "recipe.toml", folder=tmp_path / use)
 
 
 def test_a_tensor_in_two_files_is_refused(copied):

@@ -17,7 +17,7 @@ from nanotrain_core.checkpoint.safetensors_files import Entry, write_shards
 from nanotrain_core.errors import CheckpointError, FolderError
 from nanotrain_core.hf.mapping import HFError, HFMapping
 from nanotrain_core.hf.open_weights import CONFIG, TABLE, Weights, hf_models, on_meta, open_weights
-from nanotrain_core.hf.weights import Atlas, whole
+from nanotrain_core.hf.weights import Atlas, not_finite, whole
 from nanotrain_core.precision.dtypes import kept_dtypes
 from nanotrain_core.recipe.write import write_model
 from nanotrain_core.registry.registry import Registry
@@ -70,7 +70,7 @@ def convert(
         registry: finds the model's component.
         form: the naming to write; None: the one that ``source`` does not have.
         dtype: of every weight; None keeps each one's own. State that a model keeps in its own dtype, such as
-            a router's bias, is not converted.
+            a router's bias, is not converted. Weights beyond its range are refused.
         shard_bytes: maximum size of a file, unless a single tensor is larger.
 
     Raises:
@@ -108,15 +108,16 @@ def convert(
 
 
 def _finite(source: Path, entry: Entry) -> torch.Tensor:
-    """Read a tensor.
+    """Return a tensor in the dtype in which it is written, whose range may be smaller than the source's.
 
     Raises:
         CheckpointError: it has a NaN or an infinity.
     """
     found = entry.read()
-    if not bool(found.isfinite().all()):
-        raise CheckpointError(f"{source}: {entry.name} is not finite")
-    return found
+    written = found.to(entry.dtype)
+    if problem := not_finite(found, written):
+        raise CheckpointError(f"{source}: {entry.name} {problem}")
+    return written
 
 
 def _ours(weights: Weights, registry: Registry, dtypes: Dtypes) -> tuple[list[Entry], str, str]:

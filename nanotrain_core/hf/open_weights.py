@@ -26,7 +26,7 @@ from nanotrain_core.contracts import Model, SavedWeights, WeightReader
 from nanotrain_core.errors import CheckpointError, NanotrainError, describe, did_you_mean
 from nanotrain_core.hf.block_scaled import BlockScaled
 from nanotrain_core.hf.mapping import HFError, HFMapping, ParameterMapping
-from nanotrain_core.hf.weights import Atlas, HFWeights, differences, missing_prefix
+from nanotrain_core.hf.weights import Atlas, HFWeights, differences, missing_prefix, not_finite
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import PlacedParameter
 from nanotrain_core.pipeline.actions import Part
@@ -285,7 +285,8 @@ def load_weights(
     """Fill this rank's blocks one at a time, reading little more. Rank 0 checks for damage. Collective.
 
     Raises:
-        CheckpointError: the weights are damaged, of another model than the run's, or differ on some rank.
+        CheckpointError: the weights are damaged, of another model than the run's, beyond the range of its
+            dtypes, or differ on some rank.
     """
     weights = open_weights(path, registry)
     refuse_other_model(model_table(weights.selection), selection, what=f"{path} has weights")
@@ -301,10 +302,11 @@ def load_weights(
     with show_progress("loading weights", sum(each.parameter.nbytes for each in placed), "B") as advance:
         for parameter in placed:
             block = weights.reader.read(parameter.placement.name, parameter.placement.slices)
-            parameter.parameter.copy_(block)
             # Checked in host memory, before it is on the device.
-            if parameter.parameter.requires_grad and not bool(block.isfinite().all()):
-                odd.append(parameter.placement.name)
+            rounded = block.to(parameter.parameter.dtype)
+            parameter.parameter.copy_(rounded)
+            if parameter.parameter.requires_grad and (problem := not_finite(block, rounded)):
+                odd.append(f"{parameter.placement.name} {problem}")
             advance(parameter.parameter.nbytes)
     if first := next((names[0] for names in mesh.gather(odd) if names), ""):
-        raise CheckpointError(f"{path}: {first} is not finite")
+        raise CheckpointError(f"{path}: {first}")

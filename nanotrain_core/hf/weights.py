@@ -23,6 +23,14 @@ def whole(shape: Iterable[int]) -> Index:
     return tuple(slice(0, size) for size in shape)
 
 
+def not_finite(stored: torch.Tensor, rounded: torch.Tensor) -> str:
+    """Return what is wrong with a tensor after it was rounded to another dtype; empty if all is finite."""
+    if bool(rounded.isfinite().all()):
+        return ""
+    beyond = bool(stored.isfinite().all())
+    return "is not finite" + (f" in {rounded.dtype}".replace("torch.", "") if beyond else "")
+
+
 @attrs.define(frozen=True, eq=False)
 class Piece:
     """A block of one of our parameters, and the corresponding part of a Hugging Face tensor."""
