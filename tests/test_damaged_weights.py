@@ -117,6 +117,21 @@ def test_a_run_refuses_weights_beyond_the_range_of_its_dtypes(tmp_path):
             RuntimeEngine.from_recipe(tmp_path / "recipe.toml", folder=tmp_path / use)
 
 
+def test_two_sets_of_weights_in_a_folder_are_refused(copied):
+    """Transformers reads the single file, and this project the index's: other weights, without a word."""
+    shutil.copy(sorted(copied.glob("model-*"))[0], copied / "model.safetensors")
+    assert "has both model.safetensors and model.safetensors.index.json" in refusal(copied)
+
+
+def test_an_index_may_name_the_single_file(tmp_path):
+    gpt2().save_pretrained(tmp_path / "hf")
+    names = load_file(tmp_path / "hf/model.safetensors")
+    (tmp_path / "hf" / INDEX).write_text(
+        json.dumps({"weight_map": dict.fromkeys(names, "model.safetensors")})
+    )
+    convert(tmp_path / "hf", tmp_path / "out", REGISTRY)
+
+
 def test_a_tensor_in_two_files_is_refused(copied):
     first, second = sorted(copied.glob("model-*"))[:2]
     save_file({**load_file(first), **load_file(second)}, second, {"format": "pt"})

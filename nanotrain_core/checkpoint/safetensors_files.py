@@ -23,6 +23,7 @@ from nanotrain_core.errors import CheckpointError
 from nanotrain_core.run.files import write_atomically, write_text_atomically
 from nanotrain_core.run.progress_bar import Advance, show_progress
 
+SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 #: A file name without folders: otherwise an index could make this process read any file of the machine.
 _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_. -]*\.safetensors")
@@ -56,7 +57,7 @@ class Shards:
     """The tensors of a folder, opened for lazy reading.
 
     Raises:
-        CheckpointError: the folder has no safetensors files, or one is missing or damaged.
+        CheckpointError: the folder has no safetensors files, one is missing or damaged, or it has two sets.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -89,7 +90,7 @@ class Shards:
 
 
 def _files(folder: Path) -> Sequence[Path]:
-    index = folder / INDEX
+    index, single = folder / INDEX, folder / SINGLE
     if index.is_file():
         try:
             names = sorted(set(load_json(read_json(index))["weight_map"].values()))
@@ -99,12 +100,13 @@ def _files(folder: Path) -> Sequence[Path]:
         if odd is not None or not names:
             said = f"names the file {odd!r}" if names else "names no file"
             raise CheckpointError(f"{index} {said}; expected files beside it that end with .safetensors")
+        if single.is_file() and SINGLE not in names:  # transformers reads this file, not the index
+            raise CheckpointError(
+                f"{folder} has both {SINGLE} and {INDEX}, which names other files: remove the one not meant"
+            )
         return [folder / name for name in names]
-    single = folder / "model.safetensors"
     if not single.is_file():
-        raise CheckpointError(
-            f"{folder} has neither model.safetensors nor {INDEX}: other formats are not read"
-        )
+        raise CheckpointError(f"{folder} has neither {SINGLE} nor {INDEX}: other formats are not read")
     return [single]
 
 
@@ -135,7 +137,7 @@ def write_shards(folder: Path, entries: Iterable[Entry], limit: int) -> int:
         shards[-1].append(entry)
     count = len(shards)
     numbered = (f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1))
-    names = ["model.safetensors"] if count == 1 else list(numbered)
+    names = [SINGLE] if count == 1 else list(numbered)
     with show_progress("writing", sum(entry.nbytes for shard in shards for entry in shard), "B") as advance:
         for name, shard in zip(names, shards, strict=True):
             write_atomically(folder / name, lambda path, shard=shard: _write(path, shard, advance))  # type: ignore[misc]
