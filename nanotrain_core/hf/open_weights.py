@@ -25,7 +25,7 @@ from nanotrain_core.checkpoint.tensor_boxes import Shape
 from nanotrain_core.contracts import Model, SavedWeights, WeightReader
 from nanotrain_core.errors import CheckpointError, NanotrainError, describe, did_you_mean
 from nanotrain_core.hf.block_scaled import BlockScaled
-from nanotrain_core.hf.mapping import HFError, HFMapping, ParameterMapping
+from nanotrain_core.hf.mapping import HFError, HFMapping, ParameterMapping, expect
 from nanotrain_core.hf.weights import Atlas, HFWeights, differences, missing_prefix, not_finite
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import PlacedParameter
@@ -215,6 +215,7 @@ def _open_hf(folder: Path, registry: Registry) -> Weights:
         )
     use, hf = known[wanted]
     try:
+        expect(config, "is_causal", True)  # read by the masks of every class of transformers
         shards = _shards(folder, config.get("quantization_config"))
         table = {"use": use, **hf.table(config, shards.shapes.keys())}
     except HFError as problem:
