@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from hf_models import gpt2, llama, logits, our_logits, our_tensors
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from nanotrain_core.cli import main
 from nanotrain_core.hf.convert import convert
@@ -102,6 +102,18 @@ def test_weights_are_rounded_if_asked_for(tmp_path):
     convert(tmp_path / "ours", tmp_path / "back", load_plugins())
     assert json.loads((tmp_path / "back/config.json").read_text())["torch_dtype"] == "bfloat16"
     assert type(model).from_pretrained(tmp_path / "back").dtype == torch.bfloat16
+
+
+def test_parameters_of_several_dtypes_in_one_tensor_are_not_rounded(tmp_path):
+    """GPT-2 stores queries, keys and values as one tensor."""
+    gpt2().save_pretrained(tmp_path / "theirs")
+    convert(tmp_path / "theirs", tmp_path / "ours", load_plugins())
+    path, name = tmp_path / "ours/model.safetensors", "layers.0.attn.q.weight"
+    weights = load_file(path)
+    save_file({**weights, name: weights[name].bfloat16()}, path)
+    convert(tmp_path / "ours", tmp_path / "back", load_plugins())
+    for key, tensor in our_tensors(tmp_path / "back").items():
+        assert torch.equal(tensor, weights[key].bfloat16().float() if key == name else weights[key]), key
 
 
 def test_the_command_converts_both_ways_and_takes_the_tokenizer_along(tmp_path, capsys, monkeypatch):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import partial, reduce
 
 import attrs
 import torch
@@ -83,7 +83,12 @@ class Atlas:
         for name, shape in self.theirs.items():
             pieces = self.pieces[name]
             assemble = partial(_assemble, source, pieces, self.upright[name])
-            yield Entry(name, shape, dtypes[pieces[0].name], assemble)
+            yield Entry(name, shape, _widest(dtypes[piece.name] for piece in pieces), assemble)
+
+
+def _widest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
+    """Return the dtype that represents the values of all of them, so that none is rounded."""
+    return reduce(torch.promote_types, dtypes)
 
 
 def _pieces(mapping: ParameterMapping, shape: Shape) -> list[Piece]:
@@ -134,6 +139,7 @@ def _order(piece: Piece, axis: int) -> Sequence[int]:
 def _assemble(source: WeightReader, pieces: Sequence[Piece], shape: Shape) -> torch.Tensor:
     """Return a Hugging Face tensor as it is stored."""
     result: torch.Tensor | None = None
+    dtype = _widest(source.dtypes[piece.name] for piece in pieces)
     for piece in pieces:
         block = source.read(piece.name, piece.index)
         block = block[0] if piece.single else block
@@ -141,10 +147,10 @@ def _assemble(source: WeightReader, pieces: Sequence[Piece], shape: Shape) -> to
         if rows is None and columns is None:
             result = block
             break
-        result = block.new_empty(shape) if result is None else result
+        result = block.new_empty(shape, dtype=dtype) if result is None else result
         if columns is not None and rows is not None:
             block = block.index_select(1, torch.tensor(columns).argsort())
-        result[(slice(None), torch.tensor(columns)) if rows is None else torch.tensor(rows)] = block
+        result[(slice(None), torch.tensor(columns)) if rows is None else torch.tensor(rows)] = block.to(dtype)
     assert result is not None
     return result.t() if pieces[0].hf.transposed else result
 
@@ -155,7 +161,11 @@ class HFWeights:
     def __init__(self, shards: Tensors, atlas: Atlas, dtypes: Mapping[str, torch.dtype], prefix: str) -> None:
         self.shards, self.atlas, self.prefix = shards, atlas, prefix
         self.shapes: Mapping[str, Shape] = atlas.ours
-        self.dtypes = {piece.name: dtypes[name] for name, pieces in atlas.pieces.items() for piece in pieces}
+        stored: dict[str, list[torch.dtype]] = {}
+        for name, pieces in atlas.pieces.items():
+            for piece in pieces:
+                stored.setdefault(piece.name, []).append(dtypes[name])
+        self.dtypes = {name: _widest(each) for name, each in stored.items()}
 
     def damage(self) -> Sequence[str]:
         """Return nothing: the other library's files carry no checksum."""
@@ -166,7 +176,7 @@ class HFWeights:
         hf = self.atlas.mappings[name].hf
         if isinstance(hf, HFTensor):
             return self._read(hf, index)
-        return torch.stack([self._read(one, index[1:]) for one in hf[index[0]]])
+        return torch.stack([self._read(one, index[1:]).to(self.dtypes[name]) for one in hf[index[0]]])
 
     def _read(self, hf: HFTensor, index: Index) -> torch.Tensor:
         orders = (hf.rows, hf.columns)

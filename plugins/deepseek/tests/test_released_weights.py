@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 import transformers
-from hf_deepseek import logits, our_logits, tensors, theirs
+from hf_deepseek import SIZES, logits, our_logits, tensors, theirs
 from safetensors.torch import load_file, save_file
 
 from nanotrain_core.errors import NanotrainError
@@ -90,6 +90,22 @@ def test_a_rank_reads_its_block_of_released_weights_where_it_cuts_through_theirs
     for name, tensor in full.items():
         index = tuple(slice(size // 3, size // 3 + max(1, size // 2)) for size in tensor.shape)
         assert torch.equal(reader.read(name, index), tensor[index]), name
+
+
+def test_experts_of_several_dtypes_are_not_rounded_to_that_of_one(tmp_path):
+    theirs("v3", tmp_path / "theirs")
+    path, name = tmp_path / "theirs/model.safetensors", "model.layers.1.mlp.experts.{}.up_proj.weight"
+    weights = load_file(path)
+    last = SIZES["n_routed_experts"] - 1
+    weights |= {
+        name.format(0): weights[name.format(0)].half(),
+        name.format(last): weights[name.format(last)].bfloat16(),
+    }
+    save_file(weights, path)
+    convert(tmp_path / "theirs", tmp_path / "back", load_plugins(), form="huggingface")
+    for key, tensor in load_file(tmp_path / "back/model.safetensors").items():
+        assert tensor.dtype == torch.float32
+        assert torch.equal(tensor, weights[key].float()), key
 
 
 @pytest.mark.parametrize(
