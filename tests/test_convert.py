@@ -1,6 +1,7 @@
 """Weights in and out of Hugging Face's files, against transformers' own classes."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +21,9 @@ SCALED = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+
+#: Files without which a tokenizer of transformers would have other tokens, or other templates.
+TOKENIZER = ("tokenizer.json", "added_tokens.json", "additional_chat_templates/tool_use.jinja")
 
 MODELS = {
     "llama": llama,
@@ -120,7 +124,9 @@ def test_the_command_converts_both_ways_and_takes_the_tokenizer_along(tmp_path, 
     monkeypatch.chdir(tmp_path)
     model = llama()
     model.save_pretrained("theirs")
-    (tmp_path / "theirs/tokenizer.json").write_text("{}")
+    (tmp_path / "theirs/additional_chat_templates").mkdir()
+    for name in TOKENIZER:
+        (tmp_path / "theirs" / name).write_text("{}")
     assert main(["convert", "theirs", "ours"]) == 0
     said = capsys.readouterr().out
     assert f"ours: {model.num_parameters():,} parameters of model 'transformer' in 1 file" in said
@@ -130,12 +136,13 @@ def test_the_command_converts_both_ways_and_takes_the_tokenizer_along(tmp_path, 
     files = {path.name for path in (tmp_path / "back").glob("*.safetensors")}
     assert set(index["weight_map"].values()) == files
     assert index["metadata"]["total_size"] == 4 * model.num_parameters()
-    assert {path.name for path in (tmp_path / "back").iterdir()} == {
+    found = {str(path.relative_to("back")) for path in Path("back").rglob("*") if path.is_file()}
+    assert found == {
         *files,
+        *TOKENIZER,
         "config.json",
         "generation_config.json",
         "model.safetensors.index.json",
-        "tokenizer.json",
     }
 
 

@@ -31,6 +31,8 @@ TOKENIZER = (
     "special_tokens_map.json",
     "vocab.json",
     "merges.txt",
+    "added_tokens.json",
+    "additional_chat_templates/*.jinja",
     "generation_config.json",
 )
 
@@ -155,4 +157,7 @@ def _copy_tokenizer(source: Path, target: Path) -> None:
     for pattern in TOKENIZER if source.is_dir() else ():
         for path in source.glob(pattern):
             if path.is_file():
-                flush(shutil.copyfile(path, target / path.name))
+                copy = target / path.relative_to(source)
+                copy.parent.mkdir(exist_ok=True)
+                flush(shutil.copyfile(path, copy))
+                flush(copy.parent)
