@@ -146,6 +146,19 @@ def test_the_command_converts_both_ways_and_takes_the_tokenizer_along(tmp_path, 
     }
 
 
+@pytest.mark.parametrize("own", [False, True])
+def test_generation_ends_where_it_did_before(own, tmp_path):
+    """Transformers takes the tokens of config.json if there is no generation_config.json."""
+    model = llama(bos_token_id=1, eos_token_id=[2, 5])
+    model.save_pretrained(tmp_path / "theirs")
+    file = tmp_path / "theirs/generation_config.json"
+    file.write_text('{"eos_token_id": 7}') if own else file.unlink()
+    convert(tmp_path / "theirs", tmp_path / "ours", load_plugins())
+    convert(tmp_path / "ours", tmp_path / "back", load_plugins())
+    found = type(model).from_pretrained(tmp_path / "back").generation_config
+    assert (found.bos_token_id, found.eos_token_id) == ((None, 7) if own else (1, [2, 5]))
+
+
 def test_no_file_grows_past_the_limit_unless_for_one_tensor(tmp_path):
     llama().save_pretrained(tmp_path / "theirs")
     limit = 10_000

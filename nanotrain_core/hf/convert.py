@@ -13,6 +13,7 @@ from uuid import uuid4
 import attrs
 import torch
 
+from nanotrain_core.checkpoint.run_state import load_json, read_json
 from nanotrain_core.checkpoint.safetensors_files import Entry, write_shards
 from nanotrain_core.errors import CheckpointError, FolderError
 from nanotrain_core.hf.mapping import HFError, HFMapping
@@ -24,6 +25,7 @@ from nanotrain_core.registry.registry import Registry
 from nanotrain_core.run.files import flush, write_text_atomically
 from nanotrain_core.run.progress_bar import show_progress
 
+GENERATION = "generation_config.json"
 #: Files that are copied unchanged along with weights.
 TOKENIZER = (
     "tokenizer*",
@@ -33,7 +35,7 @@ TOKENIZER = (
     "merges.txt",
     "added_tokens.json",
     "additional_chat_templates/*.jinja",
-    "generation_config.json",
+    GENERATION,
 )
 
 #: Advice for a model that transformers does not support.
@@ -98,6 +100,8 @@ def convert(
         files = write_shards(scratch, entries, shard_bytes)
         write_text_atomically(scratch / name, text)
         _copy_tokenizer(source, scratch)
+        if weights.hf and not (scratch / GENERATION).exists():
+            _write_special_tokens(source, scratch)
         flush(scratch)
         scratch.rename(target)
         flush(target.parent)
@@ -161,3 +165,12 @@ def _copy_tokenizer(source: Path, target: Path) -> None:
                 copy.parent.mkdir(exist_ok=True)
                 flush(shutil.copyfile(path, copy))
                 flush(copy.parent)
+
+
+def _write_special_tokens(source: Path, target: Path) -> None:
+    """Keep the tokens of config.json, which is not copied: transformers generates with them by default."""
+    config = load_json(read_json(source / CONFIG))
+    keys = ("bos_token_id", "eos_token_id", "pad_token_id")
+    tokens = {key: config[key] for key in keys if config.get(key) is not None}
+    if tokens:
+        write_text_atomically(target / GENERATION, json.dumps(tokens, indent=2) + "\n")
