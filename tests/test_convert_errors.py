@@ -98,6 +98,8 @@ def test_a_llama_that_cannot_be_read(changes, text, tmp_path):
             "activation_function is 'gelu'; only 'gelu_new' or 'gelu_pytorch_tanh'",
         ),
         ({"is_causal": False}, "config.json: is_causal is False; only True can be represented"),
+        ({"num_attention_heads": 8}, "num_attention_heads is 8; only 4 can be represented"),
+        ({"max_position_embeddings": 25}, "max_position_embeddings is 25; only 24 can be represented"),
         ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True; only False"),
         ({"n_positions": 25}, "wpe.weight has shape (24, 32), expected (25, 32)"),
     ],

@@ -165,11 +165,21 @@ def _llama_names(config: TransformerConfig) -> Iterator[ParameterMapping]:
 # --- GPT-2 ------------------------------------------------------------------------------------
 
 
+_GPT2_ALIASES = {
+    "hidden_size": "n_embd",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "max_position_embeddings": "n_positions",
+}
+
+
 def _gpt2_table(hf: Mapping[str, Any]) -> dict[str, Any]:
     expect(hf, "activation_function", *TANH_GELU)
     expect(hf, "scale_attn_weights", True)
     expect(hf, "scale_attn_by_inverse_layer_idx", False)
     expect(hf, "add_cross_attention", False)
+    for alias, key in _GPT2_ALIASES.items():  # transformers takes the alias if both are there
+        expect(hf, alias, expect_size(hf, key))
     width = expect_size(hf, "n_embd")
     return {
         "layers": expect_size(hf, "n_layer"),

@@ -148,6 +148,8 @@ def _check_fixed(f: Mapping[str, Any], kind: str) -> None:
     expect(f, "moe_layer_freq", 1)
     expect(f, "rms_norm_eps", _LATENT_EPS)
     expect(f, "num_key_value_heads", expect_size(f, "num_attention_heads"), None)
+    for alias in ("num_local_experts", "num_experts"):  # its classes take the alias if both are there
+        expect(f, alias, expect_size(f, "n_routed_experts"))
     expect(f, "scoring_func", "sigmoid" if kind == _V3 else "softmax")
     if kind == _V3:
         expect(f, "topk_method", "noaux_tc")
@@ -156,6 +158,7 @@ def _check_fixed(f: Mapping[str, Any], kind: str) -> None:
         expect(f, "norm_topk_prob", False, None)
         expect(f, "rope_interleave", True)  # ignored by its class
     else:
+        expect(f, "head_dim", expect_size(f, "qk_nope_head_dim") + expect_size(f, "qk_rope_head_dim"))
         expect(
             {"topk_group": 1, **f}, "topk_group", f.get("n_group", 1)
         )  # with fewer it selects others than this model

@@ -21,6 +21,7 @@ from nanotrain_core.registry.registry import load_plugins
         ({"n_shared_experts": 0}, "shared_experts.down_proj.weight, which the model has no place for"),
         ({"attention_bias": True}, "attention_bias is True; only False"),
         ({"scoring_func": "softmax"}, "scoring_func is 'softmax'; only 'sigmoid'"),
+        ({"num_local_experts": 4}, "num_local_experts is 4; only 8"),
         ({"num_key_value_heads": 2}, "num_key_value_heads is 2; only 4"),
         (
             {"rope_parameters": {"rope_type": "linear", "factor": 2.0}},
@@ -38,11 +39,22 @@ from nanotrain_core.registry.registry import load_plugins
 )
 def test_what_cannot_be_represented_is_refused_by_name(changes, text, tmp_path):
     theirs("v3", tmp_path)
-    path = tmp_path / "config.json"
+    assert text in refusal(tmp_path, changes)
+
+
+def test_a_mistral_4_whose_heads_have_another_size_is_refused(tmp_path):
+    """Its class rotates by ``head_dim``, the size of its queries unless a file says otherwise."""
+    theirs("mistral", tmp_path)
+    size = json.loads((tmp_path / "config.json").read_text())["head_dim"]
+    assert f"head_dim is 6; only {size} can be represented" in refusal(tmp_path, {"head_dim": 6})
+
+
+def refusal(folder, changes):
+    path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
     with pytest.raises(NanotrainError) as refused:
-        open_weights(tmp_path, load_plugins())
-    assert text in str(refused.value)
+        open_weights(folder, load_plugins())
+    return str(refused.value)
 
 
 @pytest.mark.parametrize(
