@@ -102,7 +102,8 @@ class DeepSeekNames(HFMapping):
             "scoring_func": c.score,
             "topk_method": _method(c),
             **_written_groups(c, kind),
-            "norm_topk_prob": c.normalize_weights,
+            # Without MoE layers ours is unused, and may be true where V2's class knows only false.
+            "norm_topk_prob": c.normalize_weights and kind != _V2,
             "routed_scaling_factor": c.route_scale,
             "rms_norm_eps": c.norm_eps,
             "hidden_act": "silu",

@@ -4,6 +4,9 @@ import json
 
 import pytest
 from hf_deepseek import theirs
+from nanotrain_deepseek.config import DeepSeekConfig
+from nanotrain_deepseek.hf_config import names
+from nanotrain_deepseek.samples import SIZES
 
 from nanotrain_core.cli import main
 from nanotrain_core.errors import NanotrainError
@@ -55,6 +58,14 @@ def refusal(folder, changes):
     with pytest.raises(NanotrainError) as refused:
         open_weights(folder, load_plugins())
     return str(refused.value)
+
+
+def test_a_model_without_experts_that_would_normalize_their_weights_is_read_back():
+    """Its V2, in which it is written, has no such option: without experts there is nothing to normalize."""
+    config = DeepSeekConfig(**SIZES, dense_layers=3, score="softmax", normalize_weights=True)
+    written = names.config(config)
+    assert (written["model_type"], written["norm_topk_prob"]) == ("deepseek_v2", False)
+    assert not names.table(written, ())["normalize_weights"]
 
 
 @pytest.mark.parametrize(
