@@ -208,7 +208,7 @@ SMALL = {
     "contracts": 667,
     "data": 830,
     "hf": 905,
-    "launch": 2071,
+    "launch": 2076,
     "layout": 1152,
     "models": 690,
     "moe": 365,
@@ -220,7 +220,7 @@ SMALL = {
     "precision": 680,
     "recipe": 1725,
     "registry": 600,
-    "run": 2430,
+    "run": 2434,
     "script": 740,
     "watch": 438,
 }

@@ -167,7 +167,7 @@ def run(capsys, monkeypatch, *words):
     """Return the exit code of ``nanotrain run``, its words on stderr, and whether ranks were started."""
     started = []
     monkeypatch.setattr(launcher, "launch", lambda *arguments: started.append(arguments) or 0)
-    monkeypatch.setattr("nanotrain_core.cli.run.end_on_sigterm", lambda _: None)
+    monkeypatch.setattr("nanotrain_core.cli.run.end_on_sigterm", lambda *_, **__: None)
     code, _, err = call(capsys, "run", "recipe.toml", *words)
     return code, err, bool(started)
 

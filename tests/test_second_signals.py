@@ -1,13 +1,16 @@
 """Which signals are one request, for the launcher and for ranks alike, and which are a second."""
 
+import os
 import signal
 import subprocess
 import sys
 import time
 
 import pytest
+from command import finish, start
 
 from nanotrain_core.errors import Exit
+from nanotrain_core.launch.process_groups import ending_process_groups
 from nanotrain_core.launch.signal_forwarding import SignalForwarder
 from nanotrain_core.run import stop
 from nanotrain_core.run.stop import ECHO, StopRequest
@@ -142,3 +145,34 @@ def test_a_command_that_trains_handles_signals_before_it_imports_anything(words,
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     said = "nanotrain: ended by SIGTERM before training began\n" if code == Exit.PREEMPTED else ""
     assert (done.returncode, done.stderr) == (code, said)
+
+
+QUICK = {("1", 0.4), ("1", 1.5), ("4", 1.6)}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "seconds"),
+    [
+        pytest.param(ranks, seconds, marks=[] if (ranks, seconds) in QUICK else pytest.mark.full)
+        for ranks in ("1", "4")
+        for seconds in (0.4, 0.7, 1.0, 1.3, 1.5, 1.6, 1.9, 2.2, 2.5, 2.8)
+    ],
+)
+def test_ctrl_c_ends_a_run_that_starts_without_a_traceback(tmp_path, ranks, seconds):
+    """The terminal interrupts all processes of its group, in the midst of torch's import, or elsewhere."""
+    process = start("run", "laptop", "--nproc", ranks, cwd=tmp_path, start_new_session=True)
+    time.sleep(seconds)
+    os.killpg(process.pid, signal.SIGINT)
+    ended = finish(process)
+    assert ended.code == Exit.INTERRUPTED
+    assert "Traceback" not in ended.err
+    assert len(ended.err.splitlines()) == 1
+
+
+def test_process_groups_end_without_a_torch_that_is_imported_in_part(monkeypatch):
+    import torch.distributed
+
+    monkeypatch.setattr(torch.distributed.__spec__, "_initializing", True, raising=False)
+    monkeypatch.setattr(torch.distributed, "is_initialized", None)
+    with pytest.raises(KeyboardInterrupt), ending_process_groups(kept=True):
+        raise KeyboardInterrupt

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -78,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Start the ranks, or be one of them under torchrun or srun."""
-    end_on_sigterm(_ended)  # until there are ranks to end, or training
+    end_on_sigterm(_ended, interrupts=True)  # until there are ranks to end, or training
     from nanotrain_core.launch.hosts import Nodes
     from nanotrain_core.launch.launcher import EXIT_OF, launch, prepare
     from nanotrain_core.launch.worker import Job, train
@@ -119,6 +120,7 @@ def run(args: argparse.Namespace) -> int:
     )
     code = keep_code(launch(job, recipe, nodes))
     if args.verify_resume and code == Exit.DONE:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a replay has files to delete
         args.path, args.step = Path(args.folder or recipe.run.folder or newest(recipe.run.name)), None
         return replay(args, found.registry)
     return code

@@ -49,7 +49,7 @@ from nanotrain_core.monitors.terminal import restore_cursor
 from nanotrain_core.recipe import Recipe
 from nanotrain_core.run import log
 from nanotrain_core.run.folder import RunFolder
-from nanotrain_core.run.stop import ENDING, EXITS, SIGNALS
+from nanotrain_core.run.stop import EXITS, SIGNALS
 from nanotrain_core.watch.hang import PATIENCE, Hang, HangWatch
 
 #: The exit code of ``nanotrain run`` for each final status of a run.
@@ -106,11 +106,11 @@ def prepare(nproc: int) -> None:
     multiprocessing.set_forkserver_preload(preload)
     # The forkserver and its processes inherit the blocked signals. Otherwise a SIGTERM or SIGHUP to all
     # processes would end it, and the launcher would lose track of ranks that are still saving. Ranks unblock
-    # the signals once they can end in order.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+    # the signals once they can end in order. Ctrl-C would end its imports with a traceback.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
-        multiprocessing.resource_tracker.ensure_running()  # which unblocks SIGTERM
-        signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+        multiprocessing.resource_tracker.ensure_running()  # which unblocks SIGTERM and SIGINT
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         multiprocessing.forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from nanotrain_core.errors import Exit
 from nanotrain_core.launch.cause import exit_code_of
@@ -41,25 +42,32 @@ def abort_process_groups() -> None:
 
     Those of gloo end by themselves when a connection to another rank is closed.
     """
-    import torch.distributed as dist
-
+    dist = _distributed()
     with _aborting:
-        if dist.is_initialized() and dist.get_backend() == "nccl":
+        if dist is not None and dist.is_initialized() and dist.get_backend() == "nccl":
             dist.distributed_c10d._abort_process_group()
 
 
 def _end_groups(problem: BaseException | None, kept: bool) -> None:
-    import torch.distributed as dist
-
     if problem is not None and kept:
         abort_process_groups()
-    if not dist.is_initialized():
+    dist = _distributed()
+    if dist is None or not dist.is_initialized():
         return
     if problem is None or dist.get_backend() != "nccl":
         dist.destroy_process_group()
         return
     code = Exit.INTERRUPTED if isinstance(problem, KeyboardInterrupt) else exit_code_of(problem)
     atexit.register(_end_at_once, code)
+
+
+def _distributed() -> Any:
+    """Return ``torch.distributed`` if this process has imported it, else None: there are no groups to end.
+
+    An interrupt may have ended its import, and importing the rest of a half-imported torch can crash.
+    """
+    dist = sys.modules.get("torch.distributed")
+    return None if getattr(getattr(dist, "__spec__", None), "_initializing", False) else dist
 
 
 def _end_at_once(code: int) -> None:

@@ -46,7 +46,7 @@ from nanotrain_core.launch.process_state import THREADS, ProcessState
 from nanotrain_core.launch.worker import Job
 from nanotrain_core.run import log
 from nanotrain_core.run.owner import is_alive
-from nanotrain_core.run.stop import ENDING, end_on_sigterm, handle_ending
+from nanotrain_core.run.stop import SIGNALS, end_on_sigterm, handle_ending
 from nanotrain_core.watch.progress import FAILED, START, Progress
 
 #: Messages between the launcher and a rank: a rank has returned from its job; it has ended an attempt that
@@ -116,8 +116,8 @@ class RankProcess:
         scratch = Path(job.scratch)
         pid = self._pid = Path(job.scratch, f"pid-{ranks.rank}")
         end_on_sigterm(partial(leave_failure, scratch, ranks.rank))  # until training handles signals
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell ignores it
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         pid.write_text(str(os.getpid()))
         self.progress = Progress()
         job = attrs.evolve(job, process=self)

@@ -88,6 +88,8 @@ def train(job: Job, ranks: Ranks) -> str:
 
     Process groups end before the rank's watchdog: their end may hang, too.
     """
+    import torch.distributed  # noqa: F401 before the block, which ends process groups also if this fails
+
     with contextlib.ExitStack() as last, ending_process_groups(kept=job.in_process_restart):
         return _train(job, ranks, last)
 

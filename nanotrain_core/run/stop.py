@@ -74,7 +74,7 @@ def handle_ending(handler: Callable[[int, FrameType | None], Any] | signal.Handl
         signal.signal(number, handler)
 
 
-def end_on_sigterm(before: Callable[[Preempted], object]) -> None:
+def end_on_sigterm(before: Callable[[Preempted], object], *, interrupts: bool = False) -> None:
     """End this process immediately on SIGTERM or SIGHUP while it has no training step to finish.
 
     It is not unwound: an exception would come out of whatever code is running, which may swallow it or report
@@ -82,22 +82,27 @@ def end_on_sigterm(before: Callable[[Preempted], object]) -> None:
 
     Args:
         before: called first, in the signal handler, with the reason.
+        interrupts: whether Ctrl-C does so, too, unless this process ignores it.
     """
     own = os.getpid()
 
     def end(number: int, frame: FrameType | None) -> None:
         if os.getpid() != own:  # a worker, which its pool terminates
-            signal.signal(number, signal.SIG_DFL)
+            signal.signal(number, signal.SIG_DFL if number != signal.SIGINT else signal.default_int_handler)
             signal.raise_signal(number)
         handle_ending(signal.SIG_IGN)  # already being handled
+        if interrupts:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
         name = signal.Signals(number).name
         text = f"ended by {name} outside of a training step: only complete checkpoints remain"
         try:
             before(Preempted(text))
         finally:
-            os._exit(Exit.PREEMPTED)
+            os._exit(EXITS[SIGNALS[signal.Signals(number)]])
 
     handle_ending(end)
+    if interrupts and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+        signal.signal(signal.SIGINT, end)
 
 
 def keep_code(code: int) -> int:
