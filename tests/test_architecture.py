@@ -206,7 +206,7 @@ SMALL = {
     "cli": 1705,
     "compile": 692,
     "contracts": 667,
-    "data": 830,
+    "data": 837,
     "hf": 905,
     "launch": 2076,
     "layout": 1152,

@@ -51,6 +51,13 @@ def test_a_tokenizer_file_gives_its_tokens_with_its_end_of_text(words, sentences
     assert data.decode([7, 250]) == "w7 w250"
 
 
+def test_text_that_is_not_utf8_is_refused_but_has_bytes(words, sentences):
+    (sentences / "b.txt").write_bytes("caf\u00e9".encode("latin-1"))
+    text = "b.txt: no UTF-8 at byte 3; expected a text"
+    assert text in refusal(sentences, length=16, tokenizer=str(words))
+    assert 0xE9 in opened(sentences, length=16).tokens
+
+
 def byte_level():
     made = Tokenizer(BPE())
     made.pre_tokenizer, made.decoder = ByteLevel(add_prefix_space=False), decoders.ByteLevel()

@@ -104,6 +104,9 @@ class TokenizerFile:
         """Return the tokens of all documents, from the cache if present.
 
         Each ends with the tokenizer's end-of-text token, if it has one of the known names.
+
+        Raises:
+            DataError: one is not UTF-8.
         """
         # Another key than in earlier versions, which turned the text of a special token into that token.
         cache = TokenCache(f"{fingerprint}/{self.name}/special tokens as text", self._dtype)
@@ -123,7 +126,7 @@ class TokenizerFile:
         pieces = []
         with show_progress("tokenizing", sum(len(d.content) for d in documents), "B") as advance:
             for some in self._batches(documents):
-                texts = [d.content.decode(errors="replace") for d in some]
+                texts = [_text_of(document) for document in some]
                 pieces += [np.array(tokens + end, self._dtype) for tokens in self.encode_batch(texts)]
                 advance(sum(len(d.content) for d in some))
         return pieces
@@ -183,6 +186,21 @@ def make_tokenizer(name: str) -> Tokenizer:
         DataError: the file is missing or is not a tokenizer, or the package ``tokenizers`` is.
     """
     return Bytes() if name == "bytes" else TokenizerFile(Path(name))
+
+
+def _text_of(document: Document) -> str:
+    """Return a document's text.
+
+    Raises:
+        DataError: it is not UTF-8. Replacement characters would be learned.
+    """
+    try:
+        return document.content.decode()
+    except UnicodeDecodeError as problem:
+        where = f"{document.name}: no UTF-8 at byte {problem.start}"
+        raise DataError(
+            f"{where}; expected a text: convert it, see iconv, or use tokenizer = 'bytes'"
+        ) from None
 
 
 def _content(path: Path) -> bytes:

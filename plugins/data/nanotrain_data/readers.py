@@ -104,8 +104,21 @@ def _of_text(part: Part) -> Iterator[str]:
                 stretch += file.readline()
             if not stretch:
                 return
-            yield stretch.decode(errors="replace")
+            yield _decoded(stretch, part, place)
             place += len(stretch)
+
+
+def _decoded(stretch: bytes, part: Part, place: int) -> str:
+    """Return a stretch of a file, which begins at the byte ``place``, as text.
+
+    Raises:
+        DataError: it is not UTF-8. Replacement characters would be learned.
+    """
+    try:
+        return stretch.decode()
+    except UnicodeDecodeError as problem:
+        where = f"byte {place + problem.start}"
+        raise DataError(f"{part.path}: no UTF-8 at {where}; expected a text: convert it, see iconv") from None
 
 
 def _first_line(part: Part, file: BinaryIO) -> int:
