@@ -27,10 +27,10 @@ def bubble(name, ranks, microbatches):
 
 
 def main():
-    print("idle share, p = 4:   " + "".join(f"m = {m:<6}" for m in (4, 8, 32)))
+    print("idle share, p = 4:     " + "".join(f"m = {m:<6}" for m in (4, 8, 32)))
     for name in NAMES:
-        print(f"{name:21}" + "".join(f"{bubble(name, 4, m):<10.1%}" for m in (4, 8, 32)))
-    print(f"{'(p - 1) / (m + p - 1)':21}" + "".join(f"{3 / (m + 3):<10.1%}" for m in (4, 8, 32)))
+        print(f"{name:23}" + "".join(f"{bubble(name, 4, m):<10.1%}" for m in (4, 8, 32)))
+    print(f"{'(p - 1) / (m + p - 1)':23}" + "".join(f"{3 / (m + 3):<10.1%}" for m in (4, 8, 32)))
     print("weights after 5 steps:", same(largest_difference(run_ranks(train, 2, PP), train([]))))
 
 
