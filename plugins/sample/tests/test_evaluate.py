@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from nanotrain_sample.evaluate import tasks
+from nanotrain_sample.evaluate.command import note_length
 from nanotrain_sample.evaluate.measure import read_text
 from nanotrain_sample.evaluate.scorer import Score
 from nanotrain_sample.evaluate.windows import windows
@@ -297,6 +298,7 @@ def test_a_task_of_lm_eval_has_the_accuracy_of_its_definition(trained, task, cap
     [
         (("--length", "8"), "--length is for --text and --task"),
         (("--text", "{run}/nothing.txt"), "nothing.txt: there is no such file"),
+        (("--text", "{run}"), "is a folder; expected a file"),
         (("--text", "{run}/text.txt", "--length", "49"), "--length 49: the model reads at most 48"),
         (
             ("--text", "{run}/text.txt", "--length", "8", "--stride", "9"),
@@ -314,6 +316,12 @@ def test_what_cannot_be_evaluated_is_told(trained, capsys, words, expected):
     code, _, err = call(capsys, folder, *(word.format(run=folder) for word in words))
     assert code == 2
     assert expected in err
+
+
+def test_windows_longer_than_the_training_sequences_are_noted(capsys):
+    for length, limit, told in ((2048, None, True), (128, None, False), (2048, 4096, False)):
+        note_length(length, 128, limit)
+        assert ("sequences of 128 tokens, and windows have 2048" in capsys.readouterr().err) == told
 
 
 def test_without_lm_eval_tasks_are_refused_with_what_to_install(trained, capsys, monkeypatch):
