@@ -75,6 +75,13 @@ def test_samples_are_kept_in_the_folder(tmp_path, monkeypatch, capsys):
     (row,) = map(json.loads, (tmp_path / "samples.jsonl").read_text().splitlines())
     assert (row["step"], row["prompt"], row["text"]) == (3, "def ", "def f():\né")
 
+    def refuse(*_):
+        raise BrokenPipeError
+
+    monkeypatch.setattr("sys.stdout", SimpleNamespace(write=refuse, flush=refuse))
+    sample._write(4)  # `head` has closed the pipe
+    assert len((tmp_path / "samples.jsonl").read_text().splitlines()) == 2
+
 
 def test_a_sample_ends_with_its_document(tmp_path, capsys):
     """The most likely token is the last one's successor, and 5 ends a document."""

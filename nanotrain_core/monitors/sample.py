@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 
@@ -56,7 +57,8 @@ class Sample(Monitor):
         text = self.run.data.decode(self._tokens(self.prompt, step))  # all ranks take part in forward passes
         if self.run.rank == 0:
             self._keep(step, text)
-            print(f"--- sample after step {step} ---\n{text}\n---", flush=True)
+            with contextlib.suppress(BrokenPipeError):  # the reader, such as `head`, has closed the pipe
+                print(f"--- sample after step {step} ---\n{text}\n---", flush=True)
 
     def _keep(self, step: int, text: str) -> None:
         """Append the sample to ``samples.jsonl`` in the run folder."""
