@@ -171,6 +171,12 @@ def test_table_that_is_there_twice_is_told_as_it_is_written(tmp_path):
     assert line.startswith("recipe.toml:15: Cannot declare [model] twice")
 
 
+def test_a_byte_order_mark_is_no_part_of_a_recipe(tmp_path):
+    path = tmp_path / "recipe.toml"
+    path.write_text(SMALL, encoding="utf-8-sig")
+    load_recipe(path)
+
+
 def test_file_that_is_no_text_is_refused(tmp_path):
     path = tmp_path / "recipe.toml"
     path.write_bytes(b"\xff\xfe")

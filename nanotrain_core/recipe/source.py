@@ -100,7 +100,7 @@ def file_source(path: Path) -> Source:
     """
     label = os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # some editors begin a file with a mark
         return Source(label, _loads(text, label), text=text, folder=path.parent)
     except OSError as error:
         raise RecipeError([f"{label}: {error.strerror}"]) from None
