@@ -131,6 +131,16 @@ def test_a_task_that_sees_its_own_gpu_alone_takes_it(monkeypatch, variable, valu
         worker.choose_device("auto", Ranks(3, 4, 3, 4))
 
 
+@pytest.mark.parametrize(
+    ("built", "why"), [(True, "no GPU is visible here"), (False, "this torch is built without CUDA")]
+)
+def test_a_gpu_that_is_asked_for_where_there_is_none_is_told_as_that(monkeypatch, built, why):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: built)
+    with pytest.raises(NanotrainError, match=f'run.device = "cuda", but {why}'):
+        worker.choose_device("cuda", Ranks(3, 4, 3, 4))
+
+
 def test_groups_of_nccl_are_refused(monkeypatch):
     monkeypatch.setattr(dist, "get_backend", lambda group=None: "nccl")
     with pytest.raises(NanotrainError, match="NCCL does not support two ranks on one GPU"):

@@ -29,6 +29,13 @@ def choose_device(wanted: str, ranks: Ranks, *, shared: bool = False) -> torch.d
     count = torch.cuda.device_count()
     first = (shared and count > 0) or (count == 1 and _has_a_gpu_of_its_own())
     number = 0 if first else ranks.local_rank
+    if count == 0:
+        why = (
+            "no GPU is visible here" if torch.backends.cuda.is_built() else "this torch is built without CUDA"
+        )
+        raise NanotrainError(
+            f'run.device = "{wanted}", but {why}; set run.device = "cpu" to train without one'
+        )
     if number >= count:
         raise NanotrainError(
             f"rank {ranks.rank} is number {ranks.local_rank} on its host, which has "
