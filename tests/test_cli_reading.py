@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 import subprocess
@@ -170,12 +171,23 @@ def test_recipes_are_listed_and_copied_but_never_over_a_file(capsys, tmp_path):
     assert code == 0
     assert {"laptop", "capstone"} <= {line.split()[0] for line in out.splitlines()}
     assert all(line.endswith(".") for line in out.splitlines())  # a whole sentence
-    code, out, _ = call(capsys, "recipes", "cp", "laptop", tmp_path)
+    code, out, err = call(capsys, "recipes", "cp", "laptop", tmp_path)
     assert (code, out.strip()) == (0, str(tmp_path / "laptop.toml"))
+    assert err == f"nanotrain: run it with: nanotrain run {tmp_path}/laptop.toml\n"  # not the one shipped
     assert call(capsys, "check", tmp_path / "laptop.toml")[0] == 0
     code, _, err = call(capsys, "recipes", "cp", "laptop", tmp_path)
     assert (code, err) == (Exit.USER, f"nanotrain: {tmp_path}/laptop.toml: File exists\n")
     assert os.listdir(tmp_path) == ["laptop.toml"]
+
+
+def test_a_recipe_copied_to_a_read_only_file_system_is_refused(capsys, tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(Path, "write_bytes", refuse)
+    monkeypatch.setattr(Path, "unlink", refuse)
+    code, _, err = call(capsys, "recipes", "cp", "laptop", tmp_path)
+    assert (code, err) == (Exit.USER, f"nanotrain: {tmp_path}/laptop.toml: Read-only file system\n")
 
 
 @pytest.mark.parametrize(

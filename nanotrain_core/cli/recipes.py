@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import shlex
+import sys
 from pathlib import Path
 
 from nanotrain_core.errors import Exit, FolderError
@@ -22,7 +25,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """List recipes or copy one."""
     if args.action == "cp":
-        print(_copy(find_recipe(args.name), Path(args.destination)))
+        target = _copy(find_recipe(args.name), Path(args.destination))
+        print(target)
+        # A name without .toml would be that of the recipe shipped.
+        print(f"nanotrain: run it with: nanotrain run {shlex.quote(str(target))}", file=sys.stderr)
         return Exit.DONE
     for name, path in shipped_recipes().items():
         print(f"{name.removesuffix('.toml'):28} {_first_comment(path)}".rstrip())
@@ -50,5 +56,6 @@ def _copy(source: Path, destination: Path) -> Path:
     except OSError as error:
         raise FolderError(f"{target}: {error.strerror}") from None
     finally:
-        part.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # in a read-only folder, which holds no part either
+            part.unlink()
     return target
