@@ -30,9 +30,8 @@ def choose_device(wanted: str, ranks: Ranks, *, shared: bool = False) -> torch.d
     first = (shared and count > 0) or (count == 1 and _has_a_gpu_of_its_own())
     number = 0 if first else ranks.local_rank
     if count == 0:
-        why = (
-            "no GPU is visible here" if torch.backends.cuda.is_built() else "this torch is built without CUDA"
-        )
+        built: bool = torch.backends.cuda.is_built()  # type: ignore[no-untyped-call]
+        why = "no GPU is visible here" if built else "this torch is built without CUDA"
         raise NanotrainError(
             f'run.device = "{wanted}", but {why}; set run.device = "cpu" to train without one'
         )
