@@ -115,7 +115,18 @@ def test_tasks_are_read_by_lm_eval(block, tmp_path, monkeypatch):
 # --- commands -------------------------------------------------------------------------------------
 
 #: Programs of others that a command begins with. What they do with their words is not ours to check.
-OTHERS = {"srun", "torchrun", "kubectl", "sbatch", "git", "echo", "tensorboard", "mkdocs", "./go.sh"}
+OTHERS = {
+    "srun",
+    "torchrun",
+    "kubectl",
+    "sbatch",
+    "git",
+    "echo",
+    "printf",
+    "tensorboard",
+    "mkdocs",
+    "./go.sh",
+}
 
 COMMANDS = [
     pytest.param(block, words, id=f"{block}:{' '.join(words)[:60]}")

@@ -44,6 +44,12 @@ def test_its_operators_add_up_to_its_flops(v3):
     assert counted == v3["parameters"]["total"] + v3["parameters"]["mtp"]
 
 
+def test_a_vocabulary_that_training_pads_calls_no_head_again(capsys):
+    """GPT-2's 50,257 columns are padded to a multiple of 128."""
+    assert main(["inspect", "gpt_125m", "--json"]) == 0
+    assert not [each for each in json.loads(capsys.readouterr().out)["layers"] if "again" in each["module"]]
+
+
 @pytest.mark.parametrize("name", ["laptop", "deepseek_4d"])
 def test_a_config_says_what_the_layers_keep(name):
     """Against the cache that generation fills, in float32."""

@@ -327,7 +327,7 @@ def test_a_line_that_is_wrong_is_named_in_whichever_part_it_is(tmp_path):
 
 def test_text_that_is_not_utf8_is_refused_wherever_its_file_is_cut(tmp_path):
     path = tmp_path / "latin.txt"
-    path.write_bytes("a line\n".encode() * 100 + "caf\u00e9\n".encode("latin-1") + b"a line\n" * 100)
+    path.write_bytes(b"a line\n" * 100 + "caf\u00e9\n".encode("latin-1") + b"a line\n" * 100)
     for unit in (10**6, 300):
         assert f"{path}: no UTF-8 at byte 703; expected a text" in refusal(tmp_path, path, unit_bytes=unit)
 

@@ -29,8 +29,11 @@ class Layer:
     """Bytes that a token of a forward pass leaves for backward, without activation checkpointing."""
 
 
-def layers(pieces: Pieces, microbatch: int, length: int) -> list[Layer]:
-    """Return the modules of each kind of layer that have parameters, multiply, or keep something."""
+def layers(pieces: Pieces, microbatch: int, length: int, *, further: bool) -> list[Layer]:
+    """Return the modules of each kind of layer that have parameters, multiply, or keep something.
+
+    With ``further`` tokens (MTP), training calls the head again. Without, its loss may pad the vocabulary.
+    """
     tokens = microbatch * length
     forward = {piece.name: _forward_flops(phase, length) for piece, phase in pieces.run(1, length)}
     losses = {
@@ -40,9 +43,9 @@ def layers(pieces: Pieces, microbatch: int, length: int) -> list[Layer]:
     training = list(pieces.run(microbatch, length, training=True))
     found, seen = [], set[str]()
     for piece, phase in training:
-        own_flops, further = forward[piece.name], losses[piece.name]
-        again = {name: number - own_flops[name] for name, number in further.items() if own_flops.get(name)}
-        flops = {**further, **{name: number for name, number in own_flops.items() if number}}
+        own_flops, trained = forward[piece.name], losses[piece.name]
+        again = {name: number - own_flops[name] for name, number in trained.items() if own_flops.get(name)}
+        flops = {**trained, **{name: number for name, number in own_flops.items() if number}}
         kept: Counter[str] = Counter()
         for storage in phase.kept:
             kept[storage.module] += storage.bytes
@@ -64,7 +67,8 @@ def layers(pieces: Pieces, microbatch: int, length: int) -> list[Layer]:
                         kept=kept[name] / tokens,
                     )
                 )
-        found += [_called_again(piece, name, more) for name, more in again.items() if more > 0]
+        if further:
+            found += [_called_again(piece, name, more) for name, more in again.items() if more > 0]
     return found
 
 

@@ -62,14 +62,15 @@ def report(
     microbatch, length = recipe.batch.microbatch, recipe.batch.length
     try:
         pieces = Pieces.of(recipe.model, registry, recipe, dtype)
+        flops = count_flops(recipe, registry)
         return ModelReport(
             recipe=recipe,
             registry=registry,
             hardware=hardware,
             dtype=dtype,
             parameters=count_parameters(recipe, registry),
-            flops=count_flops(recipe, registry),
-            layers=layers(pieces, microbatch, length),
+            flops=flops,
+            layers=layers(pieces, microbatch, length, further=flops.mtp > 0),
             regimes=roofline(pieces, hardware, cached, microbatch=microbatch, length=length, batch=batch),
             cached=cached,
             size=size_of(recipe.model, registry, recipe, dtype),
