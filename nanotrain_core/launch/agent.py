@@ -71,7 +71,7 @@ class Agent(SimpleElasticAgent):
         self._remaining_restarts -= restarted
         self._failed = False
         self.ended_by: Cause | None = None
-        """Why the launcher of another host has ended the run, if one has."""
+        """Why the run has ended: this launcher or another one has given it up; None if none has."""
 
     def results(self) -> dict[int, Any]:
         """Run to the end and return what each local rank returned.
@@ -91,12 +91,14 @@ class Agent(SimpleElasticAgent):
             except DistError as problem:
                 raise RendezvousConnectionError(str(problem)) from problem
             if result.is_failed() and not self.left():  # reported while the hosts still have their store
-                cause = self.given_up({rank: end.exitcode for rank, end in result.failures.items()})
-                self._end_the_run(cause)
+                self.ended_by = self.given_up({rank: end.exitcode for rank, end in result.failures.items()})
         finally:
             if not self.left():  # it would end the run on all hosts
                 self._worker_group.spec.rdzv_handler.shutdown()
         if result.is_failed():
+            if self.ended_by is not None and (among := self._among_hosts()):
+                # With the rendezvous closed: a launcher may be waiting there already.
+                announce_end(self.ended_by, *among)
             raise ChildFailedError("nanotrain", result.failures)
         return dict(result.return_values)
 
@@ -111,12 +113,6 @@ class Agent(SimpleElasticAgent):
         if self._store is None or group.group_rank is None or (hosts := group.group_world_size or 1) < 2:
             return None
         return self._store, group.group_rank, hosts
-
-    def _end_the_run(self, cause: Cause) -> None:
-        """End it on all hosts. The rendezvous is closed first: a launcher may be waiting there already."""
-        self._worker_group.spec.rdzv_handler.shutdown()
-        if among := self._among_hosts():
-            announce_end(cause, *among)
 
     def _is_over(self) -> bool:
         """Return whether another launcher has ended the run, and keep why."""

@@ -27,7 +27,6 @@ import multiprocessing.resource_tracker
 import os
 import signal
 import tempfile
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -133,11 +132,6 @@ def _run_agent(job: Job, recipe: Recipe, nodes: Nodes) -> int:
     forwarder = SignalForwarder(scratch, recipe.run.grace, saves=job.saves)
     watch = HangWatch(scratch, Path(job.claimed) if job.claimed else None, recipe.run.hang_timeout)
     agents: list[Agent] = []
-    causes: list[Cause] = []
-
-    def given_up(codes: Mapping[int, int]) -> Cause:
-        causes.append(of_all_hosts(first_cause(scratch, codes, watch.hang)))
-        return causes[-1]
 
     def look() -> None:
         """Watch; with several hosts rank 0 selects the run folder, so that it is known only now."""
@@ -159,7 +153,7 @@ def _run_agent(job: Job, recipe: Recipe, nodes: Nodes) -> int:
                 RankProcesses(job, PATIENCE * recipe.run.hang_timeout),
                 before_start=watch.forget,
                 start_again=lambda codes, number: restarts.again(codes, number, watch.hang),
-                given_up=given_up,
+                given_up=lambda codes: of_all_hosts(first_cause(scratch, codes, watch.hang)),
                 stopped=stopped,
                 left=lambda: restarts.left is not None,
                 restarted=restarts.number,
@@ -183,7 +177,8 @@ def _run_agent(job: Job, recipe: Recipe, nodes: Nodes) -> int:
                     )
                     restarts.left.tell(f"{text}, which continues on the others")
                     return restarts.left.code
-                cause = causes[0]
+                cause = agents[-1].ended_by
+                assert cause is not None
                 if forwarder.received is not None and not (cause.mistake and cause.code != Exit.PREEMPTED):
                     return EXIT_OF[SIGNALS[forwarder.received]]
                 # After a signal: for example a last checkpoint that could not be saved.
