@@ -26,7 +26,6 @@ from nanotrain_sample.options import add_layout_options, add_weights
 if TYPE_CHECKING:
     from nanotrain_core.api.text import TextCodec
     from nanotrain_sample.generate import How
-    from nanotrain_sample.output import Asked
 
 #: What is continued where no prompt is given.
 NO_PROMPT = "\n"
@@ -99,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
     from nanotrain_core.api.ranks import Ranks
     from nanotrain_sample.output import Asked
     from nanotrain_sample.ranks import degrees_of, run_on_ranks
-    from nanotrain_sample.source import find, fitting_codec, prefix_of
+    from nanotrain_sample.source import find, fitting_codec, note_length, prefix_of
     from nanotrain_sample.write import SampleJob
 
     degrees = degrees_of(args.degree)
@@ -128,7 +127,8 @@ def run(args: argparse.Namespace) -> int:
             json=args.json,
         )
         if not joined or joined.rank == 0:
-            note_length(asked, source.length)
+            longest = max(len(prompt) + asked.how.tokens for prompt in asked.prompts)
+            note_length("texts may have", longest, source.length, asked.how.limit)
         return SampleJob(
             recipe=recipe,
             overrides=tuple(args.set),
@@ -269,11 +269,3 @@ def messages_of(text: str, system: str | None) -> list[dict[str, str]]:
     """Return a conversation that the assistant is to answer."""
     before = [] if system is None else [{"role": "system", "content": system}]
     return [*before, {"role": "user", "content": text}]
-
-
-def note_length(asked: Asked, trained: int | None) -> None:
-    """Say that texts become longer than what the model was trained on; of positions that end, later."""
-    longest = max(len(prompt) + asked.how.tokens for prompt in asked.prompts)
-    if trained is not None and asked.how.limit is None and longest > trained:
-        told = f"the run trained on sequences of {trained} tokens, and texts may have {longest}"
-        print(f"nanotrain: note: {told}: what comes later is extrapolated", file=sys.stderr)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -164,6 +165,13 @@ def _ends(folder: Path) -> frozenset[int]:
 def ends_of(codec: TextCodec, others: Iterable[int | None]) -> frozenset[int]:
     """Return the tokens that end a text: the tokenizer's, and others that are known."""
     return frozenset(end for end in (codec.separator, *others) if end is not None)
+
+
+def note_length(what: str, length: int, trained: int | None, limit: int | None) -> None:
+    """Say that a ``length`` exceeds what the model was trained on, unless its positions end, at ``limit``."""
+    if trained is not None and limit is None and length > trained:
+        told = f"the run trained on sequences of {trained} tokens, and {what} {length}"
+        print(f"nanotrain: note: {told}: what comes later is extrapolated", file=sys.stderr)
 
 
 def _plain(table: Mapping[str, Any]) -> dict[str, Any]:

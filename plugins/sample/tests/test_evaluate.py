@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from nanotrain_sample.evaluate import tasks
-from nanotrain_sample.evaluate.command import note_length
 from nanotrain_sample.evaluate.measure import read_text
 from nanotrain_sample.evaluate.scorer import Score
 from nanotrain_sample.evaluate.windows import windows
+from nanotrain_sample.source import note_length
 
 from nanotrain_core.api.text import make_tokenizer
 from nanotrain_core.batch import Batch
@@ -320,7 +320,7 @@ def test_what_cannot_be_evaluated_is_told(trained, capsys, words, expected):
 
 def test_windows_longer_than_the_training_sequences_are_noted(capsys):
     for length, limit, told in ((2048, None, True), (128, None, False), (2048, 4096, False)):
-        note_length(length, 128, limit)
+        note_length("windows have", length, 128, limit)
         assert ("sequences of 128 tokens, and windows have 2048" in capsys.readouterr().err) == told
 
 

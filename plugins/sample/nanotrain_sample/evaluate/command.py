@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     from nanotrain_sample.evaluate.job import Asked, ScoreJob, ValidationJob
     from nanotrain_sample.evaluate.tasks import check_installed
     from nanotrain_sample.ranks import ForwardJob, degrees_of, run_on_ranks
-    from nanotrain_sample.source import find, fitting_codec, prefix_of
+    from nanotrain_sample.source import find, fitting_codec, note_length, prefix_of
 
     if args.task:
         check_installed()
@@ -78,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
         codec = fitting_codec(found, source.tokenizer)  # refuses one that does not fit, before ranks start
         model = registry.build(found.recipe.model)
         length = length_of(args.length, source.length, model.max_length)
-        note_length(length, source.length, model.max_length)
+        note_length("windows have", length, source.length, model.max_length)
         asked = Asked(
             texts=tuple(args.text),
             tasks=tuple(args.task),
@@ -108,13 +107,6 @@ def length_of(given: int | None, trained: int | None, limit: int | None) -> int:
     if limit is not None and length > limit:
         raise NanotrainError(f"--length {length}: the model reads at most {limit} (model.max_length)")
     return length
-
-
-def note_length(length: int, trained: int | None, limit: int | None) -> None:
-    """Say that windows are longer than what the model was trained on, unless its positions end."""
-    if trained is not None and limit is None and length > trained:
-        told = f"the run trained on sequences of {trained} tokens, and windows have {length}"
-        print(f"nanotrain: note: {told}: what comes later is extrapolated", file=sys.stderr)
 
 
 def stride_of(given: int | None, length: int) -> int:
