@@ -52,6 +52,18 @@ def randomize(model: PreTrainedModel) -> PreTrainedModel:
     return model.eval()
 
 
+def recipe_from(weights: Path | str) -> str:
+    """Return a recipe of one step from ``weights``, for the model that was converted into ``ours``."""
+    return f"""
+extends = "ours/model.toml"
+run = {{ steps = 1, device = "cpu", weights = "{weights}" }}
+batch = {{ sequences = 2, microbatch = 2, length = 24 }}
+evaluation = {{ sequences = 0 }}
+optimizer = {{ use = "sgd", lr = 0.1 }}
+data = {{ use = "synthetic", vocab = {VOCAB} }}
+"""
+
+
 def tokens(length: int = 24) -> torch.Tensor:
     """Return [3, ``length``] tokens, at most 24."""
     return torch.randint(VOCAB, (3, 24), generator=torch.Generator().manual_seed(9))[:, :length]

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from hf_models import llama, logits, our_logits, our_tensors
+from hf_models import llama, logits, our_logits, our_tensors, recipe_from
 
 from nanotrain_core.engine import RuntimeEngine
 from nanotrain_core.hf.convert import convert
@@ -29,15 +29,6 @@ MODELS = {
     "attention-bias": {"attention_bias": True, "num_key_value_heads": 2},
     "mlp-bias": {"mlp_bias": True},
 }
-
-RECIPE = """
-extends = "ours/model.toml"
-run = { steps = 1, device = "cpu", weights = "theirs" }
-batch = { sequences = 2, microbatch = 2, length = 24 }
-evaluation = { sequences = 0 }
-optimizer = { use = "sgd", lr = 0.1 }
-data = { use = "synthetic", vocab = 64 }
-"""
 
 
 @pytest.fixture(params=MODELS)
@@ -82,7 +73,7 @@ def test_an_export_means_the_same_to_older_versions(theirs, tmp_path):
 
 
 def test_what_a_run_makes_of_it_is_what_transformers_computes(theirs, tmp_path):
-    (tmp_path / "recipe.toml").write_text(RECIPE.replace('"theirs"', f'"{tmp_path / "theirs"}"'))
+    (tmp_path / "recipe.toml").write_text(recipe_from(tmp_path / "theirs"))
     RuntimeEngine.from_recipe(tmp_path / "recipe.toml", folder=tmp_path / "run").fit()
     convert(tmp_path / "run", tmp_path / "out", load_plugins())
     before, after = our_tensors(tmp_path / "ours"), our_tensors(tmp_path / "out")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from damage import hurt, hurt_bytes, twice
-from hf_models import gpt2, llama
+from hf_models import gpt2, llama, recipe_from
 from safetensors.torch import load_file, save_file
 
 from nanotrain_core.data.token_cache import TokenCache
@@ -21,14 +21,6 @@ from nanotrain_core.registry.registry import load_plugins
 
 REGISTRY = load_plugins()
 INDEX = "model.safetensors.index.json"
-RECIPE = """
-extends = "ours/model.toml"
-run = { steps = 1, device = "cpu", weights = "hf" }
-batch = { sequences = 1, microbatch = 1, length = 8 }
-evaluation = { sequences = 0 }
-optimizer = { use = "sgd", lr = 0.1 }
-data = { use = "synthetic", vocab = 64 }
-"""
 
 
 @pytest.fixture(scope="module", params=[llama, gpt2], ids=lambda each: each.__name__)
@@ -111,7 +103,7 @@ def test_a_run_refuses_weights_beyond_the_range_of_its_dtypes(tmp_path):
     save_file(tensors, tmp_path / "hf/model.safetensors", {"format": "pt"})
     convert(tmp_path / "hf", tmp_path / "ours", REGISTRY)
     for use, refused in (("bf16", False), ("fp16", True)):
-        (tmp_path / "recipe.toml").write_text(RECIPE + f'precision = {{ use = "{use}" }}\n')
+        (tmp_path / "recipe.toml").write_text(recipe_from("hf") + f'precision = {{ use = "{use}" }}\n')
         expected = r"hf: norm.weight is not finite in float16$"
         with pytest.raises(NanotrainError, match=expected) if refused else nullcontext():
             RuntimeEngine.from_recipe(tmp_path / "recipe.toml", folder=tmp_path / use)
