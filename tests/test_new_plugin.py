@@ -1,7 +1,6 @@
 """`nanotrain new-plugin`: what it writes passes its own checks, is formatted, and never replaces a file."""
 
 import shlex
-import shutil
 import subprocess
 import sys
 import tomllib
@@ -197,14 +196,10 @@ def test_the_run_that_is_printed_trains(tmp_path, kind):
 
 @pytest.fixture(scope="session")
 def wheels(tmp_path_factory):
-    """Build the core's wheel, of a copy: several workers would write the checkout's build folder at once."""
+    """Build the core's wheel."""
     folder = tmp_path_factory.mktemp("wheels")
-    for name in ("nanotrain_core", "recipes"):
-        shutil.copytree(ROOT / name, folder / "core" / name)
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, folder / "core")
     pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", folder]
-    subprocess.run([*pip, folder / "core"], check=True)
+    subprocess.run([*pip, ROOT], check=True)
     return folder
 
 

@@ -189,9 +189,8 @@ def shipped_recipes() -> dict[str, Path]:
     A name is the path relative to the folder: ``laptop.toml``, ``fragments/deepseek_tiny.toml``.
     """
     checkout = Path(__file__).parents[2]
-    found = _installed_recipes()
-    if (checkout / "pyproject.toml").is_file():
-        found |= _recipes_in(checkout / "recipes")
+    editable = (checkout / "pyproject.toml").is_file()
+    found = _recipes_in(checkout / "recipes") if editable else _installed_recipes()
     return dict(sorted((found | _recipes_in(Path("recipes"))).items()))
 
 
