@@ -33,6 +33,7 @@ from nanotrain_core.hf.open_weights import load_weights
 from nanotrain_core.layout.gradients import AllReduceGradients
 from nanotrain_core.layout.initialization import equalize
 from nanotrain_core.layout.mesh import Mesh
+from nanotrain_core.layout.meta_device import meta_device
 from nanotrain_core.layout.placement import PlacedParameter, Placement, Placements, place, placed_parameters
 from nanotrain_core.layout.roles import Role, tagged
 from nanotrain_core.layout.staging import StagedTransport
@@ -313,7 +314,7 @@ def split_linear_layers(part: nn.Module, gemm: GEMMBackend, passes: Passes) -> N
 def build_stages(model: Model, parts: Sequence[Part], mesh: Mesh, ops: Ops = TORCH) -> dict[int, nn.Module]:
     """Build this rank's parts of the model on ``meta``, numbered along the model."""
     _, rank = pipeline_position(mesh)
-    with torch.device("meta"):
+    with meta_device():
         return {stage: model.build(part, ops) for stage, part in enumerate(parts) if part.rank == rank}
 
 

@@ -209,7 +209,7 @@ SMALL = {
     "data": 837,
     "hf": 905,
     "launch": 2083,
-    "layout": 1152,
+    "layout": 1179,
     "models": 690,
     "moe": 365,
     "metrics": 1335,

@@ -4,6 +4,8 @@ The first call of a new kind may trace another graph. For that call, gradients i
 parameter's, which torch cannot trace, are set aside, and a checkpointed layer may cache its gathered input, a
 side effect. torch makes a size that has changed symbolic, so a third batch size needs no third graph. After
 :data:`MOST_GRAPHS` graphs, new kinds of calls run eagerly.
+
+``torch._dynamo``, which takes two seconds to import, is loaded by its first use: where something is compiled.
 """
 
 from __future__ import annotations
@@ -16,10 +18,7 @@ from typing import Any
 
 import structlog
 import torch
-import torch._dynamo
 from torch import nn
-from torch._dynamo.exc import TorchDynamoException
-from torch._dynamo.utils import counters
 
 from nanotrain_core.errors import NanotrainError, in_one_line
 from nanotrain_core.pipeline.passes import Passes
@@ -98,7 +97,8 @@ class CompiledFunction:
         if call in self.known:
             try:
                 return self._compiled(*args, **kwargs)
-            except TorchDynamoException:  # something other than the arguments requires an unexpected graph
+            except torch._dynamo.exc.TorchDynamoException:
+                # Something other than the arguments requires an unexpected graph.
                 if self.graphs >= self.most:
                     return self.function(*args, **kwargs)
                 return self._first(*args, **kwargs)
@@ -113,7 +113,7 @@ class CompiledFunction:
         fields = {"layer": self.name, "alike": self.modules, "backend": self.backend}
         if self.log and not self.graphs:
             _log.info("compiling", **fields)
-        before, began = counters["stats"]["unique_graphs"], time.perf_counter()
+        before, began = _graphs_made(), time.perf_counter()
         # Activation checkpointing inside a graph does not repeat side effects, such as that a
         # tensor-parallel boundary caches the tensor that it has gathered.
         flags = {
@@ -124,18 +124,22 @@ class CompiledFunction:
         try:
             with torch._dynamo.config.patch(flags), _without_wide_gradients(args):
                 result = self._compiled(*args, **kwargs)
-        except TorchDynamoException as problem:
+        except torch._dynamo.exc.TorchDynamoException as problem:
             raise NanotrainError(
                 f"run.compile: {self.name} cannot be compiled by {self.backend}: {in_one_line(problem)}; "
                 "set run.compile = false, or have the component whose code this is declare stays_eager"
             ) from problem
-        made = counters["stats"]["unique_graphs"] - before
+        made = _graphs_made() - before
         self.graphs += made
         if self.log and made:
             shape = next((tuple(x.shape) for x in args if isinstance(x, torch.Tensor)), ())
             seconds = round(time.perf_counter() - began, 1)
             _log.info("compiled", **fields, shape=shape, train=torch.is_grad_enabled(), seconds=seconds)
         return result
+
+
+def _graphs_made() -> int:
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
 def _own_function(function: Callable[..., Any]) -> Callable[..., Any]:

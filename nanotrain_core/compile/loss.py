@@ -19,7 +19,6 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-import torch._dynamo
 import torch.nn.functional as F
 from torch import nn
 

@@ -28,6 +28,7 @@ from nanotrain_core.hf.block_scaled import BlockScaled
 from nanotrain_core.hf.mapping import HFError, HFMapping, ParameterMapping, expect
 from nanotrain_core.hf.weights import Atlas, HFWeights, differences, missing_prefix, not_finite
 from nanotrain_core.layout.mesh import Mesh
+from nanotrain_core.layout.meta_device import meta_device
 from nanotrain_core.layout.placement import PlacedParameter
 from nanotrain_core.pipeline.actions import Part
 from nanotrain_core.recipe.model_table import model_table, refuse_other_model, without_none
@@ -156,7 +157,7 @@ def select(table: Mapping[str, Any], registry: Registry, path: Path) -> Selectio
 def on_meta(selection: Selection, registry: Registry) -> nn.Module:
     """Return a whole model without storage, as its component builds it."""
     model: Model = registry.build(selection)
-    with torch.device("meta"):
+    with meta_device():
         return model.build(Part.whole(model.layers))
 
 
