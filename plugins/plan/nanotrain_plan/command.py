@@ -53,10 +53,6 @@ SIMULATED = (
 )
 
 
-#: Failures to expect in the time that a restart, or the work between two checkpoints, may take.
-MOST_FAILURES = 5
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command."""
     add_recipe_options(parser)
@@ -261,6 +257,7 @@ def _check_failures(args: argparse.Namespace, ranks: int) -> None:
     """
     if not args.simulate:
         return
+    from nanotrain_plan.goodput import MOST_FAILURES
     from nanotrain_plan.simulation import DEVICE_HOURS
 
     between = 60 * (args.failure_hours or DEVICE_HOURS / ranks)

@@ -87,7 +87,8 @@ class CollectiveTime:
     sync: float = 0.0
     """Of :attr:`exposed`, that of gradient sync, for which no other pipeline stage waits."""
     message: float = 0.0
-    """Time of the longest message to another pipeline rank, from its start to its arrival."""
+    """Time of the longest message to another pipeline rank from the end of the phase, with what of it is in
+    :attr:`exposed`, to its arrival."""
 
 
 class Links:
@@ -209,11 +210,16 @@ class Links:
         return "dp" in dims or "edp" in dims or dims == ["pp"] or ("cp" in dims and "dp" not in spread)
 
     def time(self, phase: Phase) -> CollectiveTime:
-        """Return what the collectives of a recorded phase take."""
+        """Return what the collectives of a recorded phase take.
+
+        A message counts once, where it is sent: who receives it waits for its arrival.
+        """
         sync = filter(self.is_sync, phase.collectives)
-        sends = (self.seconds(found) for found in phase.collectives if found.op == "send")
+        sends = (
+            self.seconds(found) - self.exposed(found) for found in phase.collectives if found.op == "send"
+        )
         return CollectiveTime(
-            exposed=sum(map(self.exposed, phase.collectives)),
+            exposed=sum(self.exposed(found) for found in phase.collectives if found.op != "recv"),
             hidden=sum(map(self.hidden, phase.collectives)),
             sync=sum(map(self.exposed, sync)),
             message=max(sends, default=0.0),

@@ -15,6 +15,9 @@ from math import ceil, exp, expm1, sqrt
 
 import attrs
 
+#: Failures to expect in the time that a restart, or the work between two checkpoints, may take.
+MOST_FAILURES = 5
+
 
 @attrs.define(frozen=True, kw_only=True)
 class Failures:

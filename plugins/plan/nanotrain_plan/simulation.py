@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 
 from nanotrain_core.api import Durations, NanotrainError, did_you_mean
-from nanotrain_plan.goodput import Failures, Goodput, best_interval, daly, of_interval, young
+from nanotrain_plan.goodput import MOST_FAILURES, Failures, Goodput, best_interval, daly, of_interval, young
 from nanotrain_plan.many import StepTimes, Stragglers, step_times
 from nanotrain_plan.plan import Plan
 
@@ -55,7 +55,8 @@ def simulate_plan(plan: Plan, wanted: Wanted) -> Simulated:
     """Simulate steps with slow ranks, and runs with failures.
 
     Raises:
-        NanotrainError: the file of measured times is wrong.
+        NanotrainError: the file of measured times is wrong, or the run would not end, as it almost always
+            fails before its next checkpoint.
     """
     times, after = plan.time.durations, plan.time.after
     if wanted.times is not None:
@@ -78,6 +79,13 @@ def simulate_plan(plan: Plan, wanted: Wanted) -> Simulated:
         mean=hours * 3600, checkpoint=plan.checkpoints.seconds, restart=wanted.restart_minutes * 60
     )
     interval = _interval(plan, wanted, steps.mean)
+    most = MOST_FAILURES * failures.mean
+    if interval and interval + failures.checkpoint > most:
+        raise NanotrainError(
+            f"checkpoint: {interval / 60:.3g} minutes of training between checkpoints, and the run fails "
+            f"every {failures.mean / 60:.3g}, so that it would hardly ever go on; expected at most "
+            f"{most / 60:.3g}, such as --checkpoint-minutes {daly(failures) / 60:.3g}"
+        )
 
     def told(seconds: float) -> Goodput:
         return of_interval(seconds, failures, runs=RUNS, seed=wanted.seed)

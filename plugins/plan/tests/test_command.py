@@ -419,6 +419,11 @@ def test_a_run_with_slow_ranks_and_failures_is_simulated(recipe, capsys):
     assert found["goodput"]["best"]["simulated"] >= found["goodput"]["own"]["simulated"]
     assert main(["plan", *words]) == 0
     assert "Young 1974" in capsys.readouterr().out
+    seldom = ["--set", 'checkpoint={use="simple", every=1000000000}', "--simulate", "--failure-hours", "2"]
+    assert main(["plan", recipe, "--hardware", "cpu", "--set", "model.layers=1", *seldom]) == 2
+    error = capsys.readouterr().err
+    assert "minutes of training between checkpoints, and the run fails every 120, so that" in error
+    assert "expected at most 600, such as --checkpoint-minutes " in error
 
 
 @pytest.mark.full

@@ -74,6 +74,17 @@ def test_messages_of_a_pipeline_need_not_be_hidden_by_one_action():
     assert found.message == pytest.approx(15e-6 + 1 / 40)  # 12 us and a quarter, 1 GB at 40 GB/s
 
 
+def test_a_message_that_is_not_hidden_counts_once():
+    """Its sender waits for the part that is not hidden, and who receives it for the whole."""
+    half = attrs.evolve(H100, overlap=attrs.evolve(H100.overlap, pp=0.5))
+    links = Links(half, layout(pp=2, dp=8))
+    send, recv = Collective("send", (0, 8), 10**9), Collective("recv", (0, 8), 10**9)
+    sent = links.time(Phase("F0.0", 0, 0, collectives=[send]))
+    assert sent.exposed == sent.message == pytest.approx((15e-6 + 1 / 40) / 2)
+    received = links.time(Phase("F1.0", 0, 0, collectives=[recv]))
+    assert received.exposed == received.message == 0.0
+
+
 @pytest.mark.parametrize(("dtype", "peak"), [(torch.bfloat16, 989.4e12), (torch.float32, 66.9e12)])
 def test_attention_is_timed_at_the_peak_of_its_inputs_dtype(dtype, peak):
     B, S, H, K = 1, 128, 2, 64
