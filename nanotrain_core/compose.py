@@ -190,7 +190,7 @@ def compose(
     )
     check_meta(built.data, mesh, recipe)
 
-    pp, pp_rank = pipeline_position(mesh)
+    pp, pp_rank = mesh.degree("pp"), pipeline_rank(mesh)
     # The stages are fixed for the whole run.
     costs = model.flops(PhaseTimeline(recipe).largest().batch.length)
     check_costs(costs, model, recipe)
@@ -290,11 +290,9 @@ def _monitor(selection: Selection, registry: Registry) -> Monitor:
     return monitor
 
 
-def pipeline_position(mesh: Mesh) -> tuple[int, int]:
-    """Return the number of pipeline ranks and this rank's index among them; (1, 0) without a pipeline."""
-    if "pp" not in mesh.layout.dims:
-        return 1, 0
-    return mesh.size("pp"), mesh.coordinate("pp")
+def pipeline_rank(mesh: Mesh) -> int:
+    """Return this rank's index among the pipeline ranks; 0 without a pipeline."""
+    return mesh.coordinate("pp") if "pp" in mesh.layout.dims else 0
 
 
 def split_linear_layers(part: nn.Module, gemm: GEMMBackend, passes: Passes) -> None:
@@ -313,7 +311,7 @@ def split_linear_layers(part: nn.Module, gemm: GEMMBackend, passes: Passes) -> N
 
 def build_stages(model: Model, parts: Sequence[Part], mesh: Mesh, ops: Ops = TORCH) -> dict[int, nn.Module]:
     """Build this rank's parts of the model on ``meta``, numbered along the model."""
-    _, rank = pipeline_position(mesh)
+    rank = pipeline_rank(mesh)
     with meta_device():
         return {stage: model.build(part, ops) for stage, part in enumerate(parts) if part.rank == rank}
 

@@ -6,6 +6,7 @@ import pytest
 
 from nanotrain_core.errors import RecipeError
 from nanotrain_core.layout.layout import Layout, View
+from nanotrain_core.recipe.replicas import replica_dims
 from nanotrain_core.testing import Case, failures, trials
 from nanotrain_core.testing.pool import run_ranks
 from nanotrain_core.testing.probe import make_engine
@@ -51,3 +52,20 @@ def test_ranks_that_share_a_sequence_read_the_same_rows():
     group = layout.ranks(0, *layout.row_dims)
     assert [layout.coordinate(rank, *layout.row_dims) for rank in group] == [*range(6)]
     assert Layout({"dense": View(("tp",), (4,))}).row_dims == ()
+
+
+def test_which_dimensions_need_no_component_follows_from_the_topology():
+    """Not from their names: those that divide rows, and what a second view's degrees leave."""
+    recipe = HYBRID.recipe(optimizer={"use": "sgd"})
+    dense = View(("copies", "shards", "cp"), (2, 2, 2))
+    views = {"dense": dense, "expert": View(("rest", "tp"), (4, 2))}
+    dims = ("copies", "shards", "cp", "rest", "tp")  # the recipe has a degree of tp
+    layout = Layout(views, data_dims=dims, sequence_dims=("cp",))
+    assert replica_dims(recipe, layout) == ("copies", "shards", "rest")
+
+
+def test_data_dimensions_of_any_name_do_not_prevent_cuda_graphs():
+    with pytest.raises(RecipeError) as refused:
+        HYBRID.recipe(run={"cuda_graphs": True}, schedule={"use": "zb_h1"})
+    assert "schedule 'zb_h1'" in str(refused.value)
+    assert "topology.copies" not in str(refused.value)

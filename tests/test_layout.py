@@ -85,3 +85,9 @@ def test_dimensions_of_no_common_view_are_refused():
     assert layout.coordinate(5, "x", "y") == 5
     with pytest.raises(KeyError, match="no view of the layout has all of"):
         layout.size("x", "z")
+
+
+def test_a_dimension_that_a_topology_lacks_has_degree_one():
+    layout = Layout({"a": View(("x", "y"), (2, 3)), "b": View(("z",), (6,))})
+    assert layout.degree() == layout.degree("pp") == 1
+    assert (layout.degree("pp", "y"), layout.degree("x", "z")) == (3, 12)

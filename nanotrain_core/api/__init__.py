@@ -103,7 +103,7 @@ from nanotrain_core.recipe.source import Source as TomlSource
 from nanotrain_core.recipe.source import file_source as read_toml
 from nanotrain_core.recipe.source import is_recipe, shipped_recipes
 from nanotrain_core.recipe.tree import TRAINING, OptimizerConfig, Recipe, Selection, path_field
-from nanotrain_core.recipe.validate import check_combination, find_problems, microbatches_of, pipeline_of
+from nanotrain_core.recipe.validate import check_combination, find_problems, microbatches_of
 from nanotrain_core.registry.discovery import PluginArguments
 from nanotrain_core.registry.registry import Registry, load_plugins
 from nanotrain_core.run.files import (
@@ -247,7 +247,6 @@ __all__ = [
     "parts_between",
     "path_field",
     "peak_flops",
-    "pipeline_of",
     "plan_recipe",
     "plugin_arguments",
     "positive_int",

@@ -19,7 +19,7 @@ from nanotrain_core.recipe.schedule_checks import expect_one_step
 from nanotrain_core.recipe.source import is_recipe, override_source
 from nanotrain_core.recipe.structure import structure
 from nanotrain_core.recipe.tree import Selection
-from nanotrain_core.recipe.validate import microbatches_of, pipeline_of
+from nanotrain_core.recipe.validate import microbatches_of
 from nanotrain_core.registry.registry import load_plugins
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def _of_recipe(args: argparse.Namespace) -> tuple[str, Schedule, int, int, Costs
     return (
         f"{args.subject}: {found.recipe.schedule.use}",
         schedule,
-        pipeline_of(found.layout),
+        found.layout.degree("pp"),
         microbatches_of(found.recipe, found.layout),
         # A run splits its stages once, for this length.
         model.flops(PhaseTimeline(found.recipe).largest().batch.length),

@@ -14,6 +14,7 @@ from nanotrain_core.errors import Problem
 from nanotrain_core.layout.layout import Layout
 from nanotrain_core.pipeline.actions import Action
 from nanotrain_core.recipe.component_functions import call_declared
+from nanotrain_core.recipe.replicas import replica_dims
 from nanotrain_core.recipe.tree import Recipe, Selection
 from nanotrain_core.registry.registry import Registry
 
@@ -59,7 +60,7 @@ def _reasons(recipe: Recipe, registry: Registry, layout: Layout, device: str | N
     if recipe.run.compile_backend == "cudagraphs":
         yield 'compile_backend = "cudagraphs" makes its own'
     for dim in layout.dims:
-        if dim not in ("dp", "edp") and layout.size(dim) > 1:
+        if dim not in replica_dims(recipe, layout) and layout.size(dim) > 1:
             yield f"topology.{dim} = {layout.size(dim)}: passes that communicate are not captured"
     if not _in_turn(actions_of(recipe, registry, layout)[0]):
         yield f"schedule '{recipe.schedule.use}' does not run each microbatch forward and then backward"

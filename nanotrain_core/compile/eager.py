@@ -57,9 +57,9 @@ def known_kernels(selection: Selection, registry: Registry, device: str) -> Sele
 
 def actions_of(recipe: Recipe, registry: Registry, layout: Layout) -> Sequence[Sequence[Action]]:
     """Return the actions of every pipeline rank in a step."""
-    pp = layout.size("pp") if "pp" in layout.dims else 1
+    microbatches = recipe.batch.microbatches(layout.size(*layout.row_dims))
     lists: Sequence[Sequence[Action]] = registry.build(recipe.schedule).actions(
-        pp, recipe.batch.microbatches(layout.size(*layout.row_dims))
+        layout.degree("pp"), microbatches
     )
     return lists
 

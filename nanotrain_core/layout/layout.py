@@ -117,10 +117,14 @@ class Layout:
         """Return the number of ranks along ``dims`` combined, 1 for none.
 
         Raises:
-            KeyError: no view of the layout has all of ``dims``. Not every topology has ``tp`` or ``cp``: test
-                ``dim in layout.dims`` first.
+            KeyError: no view of the layout has all of ``dims``. Not every topology has ``tp`` or ``cp``:
+                :meth:`degree` accepts them nevertheless.
         """
         return prod(self.view(dims).size(dim) for dim in dims)
+
+    def degree(self, *dims: str) -> int:
+        """Return the product of the sizes of ``dims``; a dimension that the topology lacks has size 1."""
+        return prod(self.size(dim) for dim in dims if dim in self.dims)
 
     def coordinate(self, rank: int, *dims: str) -> int:
         """Return the position of ``rank`` along ``dims`` combined, in their given order.

@@ -70,10 +70,14 @@ class Mesh:
         """Return the number of ranks along ``dims`` combined, 1 for none.
 
         Raises:
-            KeyError: no view of the layout has all of ``dims``. Not every topology has ``tp`` or ``cp``: test
-                ``dim in mesh.layout.dims`` first.
+            KeyError: no view of the layout has all of ``dims``. Not every topology has ``tp`` or ``cp``:
+                :meth:`degree` accepts them nevertheless.
         """
         return self.layout.size(*dims)
+
+    def degree(self, *dims: str) -> int:
+        """Return the product of the sizes of ``dims``; a dimension that the topology lacks has size 1."""
+        return self.layout.degree(*dims)
 
     def coordinate(self, *dims: str) -> int:
         """Return this rank's position along ``dims`` combined.

@@ -44,7 +44,7 @@ def check_moments(recipe: Recipe, config: AdamWConfig, layout: Layout) -> Iterat
         return
     for extent in divisibility_of(recipe.model.config) or ():
         dim = "etp" if Role.EXPERTS in extent.roles else "tp"
-        degree = layout.size(dim) if dim in layout.dims else 1
+        degree = layout.degree(dim)
         row, units = extent.row, extent.units
         if row % GROUP or units % degree or row // degree % GROUP == 0:
             continue

@@ -8,6 +8,7 @@ from typing import Any
 
 import attrs
 
+from nanotrain_core.layout.layout import Layout
 from nanotrain_core.layout.roles import Role
 from nanotrain_core.recipe.divisibility import divisibility_of
 from nanotrain_core.recipe.tree import BatchConfig, EvaluationConfig, RunConfig, Selection
@@ -16,9 +17,9 @@ from nanotrain_core.registry.registry import Registry
 _CORE = {"run": RunConfig, "batch": BatchConfig, "evaluation": EvaluationConfig}
 
 
-def for_idle_ranks(dim: str, model: Selection, registry: Registry) -> str:
+def for_idle_ranks(dim: str, model: Selection, layout: Layout, registry: Registry) -> str:
     """Return a clause with the components that would use the ranks along ``dim``, or that none can."""
-    if dim in ("ep", "etp"):
+    if dim not in layout.views["dense"].dims:  # other views place experts
         divisibility = divisibility_of(model.config)
         if divisibility is not None and not any(Role.EXPERTS in extent.roles for extent in divisibility):
             return f"nor has model '{model.use}' experts: set {dim} = 1"

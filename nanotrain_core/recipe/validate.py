@@ -20,6 +20,7 @@ from nanotrain_core.phases.timeline import PhaseTimeline
 from nanotrain_core.recipe.component_functions import call_declared
 from nanotrain_core.recipe.divisibility import either, multiples_near
 from nanotrain_core.recipe.metric_names import unknown_metrics
+from nanotrain_core.recipe.replicas import replica_dims
 from nanotrain_core.recipe.schedule_checks import expect_each_pass, expect_one_step
 from nanotrain_core.recipe.suggestions import for_idle_ranks
 from nanotrain_core.recipe.tree import Recipe, Selection
@@ -158,7 +159,7 @@ def _ramps(timeline: PhaseTimeline, layout: Layout, registry: Registry) -> Itera
 
     Schedules reject numbers of microbatches only by remainder; checking all sizes would take long.
     """
-    around = 2 * pipeline_of(layout)
+    around = 2 * layout.degree("pp")
     dp = layout.size(*layout.row_dims)
     for number, sizes in timeline.ramps():
         batch, seen = timeline.with_batch(number, 1).batch, set[int]()
@@ -193,7 +194,7 @@ def _stages(
     ``between``: whether to check only that each pass occurs once, as between two sizes checked completely.
     """
     schedule = registry.build(recipe.schedule)
-    pp, microbatches = pipeline_of(layout), microbatches_of(recipe, layout)
+    pp, microbatches = layout.degree("pp"), microbatches_of(recipe, layout)
     refusal = _refusal if isinstance(schedule, Hashable) else _refusal.__wrapped__
     try:
         wrong = refusal(schedule, None if between else model_layers(recipe), pp, microbatches, between)
@@ -214,11 +215,6 @@ def _refusal(schedule: Any, layers: int | None, pp: int, microbatches: int, betw
     except ValueError as error:
         return str(error)
     return None
-
-
-def pipeline_of(layout: Layout) -> int:
-    """Return the number of pipeline ranks."""
-    return layout.size("pp") if "pp" in layout.dims else 1
 
 
 def microbatches_of(recipe: Recipe, layout: Layout) -> int:
@@ -336,14 +332,14 @@ def _dimensions(
 
     Data-parallel dimensions need none to handle them: the core itself reduces partial gradients.
     """
-    handled = {*layout.row_dims, "edp"}.union(*(member.component.mesh_dims for member in members))
+    handled = {*replica_dims(recipe, layout)}.union(*(member.component.mesh_dims for member in members))
     split = [dim for dim in layout.dims if layout.size(dim) > 1]
     for each, dim in product(recipe.selections(), split):
         if dim in each.unsupported:
             whose = f"{each.kind} '{each.use}' declares that it does not support it"
             yield Problem(f"topology.{dim}", f"{dim} = {layout.size(dim)}, and {whose}")
     for dim in (dim for dim in split if dim not in handled):
-        remedy = for_idle_ranks(dim, recipe.model, registry)
+        remedy = for_idle_ranks(dim, recipe.model, layout, registry)
         text = f"{dim} = {layout.size(dim)}, but no component of this recipe handles {dim}; {remedy}"
         yield Problem(f"topology.{dim}", text)
 
@@ -361,9 +357,12 @@ def remarks(recipe: Recipe, registry: Registry, layout: Layout) -> Iterator[str]
     faster = registry.providers("gradient_sync")
     if not faster or any("gradient_sync" in component.provides for component in chosen):
         return
-    experts_split = any(layout.size(dim) > 1 for dim in ("ep", "etp") if dim in layout.dims)
-    for dim in (*layout.row_dims, *(("edp",) if experts_split else ())):
-        if dim in layout.dims and layout.size(dim) > 1:
+    replicas = replica_dims(recipe, layout)
+    for dim in replicas:
+        # Without experts spread over ranks nothing is placed in another view than the dense one.
+        split = (d for d in layout.view([dim]).dims if d not in ("pp", *replicas))
+        placed = dim in layout.row_dims or layout.degree(*split) > 1
+        if placed and layout.size(dim) > 1:
             size, others = f"{dim} = {layout.size(dim)}", " or ".join(faster)
             yield (
                 f"{size}: gradients are summed after backward; {others} would overlap the reduction with "

@@ -21,7 +21,7 @@ class ContextParallelConfig:
 
 def check(recipe, config, layout):
     """Check that the heads which tensor parallelism leaves each rank, or repeats there, divide."""
-    cp, tp = (layout.size(dim) if dim in layout.dims else 1 for dim in ("cp", "tp"))
+    cp, tp = layout.degree("cp"), layout.degree("tp")
     for extent in divisibility_of(recipe.model.config) or ():
         heads = (lcm(extent.units, tp) if extent.grouped else extent.units) // tp
         if extent.heads and heads % cp:
@@ -29,7 +29,7 @@ def check(recipe, config, layout):
 
 
 def stays_eager(recipe, config, layout):
-    if "cp" in layout.dims and layout.size("cp") > 1:
+    if layout.degree("cp") > 1:
         yield StaysEager(Role.BLOCK, "attention exchanges heads for tokens between ranks")
 
 

@@ -80,8 +80,7 @@ class Miscompute(Corruption):
     @classmethod
     def not_here(cls, bench: Bench) -> str:
         layout = bench.registry.build(bench.recipe().topology).layout(bench.settings.ranks)
-        sizes = {dim: layout.size(dim) for dim in layout.dims}
-        if sizes.get("dp", 1) == 1 or sizes.get("ep", 1) > 1:
+        if layout.degree("dp") == 1 or layout.degree("ep") > 1:
             return (
                 "no rank computes the same as another: there is no data parallelism, or experts are over it"
             )

@@ -86,7 +86,7 @@ def weights_equal(case: Case, optimizer: str) -> None:
 def _dims_to_use(case: Case) -> list[str]:
     """Return the dimensions with more than one rank that the component declares to handle."""
     layout = resolve_layout(case.recipe(), case.registry())
-    return sorted(dim for dim in case.component().mesh_dims if dim in layout.dims and layout.size(dim) > 1)
+    return sorted(dim for dim in case.component().mesh_dims if layout.degree(dim) > 1)
 
 
 @check("parallel", since="0.1", applies=distributed)

@@ -37,7 +37,7 @@ def check(recipe: Recipe, config: ExpertParallelConfig, layout: Layout) -> Itera
     divisibility = divisibility_of(recipe.model.config)
     none = divisibility is not None and not any(Role.EXPERTS in extent.roles for extent in divisibility)
     for dim in ("ep", "etp"):
-        degree = layout.size(dim) if dim in layout.dims else 1
+        degree = layout.degree(dim)
         if degree > 1 and none:
             text = f"{dim} = {degree}, but model '{recipe.model.use}' has no experts; expected 1"
             yield Problem(f"topology.{dim}", text)
@@ -46,7 +46,7 @@ def check(recipe: Recipe, config: ExpertParallelConfig, layout: Layout) -> Itera
 
 def stays_eager(recipe: Recipe, config: ExpertParallelConfig, layout: Layout) -> Iterator[StaysEager]:
     """Yield that experts sharded over ranks stay eager: the host counts their rows in every layer."""
-    if any(layout.size(dim) > 1 for dim in ("ep", "etp") if dim in layout.dims):
+    if layout.degree("ep", "etp") > 1:
         yield StaysEager(Role.EXPERTS, "the host must learn how many rows travel before it can send them")
 
 

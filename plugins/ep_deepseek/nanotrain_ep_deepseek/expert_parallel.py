@@ -29,7 +29,7 @@ class ExpertParallel(Parallel):
         Raises:
             NanotrainError: the experts, or their width, do not divide by the degree.
         """
-        if all(mesh.size(dim) == 1 for dim in ("ep", "etp") if dim in mesh.layout.dims):
+        if mesh.degree("ep", "etp") == 1:
             return part
         check_view(mesh.layout)
         for name, module, tag in list(tagged(part)):

@@ -186,7 +186,7 @@ def _changes(args: argparse.Namespace) -> tuple[str, ...]:
 
 def _notes(args: argparse.Namespace, recipe: Recipe, layout: Layout) -> Iterator[str]:
     """Yield notes on settings that work, but may be unintended."""
-    width = layout.size("tp") if "tp" in layout.dims else 1
+    width = layout.degree("tp")
     if args.nnodes > 1 and (width > args.nproc or args.nproc % width):
         yield f"tp = {width} spans nodes of {args.nproc} ranks: its collectives use the network between nodes"
     if recipe.run.hang_timeout >= recipe.run.timeout:

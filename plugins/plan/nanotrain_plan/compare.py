@@ -288,14 +288,14 @@ def _key(recipe: Recipe) -> tuple[int, str]:
 
 def _held(recipe: Recipe, layout: Layout, size: int) -> Held | None:
     """Return so many bytes as those of a layout, None if it has fewer microbatches than pipeline ranks."""
-    sizes = {dim: layout.size(dim) if dim in layout.dims else 1 for dim in ("tp", "cp", "pp")}
-    if recipe.batch.microbatches(layout.size(*layout.row_dims)) < sizes["pp"]:
+    pp = layout.degree("pp")
+    if recipe.batch.microbatches(layout.size(*layout.row_dims)) < pp:
         return None
     recomputed = find(recipe, "recompute")
     tp = find(recipe, "tp")
     whole = tp is None or getattr(tp.config, "sequence_parallel", False)
-    alike = sizes["pp"], 1 if whole else sizes["tp"]
-    tokens = recipe.batch.microbatch * recipe.batch.length / (sizes["tp"] * sizes["cp"])
+    alike = pp, 1 if whole else layout.degree("tp")
+    tokens = recipe.batch.microbatch * recipe.batch.length / layout.degree("tp", "cp")
     return Held(recomputed.config.granularity if recomputed else None, alike, tokens, size)
 
 

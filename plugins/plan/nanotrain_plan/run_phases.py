@@ -109,7 +109,7 @@ def _phase(
 ) -> RunPhase:
     number, first, last = stretches[0].phase, stretches[0].sequences, stretches[-1].sequences
     begin = timeline.with_batch(number, first)
-    dp, pp = layout.size(*layout.row_dims), layout.size("pp") if "pp" in layout.dims else 1
+    dp, pp = layout.size(*layout.row_dims), layout.degree("pp")
     step, total = _of_steps(timeline, stretches, seconds, [dp, pp * dp, 2 * pp * dp] if pp > 1 else [dp])
     return RunPhase(
         name=name_of(timeline.recipe, number),

@@ -62,8 +62,7 @@ def simulate_plan(plan: Plan, wanted: Wanted) -> Simulated:
     if wanted.times is not None:
         times, after = read_times(wanted.times, len(plan.stages.parts))
     layout = plan.layout
-    sizes = {dim: layout.size(dim) if dim in layout.dims else 1 for dim in ("tp", "cp", "ep", "etp")}
-    waiting = max(sizes["tp"] * sizes["cp"], sizes["ep"] * sizes["etp"])
+    waiting = max(layout.degree("tp", "cp"), layout.degree("ep", "etp"))
     steps = step_times(
         plan.stages.actions,
         times,

@@ -132,7 +132,7 @@ def dry_stages(
     if parts is not None:
         registry = ReplacedSchedule(registry, CutAlready(registry.build(recipe.schedule), parts))
     recipe_of_run, recipe = recipe, dry_recipe(recipe, registry, host=host)
-    pp = layout.size("pp") if "pp" in layout.dims else 1
+    pp = layout.degree("pp")
     model: Model = registry.build(recipe.model)
     schedule: Schedule = registry.build(recipe.schedule)
     costs = model.flops(recipe.batch.length)

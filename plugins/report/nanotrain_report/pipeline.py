@@ -14,7 +14,6 @@ from nanotrain_core.api import (
     PhaseTimeline,
     Timeline,
     microbatches_of,
-    pipeline_of,
     resolve_recipe,
     simulate,
 )
@@ -40,7 +39,7 @@ def timeline_of(each: Shown, *, alone: bool) -> list[Block]:
         *_, now = phases.stretches(steps)
         batch = phases.with_batch(now.phase, now.sequences).batch
         recipe = attrs.evolve(found.recipe, batch=batch)
-        pp, microbatches = pipeline_of(found.layout), microbatches_of(recipe, found.layout)
+        pp, microbatches = found.layout.degree("pp"), microbatches_of(recipe, found.layout)
         timeline = simulate(found.registry.build(found.recipe.schedule).actions(pp, microbatches))
     except (NanotrainError, ValueError) as error:
         return [Missing(f"The schedule cannot be drawn: {str(error).splitlines()[0]}")]

@@ -61,8 +61,8 @@ VOCABULARY = (Role.VOCAB, Role.HEAD)
 
 def check(recipe: Recipe, config: TensorParallelConfig, layout: Layout) -> Iterator[Problem]:
     """Check that layers divide and every rank gets tokens, as far as the recipe alone determines it."""
-    tp = layout.size("tp") if "tp" in layout.dims else 1
-    cp = layout.size("cp") if "cp" in layout.dims else 1
+    tp = layout.degree("tp")
+    cp = layout.degree("cp")
     if tp == 1:
         return
     if config.sequence_parallel and "sequence_parallel" in recipe.model.unsupported:

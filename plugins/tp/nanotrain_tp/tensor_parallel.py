@@ -58,7 +58,7 @@ class TensorParallel(Parallel):
                 or dropout would make ranks differ; or a HEAD would be trained without some of its parameters,
                 or a linear layer without what its class adds.
         """
-        if "tp" not in mesh.layout.dims or mesh.size("tp") == 1:
+        if mesh.degree("tp") == 1:
             return part
         ranks = Ranks(mesh)
         config = self.config

@@ -29,6 +29,9 @@ class Paper:
     def size(self, dim):
         return self.layout.size(dim)
 
+    def degree(self, dim):
+        return self.layout.degree(dim)
+
     def coordinate(self, dim):
         return 0
 

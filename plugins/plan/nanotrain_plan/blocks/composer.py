@@ -37,9 +37,6 @@ from nanotrain_plan.run_phases import run_seconds
 from nanotrain_plan.stages import Kind, Stages, compiles_layers, kind_of
 from nanotrain_plan.timing import StepTime, least_time, step_time
 
-#: Mesh dimensions whose degrees decide what a block does; the rest only say how often, and over whom it sums.
-WITHIN = ("tp", "cp", "ep", "etp")
-
 
 @attrs.define(frozen=True, kw_only=True)
 class Estimate:
@@ -155,7 +152,7 @@ class Composer:
         recipe = PhaseTimeline(recipe).largest()
         step = step_of(recipe, layout.size(*layout.row_dims))
         recipe = with_microbatch(recipe, step.sequences)
-        pp = layout.size("pp") if "pp" in layout.dims else 1
+        pp = layout.degree("pp")
         _expect_independent_layers(recipe, pp)
         model: Model = self.registry.build(recipe.model)
         schedule: Schedule = self.registry.build(recipe.schedule)
@@ -208,7 +205,7 @@ class Composer:
     ) -> tuple[Blocks, Block | None]:
         """Return blocks with all passes, and without a pipeline the ends of its stage."""
         blocks = together([self._measure(recipe, layout, each, costs) for each in halves])
-        if "pp" in layout.dims and layout.size("pp") > 1:
+        if layout.degree("pp") > 1:
             return blocks, None
         return blocks, self._measure_whole(recipe, layout, halves[0], costs, blocks)
 
@@ -251,15 +248,12 @@ class Composer:
         It has two blocks of the ranks that the inner degrees need, so that dp and edp are above 1, unless
         both are 1: then nobody exchanges gradients, and no buffers are kept for it.
         """
-        sizes = {dim: layout.size(dim) if dim in layout.dims else 1 for dim in WITHIN}
-        unit = lcm(sizes["tp"] * sizes["cp"], sizes["ep"] * sizes["etp"])
-        ones = (
-            layout.size(*layout.row_dims) == 1
-            and unit == sizes["tp"] * sizes["cp"] == sizes["ep"] * sizes["etp"]
-        )
+        dense, experts = layout.degree("tp", "cp"), layout.degree("ep", "etp")
+        unit = lcm(dense, experts)
+        ones = layout.size(*layout.row_dims) == 1 and unit == dense == experts
         within = unit if ones else 2 * unit
         microbatches = 4 if halves.any else 3
-        sequences = microbatches * recipe.batch.microbatch * within // (sizes["tp"] * sizes["cp"])
+        sequences = microbatches * recipe.batch.microbatch * within // dense
         found = attrs.evolve(
             dry_recipe(recipe, self.registry, host=self.hardware.gloo),
             topology=attrs.evolve(recipe.topology, config=attrs.evolve(recipe.topology.config, pp=pp)),

@@ -71,7 +71,8 @@ def _highest(phases: Sequence[Phase]) -> int:
 def predict(recipe: Recipe, registry: Registry, layout: Layout) -> list[StepRecord]:
     """Return a step of every rank as a plan has it: on CPUs, with the largest batch and all microbatches."""
     recipe = dry_recipe(PhaseTimeline(recipe).largest(), registry, host=True)
-    pp, stride = (layout.size("pp"), layout.view(["pp"]).stride("pp")) if "pp" in layout.dims else (1, 0)
+    pp = layout.degree("pp")
+    stride = layout.view(["pp"]).stride("pp") if pp > 1 else 0
     told = survey(recipe, registry, [n * stride for n in range(pp)], host=True) if pp > 1 else []
     values, found = Values(), []
     for rank in range(layout.world_size):

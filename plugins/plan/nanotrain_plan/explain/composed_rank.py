@@ -153,7 +153,7 @@ class Neighbors:
     def _stages(self) -> list[Any]:
         """Return what pipeline stages tell one another."""
         if self._told is None:
-            pp = self.layout.size("pp") if "pp" in self.layout.dims else 1
+            pp = self.layout.degree("pp")
             stride = self.layout.view(["pp"]).stride("pp") if pp > 1 else 0
             ranks = [number * stride for number in range(pp)]
             self._told = survey(self.recipe, self.registry, ranks, host=self.host) if pp > 1 else []

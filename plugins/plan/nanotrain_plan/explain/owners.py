@@ -85,6 +85,6 @@ class Owners:
         """
         who = self.of(origin)
         for dim in self.component(who).mesh_dims if who != CORE else ():
-            if dim in layout.dims and layout.size(dim) > 1 and layout.ranks(ranks[0], dim) == ranks:
+            if layout.degree(dim) > 1 and layout.ranks(ranks[0], dim) == ranks:
                 return dim
         return axis

@@ -68,7 +68,7 @@ def grid(layout: Layout) -> Picture:
 
 
 def _rows(layout: Layout) -> list[list[int]]:
-    pp = layout.size("pp") if "pp" in layout.dims else 1
+    pp = layout.degree("pp")
     rows: list[list[int]] = [[] for _ in range(pp)]
     for rank in range(layout.world_size):
         row = rows[layout.coordinate(rank, "pp") if pp > 1 else 0]

@@ -108,9 +108,7 @@ def _flops(found: Resolution, parameters: Parameters) -> int:
 
 def _needed(found: Resolution, parameters: Parameters) -> int:
     """Return bytes of all ranks' state, as if each pipeline's were whole: more than it takes."""
-    split = 1
-    for dim in ("pp", "tp"):
-        split *= found.layout.size(dim) if dim in found.layout.dims else 1
+    split = found.layout.degree("pp", "tp")
     whole = (parameters.total + parameters.mtp) * PER_PARAMETER
     return whole * max(1, found.layout.world_size // split)
 
