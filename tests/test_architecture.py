@@ -218,7 +218,7 @@ SMALL = {
     "phases": 372,
     "pipeline": 610,
     "precision": 680,
-    "recipe": 1734,
+    "recipe": 1731,
     "registry": 600,
     "run": 2434,
     "script": 740,

@@ -195,6 +195,19 @@ def test_tables_are_written_as_with_set_of_a_recipe():
     assert conformance._tables("--with", lines) == expected
 
 
+def test_a_changed_use_replaces_the_table_as_with_set_of_a_recipe():
+    """Keys of the other component had remained, and were refused as unknown."""
+    lines = [
+        "model.use=routed",
+        "model.experts=4",
+        "model.vocab=64",
+        "model.use=transformer",
+        "model.layers=1",
+    ]
+    expected = {"model": {"use": "transformer", "layers": 1}}
+    assert conformance._tables("--with", lines) == expected
+
+
 @pytest.mark.full
 def test_the_failures_the_harness_makes_on_purpose_are_not_shown(tmp_path):
     words = ("conformance", "monitor:jsonl", "--quick", "-k", "its_failure")

@@ -17,6 +17,7 @@ import attrs
 from nanotrain_core.cli.argument_types import positive_int
 from nanotrain_core.component import KINDS
 from nanotrain_core.errors import Exit, NanotrainError, RecipeError, did_you_mean
+from nanotrain_core.recipe.merge import merge_tables
 from nanotrain_core.recipe.source import override_source
 
 if TYPE_CHECKING:
@@ -232,16 +233,15 @@ def _tables(option: str, lines: list[str], form: str = "KEY=VALUE as in a recipe
     tables: dict[str, Any] = {}
     for number, line in enumerate(lines, start=1):
         try:
-            _lay_over(tables, override_source(number, line).data)
+            tables = _lay_over(tables, override_source(number, line).data)
         except RecipeError as error:
             reason = str(error).partition(": ")[2]
             raise NanotrainError(f"{option}: expected {form}, got {line}: {reason}") from None
     return tables
 
 
-def _lay_over(tables: dict[str, Any], more: dict[str, Any]) -> None:
-    for key, value in more.items():
-        if isinstance(value, dict) and isinstance(tables.get(key), dict):
-            _lay_over(tables[key], value)
-        else:
-            tables[key] = value
+def _lay_over(tables: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    for name, table in more.items():
+        if isinstance(table, dict) and "use" in table and isinstance(tables.get(name), dict):
+            tables[name].setdefault("use", table["use"])  # it may be given after keys of its table
+    return merge_tables(tables, more)

@@ -3,11 +3,28 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypeGuard
 
 from nanotrain_core.errors import Problem
 from nanotrain_core.recipe.locate import join, keys_of
 from nanotrain_core.recipe.source import Source
+
+
+def merge_tables(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge tables; one that uses another component replaces the one below, all else but tables replaces."""
+    merged = dict(below)
+    for key, value in above.items():
+        old: Any = merged.get(key)
+        merged[key] = merge_tables(old, value) if _extends(value, old) else value
+    return merged
+
+
+def _extends(above: Any, below: Any) -> TypeGuard[Mapping[str, Any]]:
+    """Return whether both are tables of one component: the keys of another would be meaningless."""
+    if not isinstance(above, Mapping) or not isinstance(below, Mapping):
+        return False
+    return bool(above.get("use", below.get("use")) == below.get("use"))
 
 
 class Merged:
@@ -45,12 +62,7 @@ class Merged:
     def _merge(self, base: Any, over: Any, key: str, source: Source) -> Any:
         if isinstance(base, list) and isinstance(over, dict) and over and all(map(str.isdigit, over)):
             return self._merge_items(base, over, key, source)
-        changed = (
-            isinstance(base, dict)
-            and isinstance(over, dict)
-            and over.get("use", base.get("use")) != base.get("use")
-        )
-        if not isinstance(base, dict) or not isinstance(over, dict) or changed:
+        if not _extends(over, base):
             self._record(over, key, source)
             return copy.deepcopy(over)
         self._origins[key] = source

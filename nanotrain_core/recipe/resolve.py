@@ -20,11 +20,9 @@ from nanotrain_core.recipe.phase import SECTIONS, Phase
 from nanotrain_core.recipe.range_validator import LARGEST_COUNT
 from nanotrain_core.recipe.structure import absolute_paths, structure
 from nanotrain_core.recipe.suggestions import with_section
-from nanotrain_core.recipe.tree import BatchConfig, EvaluationConfig, Recipe, RunConfig, Selection
+from nanotrain_core.recipe.tree import CORE_SECTIONS, Recipe, Selection
 from nanotrain_core.recipe.types import found
 from nanotrain_core.registry.registry import Registry
-
-_TABLES = {"run": RunConfig, "batch": BatchConfig, "evaluation": EvaluationConfig}
 
 
 class Resolver:
@@ -38,7 +36,7 @@ class Resolver:
 
     def recipe(self) -> Recipe | None:
         """Return the typed recipe, or None when ``problems`` explain why there is none."""
-        sections: dict[str, Any] = {name: self._table(name, config) for name, config in _TABLES.items()}
+        sections: dict[str, Any] = {name: self._table(name, config) for name, config in CORE_SECTIONS.items()}
         for kind in KINDS:
             sections[kind] = self._listed(kind) if kind in LISTED_KINDS else self._single(kind)
         sections["phase"] = self._phases(sections)

@@ -14,7 +14,7 @@ import attrs
 from nanotrain_core.component import KINDS, LISTED_KINDS, Component
 from nanotrain_core.recipe.phase import SECTIONS, Phase, Ramp, changeable, takes_ramp
 from nanotrain_core.recipe.range_validator import Range
-from nanotrain_core.recipe.tree import BatchConfig, EvaluationConfig, RunConfig
+from nanotrain_core.recipe.tree import CORE_SECTIONS, BatchConfig
 from nanotrain_core.recipe.types import field_types, type_schema
 from nanotrain_core.registry.registry import Registry
 
@@ -32,9 +32,7 @@ def recipe_schema(registry: Registry) -> Schema:
         "extends": {"type": "string", "description": "Recipe that this one is laid over."},
         "requires": {"type": "array", "items": {"type": "string"}},
         "versions": {"type": "object", "additionalProperties": {"type": "string"}},
-        "run": _table(RunConfig),
-        "batch": _table(BatchConfig),
-        "evaluation": _table(EvaluationConfig),
+        **{name: _table(config) for name, config in CORE_SECTIONS.items()},
     }
     for kind in KINDS:
         components = [registry.get(kind, name) for name in registry.names(kind)]

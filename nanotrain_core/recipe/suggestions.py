@@ -11,10 +11,8 @@ import attrs
 from nanotrain_core.layout.layout import Layout
 from nanotrain_core.layout.roles import Role
 from nanotrain_core.recipe.divisibility import divisibility_of
-from nanotrain_core.recipe.tree import BatchConfig, EvaluationConfig, RunConfig, Selection
+from nanotrain_core.recipe.tree import CORE_SECTIONS, Selection
 from nanotrain_core.registry.registry import Registry
-
-_CORE = {"run": RunConfig, "batch": BatchConfig, "evaluation": EvaluationConfig}
 
 
 def for_idle_ranks(dim: str, model: Selection, layout: Layout, registry: Registry) -> str:
@@ -36,7 +34,7 @@ def with_section(name: str, sections: Mapping[str, Any]) -> str:
     for section, value in sections.items():
         items = enumerate(value) if isinstance(value, tuple) else (("", value),)
         for number, item in items:
-            shape = _CORE.get(section) or type(getattr(item, "config", None))
+            shape = CORE_SECTIONS.get(section) or type(getattr(item, "config", None))
             if attrs.has(shape) and name in attrs.fields_dict(shape):
                 return f" (did you mean '{section}.{number}.{name}'?)".replace("..", ".")
     return ""

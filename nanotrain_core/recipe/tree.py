@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import attrs
 
+from nanotrain_core.component import KINDS, LISTED_KINDS
 from nanotrain_core.errors import did_you_mean
 from nanotrain_core.recipe.frozen import FrozenMapping
 from nanotrain_core.recipe.phase import CHANGES, CONSTANT, Phase
@@ -242,19 +243,15 @@ class Recipe:
 
     def selections(self) -> tuple[Selection, ...]:
         """Return every selected component, in the order a run builds them."""
-        return (
-            self.topology,
-            self.kernels,
-            self.model,
-            *self.parallel,
-            self.precision,
-            self.optimizer,
-            self.schedule,
-            self.checkpoint,
-            self.data,
-            *self.monitor,
-        )
+        found: list[Selection] = []
+        for kind in KINDS:
+            chosen = getattr(self, kind)
+            found += chosen if kind in LISTED_KINDS else [chosen]
+        return tuple(found)
 
+
+#: The sections whose keys are the core's own; the others are those of :data:`KINDS`, and phases.
+CORE_SECTIONS: Mapping[str, type] = {"run": RunConfig, "batch": BatchConfig, "evaluation": EvaluationConfig}
 
 #: The defaults for sections that a recipe omits. ``model`` has no default.
 DEFAULT_USE: dict[str, str | tuple[str, ...]] = {

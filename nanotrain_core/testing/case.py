@@ -14,6 +14,7 @@ import tomli_w
 from nanotrain_core.component import KINDS, LISTED_KINDS, Component, Support
 from nanotrain_core.errors import PluginError, RecipeError
 from nanotrain_core.recipe import load_recipe
+from nanotrain_core.recipe.merge import merge_tables
 from nanotrain_core.recipe.structure import structure
 from nanotrain_core.recipe.tree import Recipe, Selection
 from nanotrain_core.registry.discovery import PluginArguments
@@ -181,12 +182,12 @@ class Case:
         """Return the recipe as TOML tables: the tiny one, overrides, the component, degrees, ``changes``."""
         tables = self._around({"run": {"ranks": self.world_size}})
         if self.topology and isinstance(tables["topology"], Mapping):
-            tables = merge(tables, {"topology": self.degrees().keys})
-        return merge(tables, changes)
+            tables = merge_tables(tables, {"topology": self.degrees().keys})
+        return merge_tables(tables, changes)
 
     def _around(self, layout: Tables) -> Tables:
         """Return the tables without degrees."""
-        tables = merge(merge(TINY, layout), self.overrides)
+        tables = merge_tables(merge_tables(TINY, layout), self.overrides)
         own = {"use": self.use, **self.config}
         around = self.overrides.get(self.kind)
         if isinstance(around, Mapping) and around.get("use", self.use) == self.use:
@@ -194,7 +195,7 @@ class Case:
         if self.listed:
             tables[self.kind] = self._listed(tables.get(self.kind, []), own)
         else:
-            tables = merge(tables, {self.kind: own})
+            tables = merge_tables(tables, {self.kind: own})
         if self.plain:
             tables |= {"topology": TINY["topology"], "schedule": TINY["schedule"], "parallel": []}
         return tables
@@ -221,18 +222,3 @@ class Case:
                 raise RecipeError([f"the recipe of case {self.id} is refused", *lines, REMEDY]) from None
         self.degrees().check(self.world_size)
         return recipe
-
-
-def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> Tables:
-    """Merge one set of tables over another; a table that uses another component replaces the one below."""
-    merged = dict(below)
-    for key, value in above.items():
-        old = merged.get(key)
-        tables = isinstance(value, Mapping) and isinstance(old, Mapping)
-        merged[key] = _merge_tables(old, value) if tables else value  # type: ignore[arg-type]
-    return merged
-
-
-def _merge_tables(below: Mapping[str, Any], above: Mapping[str, Any]) -> Mapping[str, Any]:
-    use = below.get("use")
-    return merge(below, above) if above.get("use", use) == use else above

@@ -16,7 +16,8 @@ import attrs
 
 from nanotrain_core.component import LISTED_KINDS, Component, Support
 from nanotrain_core.errors import NanotrainError, RecipeError
-from nanotrain_core.testing.case import CORPUS, TINY, Case, Tables, merge
+from nanotrain_core.recipe.merge import merge_tables
+from nanotrain_core.testing.case import CORPUS, TINY, Case, Tables
 from nanotrain_core.testing.surroundings_of_kinds import EXPERTS, OF_KIND, Scope, Wanted
 
 TEXT: Tables = {"model": {"vocab": 256}, "data": {"use": "text", "paths": [CORPUS]}}
@@ -157,7 +158,7 @@ def _base(case: Case) -> Case:
     """
     for around in (TEXT, *BASES) if case.kind == "monitor" else BASES:
         for beside in _beside(case):
-            tried = attrs.evolve(case, overrides=merge(merge(around, beside), case.overrides))
+            tried = attrs.evolve(case, overrides=merge_tables(merge_tables(around, beside), case.overrides))
             if _refusal(tried) is None:
                 return tried
     return case
@@ -232,7 +233,7 @@ def _made(base: Case, wanted: Wanted, given: Mapping[str, Any]) -> Case:
         base.kind,
         use=base.use,
         topology={**base.topology, **wanted.topology},
-        overrides=merge(around, own),
+        overrides=merge_tables(around, own),
         config={**base.config, **wanted.config, **given},
         name=f"{base.name or base.use}-{wanted.name}",
         plugins=base.plugins,

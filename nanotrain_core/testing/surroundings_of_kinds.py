@@ -8,7 +8,8 @@ from enum import Enum
 import attrs
 
 from nanotrain_core.component import Component
-from nanotrain_core.testing.case import Tables, merge
+from nanotrain_core.recipe.merge import merge_tables
+from nanotrain_core.testing.case import Tables
 
 SUMMED, RANGED, SLICED, SPREAD = ({"use": name} for name in ("summed", "ranged", "sliced", "spread"))
 #: Sequence parallelism: between the layers that ranks split, each has a share of the tokens.
@@ -106,7 +107,7 @@ def _parallel(component: Component) -> Iterator[Wanted]:
                 both = {"cp": 2, "tp": 2}
                 for name, cut in (("cp2-tp2", SLICED), ("cp2-tp2-sp", SLICED_TOKENS)):
                     yield Wanted(name, both, {"parallel": [cut, here, SUMMED]}, needs=("cp", "tp"))
-            staged = merge(STAGED, {**around, "model": {**model.get("model", {}), "layers": 4}})
+            staged = merge_tables(STAGED, {**around, "model": {**model.get("model", {}), "layers": 4}})
             yield Wanted(f"{dim}2-pp2", {**two, "pp": 2}, staged, needs=(dim, "pp"))
     else:
         yield Wanted("dp2", {"dp": 2}, {"parallel": [here, SUMMED]}, scope=Scope.ALL)
@@ -156,7 +157,7 @@ def _of_four_ranks(
 
 
 def _tied(wrappers: Sequence[Tables]) -> Tables:
-    return merge(STAGED, {"parallel": [*wrappers], "model": {"tied": True}})
+    return merge_tables(STAGED, {"parallel": [*wrappers], "model": {"tied": True}})
 
 
 def _models(layout: str, topology: Mapping[str, int], around: Tables) -> Iterator[Wanted]:
@@ -207,8 +208,11 @@ def _schedule(component: Component) -> Iterator[Wanted]:
     yield Wanted("pp2", {"pp": 2}, around, scope=Scope.ALL, needs=("pp",))
     yield Wanted("pp4", {"pp": 4}, around, scope=Scope.ALL, needs=("pp",))
     both = {"dp": 2, "pp": 2}
-    yield Wanted("dp2-pp2-tied", both, merge(around, {"model": {"tied": True}}), needs=("pp", "tied"))
-    yield Wanted("pp2-biased", {"pp": 2}, merge(merge(around, BIASED), {"model": {"layers": 12}}))
+    tied = merge_tables(around, {"model": {"tied": True}})
+    yield Wanted("dp2-pp2-tied", both, tied, needs=("pp", "tied"))
+    yield Wanted(
+        "pp2-biased", {"pp": 2}, merge_tables(merge_tables(around, BIASED), {"model": {"layers": 12}})
+    )
     yield Wanted("pp2-experts", {"pp": 2}, {**around, "model": {"use": "routed", "layers": 12}})
 
 

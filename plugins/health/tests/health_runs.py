@@ -9,8 +9,8 @@ import torch
 from nanotrain_core.api.torch import MetricsReport, Monitor
 from nanotrain_core.engine import RuntimeEngine
 from nanotrain_core.errors import Diverged
+from nanotrain_core.recipe.merge import merge_tables
 from nanotrain_core.testing import Case
-from nanotrain_core.testing.case import merge
 from nanotrain_core.testing.probe import make_engine
 
 MONITORS = [{"use": "moe"}, {"use": "probes", "every": 5, "sequences": 2}]
@@ -45,7 +45,7 @@ def run(changes: dict[str, Any], plant: Plant = lambda engine: None, steps: int 
         "data": {"use": "synthetic", "vocab": 64, "sequences": 512, "validation_sequences": 16},
     }
     case, told = Case("monitor", use="health", config=config, overrides=around), Told()
-    engine = make_engine(case, merge(changes, {"run": {"steps": steps}}), callbacks=[told])
+    engine = make_engine(case, merge_tables(changes, {"run": {"steps": steps}}), callbacks=[told])
     plant(engine)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # of so small a model more would wait for one another
