@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from nanotrain_core.compile.eager import actions_of, explain_compiled, known_kernels
+from nanotrain_core.compile.eager import actions_of, explain_compiled, on_device
 from nanotrain_core.component import NotCaptured
 from nanotrain_core.errors import Problem
 from nanotrain_core.layout.layout import Layout
@@ -81,8 +81,7 @@ def _in_turn(actions: Sequence[Action]) -> bool:
 def _of_component(
     selection: Selection, recipe: Recipe, registry: Registry, layout: Layout, device: str | None
 ) -> Iterator[str]:
-    if selection.kind == "kernels":
-        selection = known_kernels(selection, registry, device or "cuda")
+    selection = on_device(selection, registry, device or "cuda")
     who = f"{selection.kind} '{selection.use}'"
     if registry.get(selection.kind, selection.use).cuda_graphs is None:
         yield f"{who} does not declare that its passes can be captured (Component.cuda_graphs)"

@@ -25,33 +25,31 @@ from nanotrain_core.registry.registry import Registry
 class KeptEager:
     """What a component of this recipe keeps eager."""
 
-    who: str
-    """``parallel 'ep_deepseek'``."""
+    kind: str
+    use: str
     role: Role
     why: str
+
+    @property
+    def who(self) -> str:
+        """``parallel 'ep_deepseek'``."""
+        return f"{self.kind} '{self.use}'"
 
     def __str__(self) -> str:
         return f"{self.who}: {self.why}"
 
 
-def kernels_of(selection: Selection, registry: Registry, device: str) -> str:
-    """Return the name of a recipe's kernels on a device of type ``device``, if ``auto`` leaves it open.
+def on_device(selection: Selection, registry: Registry, device: str | None) -> Selection:
+    """Return what a selection stands for on a device of type ``device``: itself, except for kernels ``auto``.
 
-    They are the only installed component that provides ``kernels:<device>``; ``torch`` if there is none, or
-    several.
+    Those stand for the only installed component that provides ``kernels:<device>``, with its default config;
+    for ``torch`` if there is none, or several. Without a device they stay ``auto``, which declares nothing.
     """
-    if selection.use != "auto":
-        return selection.use
+    if (selection.kind, selection.use) != ("kernels", "auto") or device is None:
+        return selection
     word = f"kernels:{device}"
     found = [name for name in registry.names("kernels") if word in registry.get("kernels", name).provides]
-    return found[0] if len(found) == 1 else "torch"
-
-
-def known_kernels(selection: Selection, registry: Registry, device: str) -> Selection:
-    """Return the selection of :func:`kernels_of`; with its default config if ``auto`` leaves it open."""
-    if selection.use != "auto":
-        return selection
-    use = kernels_of(selection, registry, device)
+    use = found[0] if len(found) == 1 else "torch"
     return Selection("kernels", use, registry.get("kernels", use).config())
 
 
@@ -80,10 +78,7 @@ def kept_eager(
     """
     kept = list(_of_w_passes(recipe, registry, layout))
     for selection in recipe.selections():
-        if selection.kind != "kernels" or selection.use != "auto":
-            kept += _of_component(selection, recipe, registry, layout)
-        elif device is not None:
-            kept += _of_component(known_kernels(selection, registry, device), recipe, registry, layout)
+        kept += _of_component(on_device(selection, registry, device), recipe, registry, layout)
     return kept
 
 
@@ -91,14 +86,14 @@ def _of_component(
     selection: Selection, recipe: Recipe, registry: Registry, layout: Layout
 ) -> Iterator[KeptEager]:
     for each in call_declared("stays_eager", selection, recipe, layout, registry, StaysEager):
-        yield KeptEager(f"{selection.kind} '{selection.use}'", each.role, each.why)
+        yield KeptEager(selection.kind, selection.use, each.role, each.why)
 
 
 def _of_w_passes(recipe: Recipe, registry: Registry, layout: Layout) -> Iterator[KeptEager]:
     lists = actions_of(recipe, registry, layout)
     if any(action.kind == "W" for actions in lists for action in actions):
         why = "its W passes make weight gradients later, and a compiled backward pass makes them at once"
-        yield KeptEager(f"schedule '{recipe.schedule.use}'", Role.BLOCK, why)
+        yield KeptEager("schedule", recipe.schedule.use, Role.BLOCK, why)
 
 
 def refused(recipe: Recipe, kept: Iterable[KeptEager]) -> Iterator[Problem]:
@@ -106,7 +101,7 @@ def refused(recipe: Recipe, kept: Iterable[KeptEager]) -> Iterator[Problem]:
     against = [each for each in kept if each.role is Role.BLOCK]
     if recipe.run.compile is True and against:
         remedy = 'expected "auto" or false'
-        if any(each.who.startswith("kernels") for each in against):
+        if any(each.kind == "kernels" for each in against):
             remedy += ', or [kernels] use = "torch"'
         text = f"every layer would stay eager ({'; '.join(map(str, against))}); {remedy}"
         yield Problem("run.compile", text)

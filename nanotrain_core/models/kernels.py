@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from nanotrain_core.builtin.configs import AutoKernelsConfig, TorchKernelsConfig
-from nanotrain_core.compile.eager import kernels_of
+from nanotrain_core.compile.eager import on_device
 from nanotrain_core.contracts import Kernels
 from nanotrain_core.models.ops import Ops, plain_ops
 from nanotrain_core.recipe.tree import Selection
@@ -35,15 +35,9 @@ class AutoKernels(Kernels):
 
 
 def kernels_for(selection: Selection, registry: Registry, device: torch.device) -> tuple[str, Kernels]:
-    """Return the name and the object of a recipe's kernels; for ``auto``, those for ``device``.
-
-    ``auto`` selects the only installed component that provides ``kernels:<device type>``, with its default
-    config; if there is none, or several, ``torch``.
-    """
-    use = kernels_of(selection, registry, device.type)
-    if use != selection.use:
-        selection = Selection("kernels", use, registry.get("kernels", use).config())
-    return use, registry.build(selection)
+    """Return the name and the object of a recipe's kernels; for ``auto``, those for ``device``."""
+    selection = on_device(selection, registry, device.type)
+    return selection.use, registry.build(selection)
 
 
 def installed_kernels(device: torch.device) -> Kernels:
