@@ -39,7 +39,7 @@ LEVELS = (
         "mechanisms",
         "checkpoint.safetensors_files checkpoint.saver layout.initialization optim.lr_schedule "
         "pipeline.annotation pipeline.executor "
-        "pipeline.p2p pipeline.simulator run.derived run.events run.feed run.folder "
+        "pipeline.p2p pipeline.simulator run.derived run.events run.feed run.folder run.skipped_ranges "
         "run.global_metrics run.monitor_collectives",
     ),
     (
@@ -202,7 +202,7 @@ SMALL = {
     "": 995,
     "api": 652,
     "builtin": 490,
-    "checkpoint": 905,
+    "checkpoint": 906,
     "cli": 1713,
     "compile": 692,
     "contracts": 667,
@@ -220,7 +220,7 @@ SMALL = {
     "precision": 680,
     "recipe": 1731,
     "registry": 600,
-    "run": 2434,
+    "run": 2440,
     "script": 740,
     "watch": 438,
 }

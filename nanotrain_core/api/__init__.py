@@ -17,7 +17,7 @@ from nanotrain_core.checkpoint.run_state import (
     streams_problem,
 )
 from nanotrain_core.checkpoint.simple_listing import list_checkpoints as list_simple_checkpoints
-from nanotrain_core.checkpoint.tensor_boxes import Shape
+from nanotrain_core.checkpoint.tensor_boxes import Shape, index_of
 from nanotrain_core.cli.argument_types import positive_int, real_number, unsigned_int, whole_number
 from nanotrain_core.cli.common import (
     PIPED_WIDTH,
@@ -221,6 +221,7 @@ __all__ = [
     "flush",
     "hookimpl",
     "host_memory",
+    "index_of",
     "input_problems",
     "is_judged",
     "is_of_a_run",

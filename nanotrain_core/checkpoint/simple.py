@@ -29,7 +29,7 @@ from nanotrain_core.checkpoint.run_state import load_json, newest_evaluated, sta
 from nanotrain_core.checkpoint.safetensors_files import CODES, DTYPES
 from nanotrain_core.checkpoint.simple_damage import FORMAT, damage, digest, names_in, read_header
 from nanotrain_core.checkpoint.simple_names import saved_steps, unexpected_entries
-from nanotrain_core.checkpoint.tensor_boxes import Box, Shape
+from nanotrain_core.checkpoint.tensor_boxes import Box, Shape, index_of
 from nanotrain_core.contracts import Block, CheckpointReport, SavedWeights, TrainState
 from nanotrain_core.errors import CheckpointError
 from nanotrain_core.layout.mesh import Mesh
@@ -236,8 +236,7 @@ def read_block(file: Any, block: Block) -> torch.Tensor:
     """Read the range of a saved tensor that ``block`` covers."""
     if not block.global_shape:
         return file.get_tensor(block.name)  # type: ignore[no-any-return]
-    index = tuple(slice(o, o + n) for o, n in zip(block.offset, block.tensor.shape, strict=True))
-    return file.get_slice(block.name)[index]  # type: ignore[no-any-return]
+    return file.get_slice(block.name)[index_of(block.offset, block.tensor.shape)]  # type: ignore[no-any-return]
 
 
 # --- weights alone ------------------------------------------------------------------------------
@@ -342,7 +341,7 @@ def put(whole: dict[str, torch.Tensor], key: BlockKey, tensor: torch.Tensor) -> 
         whole[name] = tensor.cpu().contiguous()
         return
     target = whole.setdefault(name, torch.empty(shape, dtype=tensor.dtype))
-    target[tuple(slice(o, o + n) for o, n in zip(offset, tensor.shape, strict=True))] = tensor.cpu()
+    target[index_of(offset, tensor.shape)] = tensor.cpu()
 
 
 def gather_streams(streams: Mapping[str, torch.Tensor], mesh: Mesh) -> dict[str, torch.Tensor]:

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from math import prod
 
 #: Shape of a tensor, or the offset of a box in it.
 Shape = tuple[int, ...]
 #: The offset of a box in its tensor, and its shape.
 Box = tuple[Shape, Shape]
+
+
+def index_of(offset: Iterable[int], shape: Iterable[int]) -> tuple[slice, ...]:
+    """Return a box as an index into its tensor.
+
+    >>> index_of((1, 0), (2, 10))
+    (slice(1, 3, None), slice(0, 10, None))
+    """
+    return tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
 
 
 def boxes(shape: Shape, start: int, stop: int) -> list[Box]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from nanotrain_core.checkpoint.tensor_boxes import Shape
+from nanotrain_core.checkpoint.tensor_boxes import Shape, index_of
 from nanotrain_core.layout.layout import Layout, Span
 from nanotrain_core.layout.ranges import RANGE as RANGE  # noqa: PLC0414 others take it from here
 from nanotrain_core.layout.ranges import share_of as share_of  # noqa: PLC0414
@@ -132,7 +132,7 @@ class Placement:
     @property
     def slices(self) -> tuple[slice, ...]:
         """The block as an index into the global tensor."""
-        return tuple(slice(o, o + n) for o, n in zip(self.offset, self.shape, strict=True))
+        return index_of(self.offset, self.shape)
 
 
 #: The placements of every parameter and buffer on this rank, by global name. Wrappers replace entries.

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nanotrain_core.checkpoint.tensor_boxes import Box, Shape, boxes_at
+from nanotrain_core.checkpoint.tensor_boxes import Box, Shape, boxes_at, index_of
 from nanotrain_core.layout.layout import Span
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import Piece, Placement
@@ -88,9 +88,8 @@ class WholeTensors:
                 whole = like.new_zeros(self.shapes[name])
                 for rank, shares in enumerate(received):
                     for offset, shape in self.boxes[rank].get(name, ()):
-                        index = tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
                         end = firsts[rank] + prod(shape)
-                        whole[index] = shares[firsts[rank] : end].view(shape)
+                        whole[index_of(offset, shape)] = shares[firsts[rank] : end].view(shape)
                         firsts[rank] = end
                 yield name, whole
 
@@ -113,8 +112,7 @@ class WholeTensors:
         for piece in self.own.get(name, ()):
             found = []
             for offset, shape in boxes_of(piece):
-                index = tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
-                found.append(whole[index].reshape(-1))
+                found.append(whole[index_of(offset, shape)].reshape(-1))
             yield piece, torch.cat(found).view(piece.placement.shape if piece.span is None else -1)
 
 

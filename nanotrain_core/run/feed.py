@@ -13,6 +13,7 @@ from nanotrain_core.contracts import ChangesLength, Data, Model, SkipsAhead
 from nanotrain_core.contracts.data import CountsHeldOut
 from nanotrain_core.errors import PluginError
 from nanotrain_core.recipe.tree import BatchConfig, EvaluationConfig
+from nanotrain_core.run.skipped_ranges import SkipsRanges
 from nanotrain_core.run.upload import Upload
 
 #: The core's keys in the saved data state, in addition to those of the component's ``meta``.
@@ -95,7 +96,7 @@ class Feed(Protocol):
     def load_meta(self, meta: Mapping[str, Any]) -> None: ...
 
 
-class DataFeed:
+class DataFeed(SkipsRanges):
     """Feeds from a :class:`~nanotrain_core.contracts.Data` component."""
 
     def __init__(
@@ -130,10 +131,7 @@ class DataFeed:
         """Length of the sequences that the data returns."""
         self._upload = Upload(device)
         self.bytes_per_token = data.bytes_per_token
-        self.taken = 0
-        """Sequences consumed from the data since the beginning of the run, including skipped ones."""
         self.skipped: list[tuple[int, int]] = []
-        """Ranges of these that are not trained on."""
         self.tokens = self.tokens_before = 0
         self._open: int | None = None
         """Position of the batch whose step is not done."""
@@ -174,7 +172,7 @@ class DataFeed:
 
     def microbatches(self) -> list[Batch]:
         """Return this rank's shard of the next global batch."""
-        while self._is_skipped(self.taken, self.batch.sequences):
+        while self.is_skipped(self.taken, self.batch.sequences):
             self._leave_out()
         self.tokens_before, self.tokens = self.tokens, self.tokens + self.tokens_per_step
         self._open = self.taken
@@ -231,18 +229,9 @@ class DataFeed:
                 raise PluginError(f"{text}; expected a Batch of torch.int64 {list(wanted)}, this rank's rows")
         return batch
 
-    def _is_skipped(self, position: int, sequences: int) -> bool:
-        """Return whether any sequence of the batch at ``position`` is in a skipped range."""
-        return any(first < position + sequences and position < end for first, end in self.skipped)
-
-    def of_last(self, steps: int) -> tuple[int, int]:
-        """Return which sequences the last ``steps`` steps used, including those they skipped."""
-        first = self.taken
-        while steps and first > 0:
-            size = next(size for begin, size in reversed(self._sizes) if begin < first)
-            first -= size
-            steps -= 0 if self._is_skipped(first, size) else 1
-        return first, self.taken
+    def size_before(self, position: int) -> int:
+        """Return the size of the batch that ends at ``position``."""
+        return next(size for begin, size in reversed(self._sizes) if begin < position)
 
     def meta(self) -> dict[str, Any]:
         """Return the position in the data and the skipped ranges, as JSON."""

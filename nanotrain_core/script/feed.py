@@ -15,6 +15,7 @@ from nanotrain_core.errors import CheckpointError, NanotrainError
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.recipe.tree import BatchConfig
 from nanotrain_core.run import random_state
+from nanotrain_core.run.skipped_ranges import SkipsRanges
 from nanotrain_core.run.upload import Upload
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -46,7 +47,7 @@ class Taken:
     """Random-number streams just before the current pass over the loader began."""
 
 
-class LoaderFeed:
+class LoaderFeed(SkipsRanges):
     """Feeds from a script's loaders, iterating the training loader as often as needed.
 
     A position is a number of batches into a pass over the loader. To restore it, random-number streams
@@ -65,8 +66,7 @@ class LoaderFeed:
         self.begin = begin
         self.data: Loader | None = None
         self.skipped: list[tuple[int, int]] = []
-        """Ranges of batches, counted from the beginning of the run on each rank, that are not trained on."""
-        self.tokens = self.tokens_before = self.taken = self.into = self.epoch = 0
+        self.tokens = self.tokens_before = self.into = self.epoch = 0
         self.begun: Mapping[str, torch.Tensor] = {}
         """Streams at the beginning of the pass that :attr:`into` counts in: see :class:`Taken`."""
         self.restored: Mapping[str, torch.Tensor] = {}
@@ -208,7 +208,7 @@ class LoaderFeed:
     def microbatches(self) -> list[Batch]:
         """Return the loader's next batches."""
         taken = self._read_ahead() if self._ahead else self._take()
-        while self._is_skipped(self.taken):
+        while self.is_skipped(self.taken, self.accumulate):
             self.taken += self.accumulate
         self.taken += self.accumulate
         self.into, self.epoch, self.begun = taken[-1].into, taken[-1].epoch, taken[-1].begun
@@ -219,14 +219,10 @@ class LoaderFeed:
     def _take(self) -> list[Taken]:
         """Return the next step's batches, after those that are skipped."""
         position = self.taken
-        while self._is_skipped(position):
+        while self.is_skipped(position, self.accumulate):
             position += self.accumulate
         left_out = position - self.taken
         return list(itertools.islice(self._batches, left_out, left_out + self.accumulate))
-
-    def _is_skipped(self, position: int) -> bool:
-        """Return whether any batch of the step at ``position`` is in a skipped range."""
-        return any(first < position + self.accumulate and position < end for first, end in self.skipped)
 
     def validation(self) -> Iterator[tuple[Batch, int]]:
         """Yield all validation batches, each with the number of its tokens: none is padding. Collective.
@@ -274,13 +270,9 @@ class LoaderFeed:
         """Return the number of predicted positions."""
         return {"lm": batch.target_tokens()}
 
-    def of_last(self, steps: int) -> tuple[int, int]:
-        """Return which batches the last ``steps`` steps used, including those they skipped."""
-        first = self.taken
-        while steps and first > 0:
-            first -= self.accumulate
-            steps -= 0 if self._is_skipped(first) else 1
-        return max(first, 0), self.taken
+    def size_before(self, position: int) -> int:
+        """Return the number of batches of a step."""
+        return self.accumulate
 
     def meta(self) -> dict[str, Any]:
         """Return the position in the loader and the skipped ranges, as JSON."""

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import ReadItem
 
-from nanotrain_core.api import DTYPE_NAMES, CheckpointError
+from nanotrain_core.api import DTYPE_NAMES, CheckpointError, index_of
 from nanotrain_core.api.torch import Block
 from nanotrain_sharded_ckpt_v2 import shard
 from nanotrain_sharded_ckpt_v2.blocks import code
@@ -135,15 +135,11 @@ class Reading:
         if not target.shape:
             target.copy_(file.get_tensor(box))
             return
-        there = _slices(item.storage_offsets, item.lengths)
-        target[_slices(item.dest_offsets, item.lengths)].copy_(file.get_slice(box)[there])
+        there = index_of(item.storage_offsets, item.lengths)
+        target[index_of(item.dest_offsets, item.lengths)].copy_(file.get_slice(box)[there])
 
 
 def _index(item: ReadItem) -> int:
     """Return the index of the box of its tensor that an item reads from."""
     assert item.storage_index.index is not None
     return item.storage_index.index
-
-
-def _slices(offset: Sequence[int], lengths: Sequence[int]) -> tuple[slice, ...]:
-    return tuple(slice(o, o + n) for o, n in zip(offset, lengths, strict=True))
