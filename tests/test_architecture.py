@@ -220,9 +220,9 @@ SMALL = {
     "precision": 680,
     "recipe": 1731,
     "registry": 600,
-    "run": 2440,
+    "run": 2446,
     "script": 740,
-    "watch": 438,
+    "watch": 454,
 }
 
 

@@ -10,10 +10,11 @@ from test_before_restore import RECIPE
 from nanotrain_core.contracts import Monitor, TrainState
 from nanotrain_core.engine import RuntimeEngine
 from nanotrain_core.launch import temporary
-from nanotrain_core.launch.recovery import RECOVERABLE, restart_of
+from nanotrain_core.launch.recovery import restart_of
 from nanotrain_core.launch.restarts import MOST_IN_VAIN, Restarts
 from nanotrain_core.recipe import load_recipe
 from nanotrain_core.registry.registry import load_plugins
+from nanotrain_core.watch.scratch import RECOVERABLE
 
 
 class Keeps(Monitor):
@@ -139,7 +140,9 @@ def test_what_ranks_ask_for_is_deleted_with_their_launcher(tmp_path, monkeypatch
     monkeypatch.setattr(temporary, "_notes", tmp_path)
     restart = restart_of(scratch, "12.5", recipe, 4, load_plugins())
     restart.delete_at_end(kept)
-    restart.recoverable(7)
+    with monkeypatch.context() as no_flush:  # which every step would wait for
+        no_flush.delattr("nanotrain_core.run.files.flush")
+        restart.recoverable(7)
     assert ((scratch / RECOVERABLE).read_text(), restart.failed_at, restart.again) == ("7", 12.5, True)
     temporary.delete_named()
     assert (kept.exists(), other.exists()) == (False, True)

@@ -13,10 +13,9 @@ from nanotrain_core.launch import cause_of_all_hosts, restarts
 from nanotrain_core.launch.cause import Cause, first_cause, leave_failure
 from nanotrain_core.launch.cause_of_all_hosts import announce_end, announced_end, first_of_all
 from nanotrain_core.launch.hosts import Nodes, is_here
-from nanotrain_core.launch.recovery import FAILED_AT
 from nanotrain_core.launch.restarts import Restarts
-from nanotrain_core.launch.worker import HAS_SAVED
 from nanotrain_core.run import files
+from nanotrain_core.watch.scratch import FAILED_AT, HAS_SAVED
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from nanotrain_core.errors import Exit, NanotrainError
 from nanotrain_core.run import log
 from nanotrain_core.run.files import read_each, write_text_atomically
 from nanotrain_core.watch.hang import Hang
+from nanotrain_core.watch.scratch import RankFile
 
 
 @attrs.define(frozen=True)
@@ -110,7 +111,7 @@ def leave_failure(scratch: Path, rank: int, problem: BaseException) -> bool:
     }
     # Atomically: the launcher may read it, or kill this rank, meanwhile.
     with contextlib.suppress(OSError):  # disk full: only the exit code remains
-        write_text_atomically(scratch / f"failure-{rank}.json", json.dumps(failure))
+        write_text_atomically(RankFile.FAILURE.of(scratch, rank), json.dumps(failure))
     return echo
 
 
@@ -127,7 +128,7 @@ def first_cause(scratch: Path, codes: Mapping[int, int], hang: Hang | None) -> C
     """
     if hang is not None:
         return Cause(hang.text, Exit.HUNG, echo=hang.waits)
-    reports = [json.loads(text) for _, text in read_each(scratch, "failure-*.json")]
+    reports = [json.loads(text) for _, text in read_each(scratch, RankFile.FAILURE.pattern)]
     reports.sort(key=lambda report: (report["echo"], report["trace"] is not None, report["time"]))
     killed = _killed(codes, reports)
     stopped = [report for report in reports if report["code"] == Exit.PREEMPTED]

@@ -48,6 +48,7 @@ from nanotrain_core.run import log
 from nanotrain_core.run.owner import is_alive
 from nanotrain_core.run.stop import SIGNALS, end_on_sigterm, handle_ending
 from nanotrain_core.watch.progress import FAILED, START, Progress
+from nanotrain_core.watch.scratch import RankFile
 
 #: Messages between the launcher and a rank: a rank has returned from its job; it has ended an attempt that
 #: another rank's failure ended; the launcher asks it to.
@@ -114,7 +115,7 @@ class RankProcess:
         assert ranks is not None
         assert job.scratch is not None
         scratch = Path(job.scratch)
-        pid = self._pid = Path(job.scratch, f"pid-{ranks.rank}")
+        pid = self._pid = RankFile.PID.of(scratch, ranks.rank)
         end_on_sigterm(partial(leave_failure, scratch, ranks.rank))  # until training handles signals
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell ignores it
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)

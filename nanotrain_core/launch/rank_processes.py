@@ -18,6 +18,7 @@ import attrs
 from nanotrain_core.launch.rank_process import DONE, LEAVE, LEFT, serve
 from nanotrain_core.launch.worker import Job
 from nanotrain_core.run import log
+from nanotrain_core.watch.scratch import RankFile
 
 #: Seconds for ranks to end after SIGTERM, or to tell their monitors of a failure.
 GRACE = 30.0
@@ -155,7 +156,9 @@ class RankProcesses:
         began, scratch = time.monotonic(), Path(self.job.scratch or "")
         while waiting := [rank for rank in self._ranks.values() if rank.trains]:
             passed = time.monotonic() - began
-            most = {rank: seconds if (scratch / f"pid-{rank.number}").exists() else GRACE for rank in waiting}
+            most = {
+                rank: seconds if RankFile.PID.of(scratch, rank.number).exists() else GRACE for rank in waiting
+            }
             if all(passed > most[rank] for rank in waiting):
                 break
             time.sleep(POLL)

@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING
 
 from nanotrain_core.launch import temporary
 from nanotrain_core.recipe import Recipe, recipe_hash
+from nanotrain_core.run.files import write_text_atomically
+from nanotrain_core.watch.scratch import RECOVERABLE
 
 if TYPE_CHECKING:
     from nanotrain_core.registry.registry import Registry
     from nanotrain_core.run.recovery import Restart
-
-#: Files in the launcher's folder: the newest step that needs no checkpoint, and the time of the last failure.
-RECOVERABLE, FAILED_AT = "recoverable", "failed-at"
 
 
 def restart_of(
@@ -46,10 +45,8 @@ def restart_of(
 
     def recoverable(step: int) -> None:
         if scratch is not None and os.environ.get("LOCAL_RANK") == "0":
-            hidden = scratch / f".{RECOVERABLE}-{os.getpid()}"
             with contextlib.suppress(OSError):  # a full disk: the launcher counts less progress
-                hidden.write_text(str(step))  # useless after a reboot, so it is not flushed
-                hidden.replace(scratch / RECOVERABLE)
+                write_text_atomically(scratch / RECOVERABLE, str(step), flushed=False)
 
     def delete_at_end(path: Path) -> None:
         if scratch is not None:

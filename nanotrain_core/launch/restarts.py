@@ -9,11 +9,10 @@ from pathlib import Path
 
 from nanotrain_core.launch.cause import Cause, first_cause
 from nanotrain_core.launch.hosts import MEETING
-from nanotrain_core.launch.recovery import FAILED_AT, RECOVERABLE
-from nanotrain_core.launch.worker import HAS_SAVED
 from nanotrain_core.run import log
 from nanotrain_core.run.files import write_text_atomically
 from nanotrain_core.watch.hang import Hang
+from nanotrain_core.watch.scratch import FAILED_AT, HAS_SAVED, RECOVERABLE
 
 #: Consecutive restarts without a checkpoint in between after which no further one is made.
 MOST_IN_VAIN = 5

@@ -27,6 +27,7 @@ from typing import IO
 
 from nanotrain_core.run.files import write_text_atomically
 from nanotrain_core.run.owner import is_alive
+from nanotrain_core.watch.scratch import RankFile
 
 PREFIX = "nanotrain-of-"
 LOCK = ".lock"
@@ -128,7 +129,7 @@ def _is_left(folder: Path) -> bool:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:  # it is locked, or locks are unsupported
             return False
-        ranks = (path.read_text() for path in folder.glob("*/pid-*"))
+        ranks = (path.read_text() for path in folder.glob(f"*/{RankFile.PID.pattern}"))
         return not any(text.isdecimal() and is_alive(int(text)) for text in ranks)
     return False
 

@@ -24,7 +24,7 @@ from nanotrain_core.launch.device import choose_device
 from nanotrain_core.launch.environment import Ranks, agent_serves_store
 from nanotrain_core.launch.peers import watching_peers
 from nanotrain_core.launch.process_groups import ending_process_groups
-from nanotrain_core.launch.recovery import FAILED_AT, restart_of
+from nanotrain_core.launch.recovery import restart_of
 from nanotrain_core.launch.rendezvous import meet_ranks
 from nanotrain_core.recipe import Recipe, recipe_hash, resolve_recipe, write_resolved
 from nanotrain_core.recipe.secrets import without_secrets
@@ -35,6 +35,7 @@ from nanotrain_core.run import log
 from nanotrain_core.run.files import write_text_atomically
 from nanotrain_core.run.folder import RunFolder, hold_as_rank, stop_without
 from nanotrain_core.watch.progress import FAILED, Progress
+from nanotrain_core.watch.scratch import FAILED_AT, FOLDER, HAS_SAVED
 from nanotrain_core.watch.watchdog import Watchdog
 
 if TYPE_CHECKING:
@@ -42,10 +43,6 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
     from nanotrain_core.launch.rank_process import RankProcess
-#: A file in the launcher's folder, or torchrun's run folder: this launch has saved a checkpoint of its own.
-HAS_SAVED = "has-saved"
-#: Another file: the path of the run folder.
-FOLDER = "folder"
 #: Seconds for which a shared file system may keep the lock of a host that is gone: NFS version 4 does so for
 #: a lease, 90 seconds by default.
 LEASE = 120.0

@@ -6,14 +6,22 @@ import contextlib
 import os
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 
-def write_atomically(path: Path, write: Callable[[Path], None], *, private: bool = False) -> None:
+def write_atomically(
+    path: Path, write: Callable[[Path], object], *, private: bool = False, flushed: bool = True
+) -> None:
     """Let ``write`` fill a temporary file next to ``path``, flush it to disk and move it into place.
 
-    The file's mode is that of any new file, even if ``write`` replaces it by a private one; with ``private``
-    only its owner may read it.
+    The file's mode is that of any new file, even if ``write`` replaces it by a private one.
+
+    Args:
+        path: of the file.
+        write: fills the file that it is given.
+        private: whether only its owner may read it.
+        flushed: false where the file need not outlast the host, or must not wait for a slow disk.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -21,11 +29,13 @@ def write_atomically(path: Path, write: Callable[[Path], None], *, private: bool
         mode = temporary.stat().st_mode
         write(temporary)
         temporary.chmod(mode)
-        flush(temporary)
+        if flushed:
+            flush(temporary)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-    flush(path.parent)
+    if flushed:
+        flush(path.parent)
 
 
 def obstacle_to_writing(path: Path, *, recipe: str = "") -> str:
@@ -55,15 +65,17 @@ def remove_leftovers(folder: Path) -> None:
             leftover.unlink()
 
 
-def write_text_atomically(path: Path, text: str, *, private: bool = False) -> None:
+def write_text_atomically(path: Path, text: str, *, private: bool = False, flushed: bool = True) -> None:
     """Write UTF-8 text atomically: a reader sees either the old file or the new one.
 
     Args:
         path: of the file.
         text: its content.
         private: whether only its owner may read it.
+        flushed: see :func:`write_atomically`.
     """
-    write_atomically(path, lambda temporary: _write_text(temporary, text), private=private)
+    write = partial(_write_text, text=text)
+    write_atomically(path, write, private=private, flushed=flushed)
 
 
 def read_each(folder: Path, pattern: str) -> Iterator[tuple[Path, str]]:

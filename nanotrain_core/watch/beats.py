@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from nanotrain_core.errors import LaunchError
+from nanotrain_core.watch.scratch import RankFile
 
 #: Bytes of a slot. A beat has 130 of them, with numbers of 7 digits.
 SLOT = 512
-PATTERN = "beat-*.json"
 
 
 class BeatFile:
@@ -30,7 +30,7 @@ class BeatFile:
         Raises:
             LaunchError: there is no space for it.
         """
-        self.path, self._tick = folder / PATTERN.replace("*", str(rank)), 0
+        self.path, self._tick = RankFile.BEAT.of(folder, rank), 0
         try:
             self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
             os.pwrite(self._file, bytes(2 * SLOT), 0)
@@ -55,7 +55,7 @@ class BeatFile:
 
 def read_beats(folder: Path) -> Iterator[dict[str, Any]]:
     """Yield the last heartbeat of each rank that has one; none of a file deleted before it is read."""
-    for path in folder.glob(PATTERN):
+    for path in folder.glob(RankFile.BEAT.pattern):
         with contextlib.suppress(FileNotFoundError):
             data = path.read_bytes()
             slots = (data[at : at + SLOT] for at in (0, SLOT))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from nanotrain_core.run.files import write_atomically
+
 #: In the run folder: a file for each rank.
 DUMPS = "collectives"
 
@@ -18,6 +20,4 @@ def keep_collectives(folder: Path, rank: int) -> None:
         return
     path = folder / DUMPS / f"rank-{rank}"
     path.parent.mkdir(exist_ok=True)
-    temporary = path.with_name(f".{path.name}")
-    temporary.write_bytes(dump())
-    temporary.replace(path)
+    write_atomically(path, lambda temporary: temporary.write_bytes(dump()), flushed=False)

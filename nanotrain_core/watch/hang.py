@@ -26,6 +26,7 @@ from nanotrain_core.run.files import read_each
 from nanotrain_core.run.owner import is_alive
 from nanotrain_core.watch.beats import read_beats
 from nanotrain_core.watch.collectives import DUMPS
+from nanotrain_core.watch.scratch import RankFile
 
 #: Factor by which the start, the first step and a checkpoint may take longer than other steps.
 PATIENCE = 5
@@ -127,8 +128,8 @@ class HangWatch:
             self._waited: dict[int, tuple[int, float]] = {}
             self._ticks: dict[int, tuple[int, float]] = {}
             self._alone = 0.0
-            for pattern in ("beat-*.json", "pid-*", "failure-*.json"):
-                for path in self.scratch.glob(pattern):
+            for kind in (RankFile.BEAT, RankFile.PID, RankFile.FAILURE):
+                for path in self.scratch.glob(kind.pattern):
                     path.unlink(missing_ok=True)
 
     def look(self) -> None:
@@ -179,7 +180,7 @@ class HangWatch:
         kill([beat.pid for beat in beats], signal.SIGKILL)
 
     def _stack(self, rank: int) -> str:
-        path = self.scratch / f"stacks-{rank}.txt"
+        path = RankFile.STACKS.of(self.scratch, rank)
         return path.read_text(errors="replace") if path.exists() else ""
 
     def _keep_stacks(self) -> None:
@@ -188,7 +189,7 @@ class HangWatch:
         kept = self.folder / "stacks" / time.strftime("%Y%m%d-%H%M%S")
         with contextlib.suppress(OSError):
             kept.mkdir(parents=True, exist_ok=True)
-            for path in self.scratch.glob("stacks-*.txt"):
+            for path in self.scratch.glob(RankFile.STACKS.pattern):
                 shutil.copy(path, kept / path.name.replace("stacks", "rank"))
             log.say(f"the stacks of all ranks are in {kept}", level="warning")
             if any(self.folder.glob(f"{DUMPS}/rank-*")):
@@ -204,7 +205,7 @@ def _same_for(seen: dict[int, tuple[int, float]], rank: int, value: int, passed:
 
 def pids_of(scratch: Path) -> list[int]:
     """Return the processes of ranks that have begun and not ended; 0 for one about to write its pid."""
-    return [int(text or 0) for _, text in read_each(scratch, "pid-*")]
+    return [int(text or 0) for _, text in read_each(scratch, RankFile.PID.pattern)]
 
 
 def kill(pids: Iterable[int], number: signal.Signals) -> None:

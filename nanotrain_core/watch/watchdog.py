@@ -21,10 +21,12 @@ from pathlib import Path
 
 from nanotrain_core.errors import Exit
 from nanotrain_core.run import log
+from nanotrain_core.run.files import write_text_atomically
 from nanotrain_core.watch.beats import BeatFile
 from nanotrain_core.watch.collectives import keep_collectives
 from nanotrain_core.watch.hang import PATIENCE
 from nanotrain_core.watch.progress import Progress
+from nanotrain_core.watch.scratch import RankFile
 
 #: Makes a rank write the stack of every thread, whatever it is doing: the handler is C code.
 DUMP = signal.SIGUSR2
@@ -65,7 +67,8 @@ class Watchdog(threading.Thread):
     def run(self) -> None:
         """Send heartbeats until :meth:`stop`."""
         if self.scratch is not None:
-            self.stacks = open(self.scratch / f"stacks-{self.rank}.txt", "w", encoding="utf-8")  # noqa: SIM115
+            path = RankFile.STACKS.of(self.scratch, self.rank)
+            self.stacks = open(path, "w", encoding="utf-8")  # noqa: SIM115
             faulthandler.register(DUMP, file=self.stacks, all_threads=True)
         seen, waited, last, kept, told = -1, 0.0, time.monotonic(), -1, 0.0
         while True:
@@ -103,14 +106,11 @@ class Watchdog(threading.Thread):
 
     def _keep(self) -> None:
         path = self.folder / HEARTBEATS / f"rank-{self.rank}.json"
-        temporary = path.with_name(f".{path.name}")
         text = json.dumps({**self._at(), "host": socket.gethostname(), "time": time.time()})
-        with contextlib.suppress(
-            OSError
-        ):  # a full disk, or the run folder is gone: it is for diagnosis alone
+        # A full disk, or the run folder is gone: it is for diagnosis alone.
+        with contextlib.suppress(OSError):
             path.parent.mkdir(exist_ok=True)
-            temporary.write_text(text)
-            temporary.replace(path)
+            write_text_atomically(path, text, flushed=False)
 
     def _give_up(self) -> None:
         """Write the stacks and end the process: no other process would."""
