@@ -21,7 +21,7 @@ LEVELS = (
         "checkpoint.info checkpoint.run_state checkpoint.tensor_boxes data data.codec data.survey "
         "hf hf.mapping hf.rope layout layout.layout "
         "layout.ranges layout.roles metrics metrics.core metrics.declared metrics.history metrics.report "
-        "metrics.rows "
+        "metrics.of_reports metrics.rows "
         "moe moe.grouped_mm models models.cache models.cross_entropy models.feed_forward "
         "models.head models.norms models.ops optim "
         "pipeline pipeline.actions pipeline.passes pipeline.weight_gradients precision precision.dtypes "
@@ -212,7 +212,7 @@ SMALL = {
     "layout": 1183,
     "models": 690,
     "moe": 365,
-    "metrics": 1335,
+    "metrics": 1348,
     "monitors": 1060,
     "optim": 700,
     "phases": 372,

@@ -8,10 +8,11 @@ import pytest
 
 from nanotrain_core.builtin.configs import JsonlConfig
 from nanotrain_core.contracts import EvaluationReport, MetricsReport, RollbackReport, StepReport
+from nanotrain_core.metrics.core import CORE
 from nanotrain_core.metrics.history import Curve, Seam, last_attempt, read_metrics
+from nanotrain_core.metrics.of_reports import CHECKPOINT, EVALUATION, STEP, of_evaluation, of_step
 from nanotrain_core.metrics.report import Histogram
 from nanotrain_core.monitors.jsonl import Jsonl
-from nanotrain_core.run.events import evaluation_values, step_values
 
 
 @pytest.fixture
@@ -53,14 +54,21 @@ def test_the_file_has_every_number_that_sinks_are_told(written, tmp_path):
     monitor.on_metrics(MetricsReport(2, told, {"spread": histogram}, {"words": "NaN"}, published=published))
     monitor.on_evaluation(evaluation)
     found = read_metrics(tmp_path)
-    expected = {(2, n): v for n, v in {**told, **evaluation_values(evaluation)}.items()}
-    expected |= {(each.step, n): v for each in reports for n, v in step_values(each).items()}
+    expected = {(2, n): v for n, v in {**told, **of_evaluation(attrs.asdict(evaluation))}.items()}
+    expected |= {(each.step, n): v for each in reports for n, v in of_step(attrs.asdict(each)).items()}
     got = {(at, name): value for name, each in found.curves.items() for at, value in each}
     assert repr(sorted(got.items())) == repr(sorted(expected.items()))
     assert repr(found.histograms) == repr({"spread": [(2, histogram)]})
     assert found.texts == {"words": [(2, "NaN")]}
     assert (found.attempt, found.step, found.torn, found.end) == (1, 2, 0, {})
     assert found.start["parameters"] == 7
+
+
+def test_every_metric_of_the_core_is_read_from_reports_and_rows(written, tmp_path):
+    assert {*STEP, "losses/{term}", *EVALUATION, *CHECKPOINT} == {metric.name for metric in CORE}
+    monitor = written()
+    monitor.on_step(step(1, 2.0, phase=3))
+    assert curve(read_metrics(tmp_path), "phase") == {1: 3.0}
 
 
 def test_every_line_is_json_as_its_standard_has_it(written, tmp_path):

@@ -236,7 +236,7 @@ class _Reader:
         check_row(row)
         event, history, step = row["event"], self.history, row.get("step") or 0
         declared = [*map(described, row["metrics"])] if event == "declared" else []
-        values = {name: float(value) for name, value in metrics_of(row) if self.wanted(name)}
+        values = {name: float(value) for name, value in metrics_of(row).items() if self.wanted(name)}
         texts, histograms = self.texts(row), self.histograms_of(row)
         last = [history.curves[name].steps[-1] for name in values if name in history.curves]
         last += [

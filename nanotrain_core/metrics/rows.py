@@ -7,26 +7,25 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
+from nanotrain_core.metrics.of_reports import of_checkpoint, of_evaluation, of_step
 from nanotrain_core.metrics.report import Histogram
 
-#: Fields of a ``step`` row that are metrics, except ``losses``.
-_STEP = (
-    *("loss", "grad_norm", "lr", "loss_scale", "skipped", "tokens", "tokens_per_second", "seconds"),
-    *("expert_load", "bubble"),
-)
 #: Fields that the rows of an event must have.
 _NEEDED = {
     "start": ("first_step", "time"),
     "step": ("step", "time"),
+    "evaluation": ("step", "loss"),
     "checkpoint": ("step", "time", "seconds", "blocked", "path"),
     "save_failed": ("step", "time", "problem"),
     "rollback": ("step", "restored", "time", "reason"),
     "end": ("time", "reason"),
 }
+#: For the event of each row with metrics of the core, what returns them.
+_METRICS = {"step": of_step, "evaluation": of_evaluation, "checkpoint": of_checkpoint}
 #: Fields that a row may have: whole numbers.
 _COUNTS = ("step", "attempt", "first_step", "restored", "steps", "world_size", "parameters")
 _TEXTS = ("path", "problem", "reason")
@@ -66,20 +65,13 @@ def check_row(row: Mapping[str, Any]) -> None:
             raise ValueError(f"{name} is {row[name]!r}, no text")
 
 
-def metrics_of(row: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the numbers of a row under their metric names."""
-    if row["event"] == "step":
-        yield from ((name, row[name]) for name in _STEP if row.get(name) is not None)
-        yield from ((f"losses/{term}", value) for term, value in row["losses"].items())
-    elif row["event"] == "metrics":
-        yield from row.get("values", {}).items()
-    elif row["event"] == "evaluation":
-        yield "validation/loss", row["loss"]
-        if row["bits_per_byte"] is not None:
-            yield "validation/bits_per_byte", row["bits_per_byte"]
-    elif row["event"] == "checkpoint":
-        yield "checkpoint/seconds", row["seconds"]
-        yield "checkpoint/blocked", row["blocked"]
+def metrics_of(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the numbers of a row by their metric names."""
+    if row["event"] == "metrics":
+        values: Mapping[str, Any] = row.get("values", {})
+        return values
+    of_event = _METRICS.get(row["event"])
+    return of_event(row) if of_event else {}
 
 
 def histogram_of(said: Mapping[str, Any]) -> Histogram:

@@ -31,6 +31,7 @@ from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.metrics.board import Board, of_core
 from nanotrain_core.metrics.core import CORE
 from nanotrain_core.metrics.declared import Names
+from nanotrain_core.metrics.of_reports import of_checkpoint, of_evaluation
 from nanotrain_core.metrics.publish import Metrics
 from nanotrain_core.run.derived import with_derived
 from nanotrain_core.run.log import record
@@ -165,7 +166,7 @@ class Events:
         restarted from this one's checkpoint takes without it. Collective.
         """
         self._tell("on_evaluation", report)
-        self.metrics(of_core(report.step, evaluation_values(report)))
+        self.metrics(of_core(report.step, of_evaluation(attrs.asdict(report))))
         if self.board is not None:
             self.metrics(*self.board.last(report.step))
 
@@ -176,8 +177,7 @@ class Events:
     def checkpoint(self, report: CheckpointReport) -> None:
         """A checkpoint is complete."""
         self._tell("on_checkpoint", report)
-        values = {"checkpoint/seconds": report.seconds, "checkpoint/blocked": report.blocked}
-        self.metrics(of_core(report.step, values))
+        self.metrics(of_core(report.step, of_checkpoint(attrs.asdict(report))))
 
     def save_failed(self, report: FailedSaveReport) -> None:
         """A checkpoint could not be saved."""
@@ -393,18 +393,3 @@ class Events:
             if times > 1:
                 self.log.warning("a monitor failed again in the same way", monitor=what, times=times - 1)
         self._told.clear()
-
-
-def step_values(report: StepReport) -> dict[str, float]:
-    """Return the metrics in a step's report."""
-    plain = ("loss", "grad_norm", "lr", "loss_scale", "skipped", "tokens", "tokens_per_second", "seconds")
-    values = {name: float(getattr(report, name)) for name in plain}
-    optional = {"expert_load": report.expert_load, "bubble": report.bubble, "phase": report.phase}
-    terms = {f"losses/{name}": value for name, value in report.losses.items()}
-    return {**values, **terms, **{name: value for name, value in optional.items() if value is not None}}
-
-
-def evaluation_values(report: EvaluationReport) -> dict[str, float]:
-    """Return the metrics in an evaluation's report."""
-    bits = {} if report.bits_per_byte is None else {"validation/bits_per_byte": report.bits_per_byte}
-    return {"validation/loss": report.loss, **bits}

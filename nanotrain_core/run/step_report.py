@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+import attrs
 import torch
 
 from nanotrain_core.contracts import EvaluationReport, StepReport, StepStats
+from nanotrain_core.metrics.of_reports import of_step
 from nanotrain_core.pipeline.executor import Losses
-from nanotrain_core.run.events import step_values
 from nanotrain_core.run.global_metrics import bubble, expert_load, sum_over_data
 
 if TYPE_CHECKING:
@@ -63,8 +64,9 @@ def report_step(
         sequences_per_second=sequences,
     )
     engine.events.step(report, logged=logged)
-    for found in engine.monitoring.board.logged(report.step, step_values(report)) if logged else ():
-        engine.events.metrics(found)
+    if logged:
+        for found in engine.monitoring.board.logged(report.step, of_step(attrs.asdict(report))):
+            engine.events.metrics(found)
 
 
 def evaluation(
