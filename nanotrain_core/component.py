@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from nanotrain_core.layout.layout import Layout
     from nanotrain_core.recipe.tree import Recipe
 
-#: The kinds of components, in the order a run builds them.
+#: The kinds of components, in the order in which commands list them.
 KINDS = (
     "topology",
     "kernels",

@@ -46,11 +46,13 @@ if TYPE_CHECKING:
 
 
 class RuntimeEngine:
-    """Trains a model, built from a recipe, or in a script from your own model and optimizer::
+    """Trains a model, built from a recipe, or in a script from your own model and optimizer.
 
-    config = ScriptConfig(clip_norm=1.0, folder="runs/mine", save_every=100, resume="auto")
-    engine = RuntimeEngine(model, torch.optim.AdamW(model.parameters()), config)
-    engine.fit(train_loader, val_loader, steps=1000)
+    ::
+
+        config = ScriptConfig(clip_norm=1.0, folder="runs/mine", save_every=100, resume="auto")
+        engine = RuntimeEngine(model, torch.optim.AdamW(model.parameters()), config)
+        engine.fit(train_loader, val_loader, steps=1000)
     """
 
     def __init__(

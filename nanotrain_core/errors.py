@@ -20,9 +20,9 @@ class Exit:
     USER = 2  # the recipe, a plugin, the data or the command line is wrong: nearly always nothing was started
     DIVERGED = 3  # training diverged and was stopped
     LOCKED = 4  # another run owns the run folder
-    UNSAVED = 7  # the run could not be saved: its last checkpoint, or several in a row
     HUNG = 5  # no progress for run.hang_timeout seconds: the rank was named, stacks are in the run folder
     CORRUPTED = 6  # ranks that hold the same weights hold different bits: parameter and rank were named
+    UNSAVED = 7  # the run could not be saved: its last checkpoint, or several in a row
     PREEMPTED = 75  # stopped by SIGTERM after a checkpoint: run again to resume
     INTERRUPTED = 130  # stopped by Ctrl-C
 

@@ -205,7 +205,7 @@ SMALL = {
     "checkpoint": 906,
     "cli": 1713,
     "compile": 692,
-    "contracts": 667,
+    "contracts": 668,
     "data": 837,
     "hf": 905,
     "launch": 2083,

@@ -57,7 +57,8 @@ class CompiledFunction:
             passes: of the run; they may request eager calls.
         """
         self.function, self.backend, self.name, self.log = function, backend, name, log
-        self.modules, self.passes = modules, passes or Passes()
+        self.passes = passes or Passes()
+        self.modules = modules
         """Number of modules that share this."""
         self.graphs = 0
         """Number of graphs so far."""

@@ -9,6 +9,7 @@ and :class:`ErrorFeedback`, which a precision creates. The others are structural
 from nanotrain_core.contracts.checkpoint import Checkpoint, SavedWeights, TrainState, WeightReader
 from nanotrain_core.contracts.data import (
     ChangesLength,
+    CountsHeldOut,
     Data,
     HasTokenizer,
     MixesSources,
@@ -50,6 +51,7 @@ __all__ = [
     "Checkpoint",
     "CheckpointReport",
     "Computed",
+    "CountsHeldOut",
     "Data",
     "EndReport",
     "ErrorFeedback",

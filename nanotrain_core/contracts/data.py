@@ -9,13 +9,18 @@ from nanotrain_core.batch import Batch, Shard
 from nanotrain_core.data.codec import HasTokenizer, TextCodec
 
 __all__ = [
+    "RESERVED_KEYS",
     "ChangesLength",
+    "CountsHeldOut",
     "Data",
     "HasTokenizer",
     "MixesSources",
     "SkipsAhead",
     "TextCodec",
 ]
+
+#: Keys that the core adds to those of :meth:`Data.meta`, in the state that it saves.
+RESERVED_KEYS = frozenset({"taken", "tokens", "tokens_before", "skipped", "batch_sizes"})
 
 
 class Data(Protocol):
@@ -46,8 +51,9 @@ class Data(Protocol):
     def validation_batch(self, index: int, sequences: int, shard: Shard) -> Batch | None:
         """Return this shard's rows of the ``index``-th validation batch; None after the last.
 
-        Batches come in one fixed order. The last is padded with rows of ignored targets, which
-        :class:`CountsHeldOut` tells from sequences without any target.
+        Batches come in one fixed order. The last is padded with rows of ignored targets. A component
+        whose ``validation`` is the number of its validation sequences (:class:`CountsHeldOut`) lets the core
+        tell these rows from sequences without any target.
         """
         ...
 
@@ -70,7 +76,7 @@ class Data(Protocol):
     def meta(self) -> dict[str, Any]:
         """Return the position and a ``fingerprint`` of the data, as JSON.
 
-        Its keys must not be those of :data:`nanotrain_core.run.feed.OWN_KEYS`, which the core uses.
+        The core reserves the keys ``taken``, ``tokens``, ``tokens_before``, ``skipped`` and ``batch_sizes``.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""The reports for monitors. Every value is global, and equal on every rank except times by its clock."""
+"""The reports that monitors receive."""
 
 from __future__ import annotations
 

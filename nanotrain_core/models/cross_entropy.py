@@ -100,7 +100,7 @@ class Chunks:
     """Minimum tokens of a chunk: matrix products with few rows are slow."""
 
     def of(self, tokens: int, columns: int) -> list[slice]:
-        """Yield the row slices of consecutive chunks of logits with this many columns."""
+        """Return the row slices of consecutive chunks of logits with this many columns."""
         size = max(self.tokens, self.logits // columns)
         return [slice(start, start + size) for start in range(0, max(tokens, 1), size)]
 

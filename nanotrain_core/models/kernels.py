@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 
 class TorchKernels(Kernels):
-    """Plain PyTorch: the unmodified base class."""
+    """Plain PyTorch, as in the base class; on a GPU the loss pads its products."""
 
     def __init__(self, config: TorchKernelsConfig) -> None:
         self.config = config
 
     def ops(self, device: torch.device) -> Ops:
-        """Return plain PyTorch; on a GPU the loss's products are padded to a multiple of 128 columns."""
+        """Return plain PyTorch; on a GPU the loss pads its products to a multiple of 128 columns."""
         return plain_ops(device)
 
 

@@ -1,7 +1,7 @@
 """Recipes: TOML files that specify a run completely, read into one frozen, typed tree.
 
 In the order of processing: ``source`` (files and options), ``merge`` (layers, and the origin of each
-value), ``resolve`` and ``structure`` (types and components), ``combine`` (compatibility of components),
+value), ``resolve`` and ``structure`` (types and components), ``validate`` (compatibility of components),
 ``write`` (back to TOML); ``load`` calls them in turn. ``tree`` defines the result.
 """
 

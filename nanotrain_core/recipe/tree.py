@@ -242,7 +242,7 @@ class Recipe:
     """Versions of core, torch and plugins when it was resolved; written to the run folder."""
 
     def selections(self) -> tuple[Selection, ...]:
-        """Return every selected component, in the order a run builds them."""
+        """Return every selected component: the topology first, the monitors last."""
         found: list[Selection] = []
         for kind in KINDS:
             chosen = getattr(self, kind)

@@ -9,15 +9,11 @@ from typing import Any, Protocol, TypeGuard
 import torch
 
 from nanotrain_core.batch import IGNORE, Batch, Shard
-from nanotrain_core.contracts import ChangesLength, Data, Model, SkipsAhead
-from nanotrain_core.contracts.data import CountsHeldOut
+from nanotrain_core.contracts import ChangesLength, CountsHeldOut, Data, Model, SkipsAhead
 from nanotrain_core.errors import PluginError
 from nanotrain_core.recipe.tree import BatchConfig, EvaluationConfig
 from nanotrain_core.run.skipped_ranges import SkipsRanges
 from nanotrain_core.run.upload import Upload
-
-#: The core's keys in the saved data state, in addition to those of the component's ``meta``.
-OWN_KEYS = frozenset({"taken", "tokens", "tokens_before", "skipped", "batch_sizes"})
 
 
 class Feed(Protocol):

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from torch import nn
 
 from nanotrain_core.contracts import ChangesLength, Data, GathersWeights, GradientSync, Model
+from nanotrain_core.contracts.data import RESERVED_KEYS
 from nanotrain_core.errors import DataError, PluginError
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import PlacedParameter, Placements, placed_parameters
@@ -19,7 +20,6 @@ from nanotrain_core.phases.timeline import PhaseTimeline
 from nanotrain_core.pipeline.actions import Costs
 from nanotrain_core.recipe.tree import Recipe, Selection
 from nanotrain_core.registry.registry import Registry
-from nanotrain_core.run.feed import OWN_KEYS
 
 
 def check_vocabulary(data: Data, model: Model, recipe: Recipe) -> None:
@@ -46,8 +46,8 @@ def expect_lengths(data: Data, recipe: Recipe) -> None:
 def check_meta(data: Data, mesh: Mesh, recipe: Recipe) -> None:
     """Reject ranks that opened different data, which would silently train on it, and reserved keys."""
     meta = data.meta()
-    if not isinstance(meta, Mapping) or OWN_KEYS & meta.keys():
-        text = f"meta returned {meta!r}; expected a dict without {', '.join(sorted(OWN_KEYS))}"
+    if not isinstance(meta, Mapping) or RESERVED_KEYS & meta.keys():
+        text = f"meta returned {meta!r}; expected a dict without {', '.join(sorted(RESERVED_KEYS))}"
         raise PluginError(f"data '{recipe.data.use}': {text}, which the core keeps there")
     prints = mesh.gather(str(meta.get("fingerprint")))
     for rank, found in enumerate(prints):

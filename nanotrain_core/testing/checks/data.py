@@ -12,9 +12,9 @@ import torch
 
 from nanotrain_core.batch import IGNORE, Batch, Shard
 from nanotrain_core.contracts import ChangesLength, Data
+from nanotrain_core.contracts.data import RESERVED_KEYS
 from nanotrain_core.errors import DataError
 from nanotrain_core.launch.inputs import survey_of
-from nanotrain_core.run.feed import OWN_KEYS
 from nanotrain_core.testing.case import Case
 from nanotrain_core.testing.checks import check
 
@@ -137,7 +137,7 @@ def position_is_of_this_data(case: Case) -> None:
     """``meta`` has a ``fingerprint`` and no key of the core's; with another fingerprint it is refused."""
     data = opened(case)
     meta: dict[str, Any] = json.loads(json.dumps(data.meta()))
-    taken = sorted(OWN_KEYS & meta.keys())
+    taken = sorted(RESERVED_KEYS & meta.keys())
     assert not taken, f"meta has the keys {', '.join(taken)}, under which the core keeps numbers of its own"
     assert meta.get("fingerprint"), f"meta has no fingerprint: {meta}"
     try:
