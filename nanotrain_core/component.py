@@ -80,6 +80,8 @@ class NotCaptured:
 
     why: str
     """As a clause: ``stage 2 sends the gradients of every microbatch``."""
+    expected: str = "false"
+    """What the recipe must have instead: ``stage 1``; or ``false``, which is no CUDA graph."""
 
 
 #: Returns what prevents a CUDA graph with a component in a run: none if nothing does.

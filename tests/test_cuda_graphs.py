@@ -122,6 +122,19 @@ def test_a_run_in_which_nothing_is_replayed_says_why():
     assert said["why"].endswith("in 30 steps: a monitor reads modules in every step: raise run.log_every")
 
 
+def test_the_most_frequent_reason_is_told_and_not_the_last_one():
+    with recorded_graphs() as made, capture_logs() as logs:
+        probe.train(case(monitor=[{"use": "health", "every": 1}], run={"cuda_graphs": True, "steps": 2}), {})
+        (executor,) = made
+        executor._shapes = []  # of no microbatch
+        executor.passes.observed = False
+        assert not executor._can_replay(0)
+        executor.steps = captured_executor.PATIENCE
+        executor._warn_once()
+    (said,) = [each for each in logs if each["event"] == "run.cuda_graphs has no effect"]
+    assert "a monitor reads modules" in said["why"]
+
+
 class PassedThrough:
     """Runs the passes again in each replay, where a recording would stop torch from compiling."""
 

@@ -10,6 +10,8 @@ from recipe_files import SMALL, write
 from recorded_graph import recorded_graphs
 
 from nanotrain_core.cli import main
+from nanotrain_core.compile import cuda_graphs
+from nanotrain_core.component import NotCaptured
 from nanotrain_core.errors import NanotrainError
 from nanotrain_core.recipe.validate import find_problems
 from nanotrain_core.testing import probe
@@ -50,6 +52,13 @@ def test_what_cannot_be_captured_is_named(tables, said):
     found = problems(case(**tables))
     assert len(found) == (said is not None)
     assert all(re.match(f"run.cuda_graphs: {said}", each) for each in found)
+
+
+def test_a_reason_may_have_any_words(monkeypatch):
+    """Whether the reader is told to set it to false depends on ``expected`` alone."""
+    given = NotCaptured("the host reads the expected number of rows")
+    monkeypatch.setattr(cuda_graphs, "call_declared", lambda *_: [given])
+    assert {each.rpartition("rows")[2] for each in problems(case())} == {"; expected false"}
 
 
 @pytest.mark.parametrize(

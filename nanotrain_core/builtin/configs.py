@@ -61,8 +61,8 @@ def recompute_captured(recipe: Recipe, config: RecomputeConfig, layout: Layout) 
     """Compiled layers recompute inside their graph; eager ones save a random state on the host."""
     if recipe.run.compile is False:
         yield NotCaptured(
-            "layers that are recomputed eagerly save the state of random numbers on the host; expected "
-            'run.compile = "auto"'
+            "layers that are recomputed eagerly save the state of random numbers on the host",
+            expected='run.compile = "auto"',
         )
 
 

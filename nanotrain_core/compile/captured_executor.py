@@ -17,6 +17,7 @@ from __future__ import annotations
 import gc
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -130,8 +131,8 @@ class CapturingExecutor(Executor):
         """The properties that captured passes depend on, besides tensor values and addresses."""
         self.steps = self.replays = 0
         """Number of steps, and number of replayed microbatches."""
-        self._why = ""
-        """Why the last microbatch that ran eagerly was not replayed."""
+        self._eager: Counter[str] = Counter()
+        """The number of microbatches that ran eagerly, by the reason why they were not replayed."""
         self._model: Any = None
         """The model's trained parameters and hooks, which a script or a monitor's ``on_start`` may change."""
         self.check_model()
@@ -188,7 +189,8 @@ class CapturingExecutor(Executor):
         """Warn if after some steps nothing was replayed."""
         self.steps += 1
         if self.steps == PATIENCE + 1 and not self.replays and self.mesh.rank == 0:
-            why = f"no microbatch was replayed in {PATIENCE} steps: {self._why}"
+            (reason, _), *_ = self._eager.most_common(1)
+            why = f"no microbatch was replayed in {PATIENCE} steps: {reason}"
             _log.warning("run.cuda_graphs has no effect", why=why)
 
     def _put_gradients(self) -> None:
@@ -222,15 +224,17 @@ class CapturingExecutor(Executor):
 
     def _can_replay(self, number: int) -> bool:
         if self.passes.observed or self.passes.eager:
-            self._why = "a monitor reads modules in every step: raise run.log_every"
+            reason = "a monitor reads modules in every step: raise run.log_every"
         elif number == len(self._microbatches) - 1 and self._last_is_eager:
-            self._why = "a step's last microbatch, during which gradients are reduced, is its only one"
+            reason = "a step's last microbatch, during which gradients are reduced, is its only one"
         elif _shapes(self._microbatches[number]) != self._shapes:
-            self._why = "microbatches have different shapes"
+            reason = "microbatches have different shapes"
         else:
-            self._why = "what the passes depend on, such as a key of the model, changes in every step"
+            reason = "what the passes depend on, such as a key of the model, changes in every step"
             self._ran += 1
-            return self._ran > WARM_UP
+            if self._ran > WARM_UP:
+                return True
+        self._eager[reason] += 1
         return False
 
     def _replay(self, batch: Batch) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import attrs
+
 from nanotrain_core.compile.eager import actions_of, explain_compiled, on_device
 from nanotrain_core.component import NotCaptured
 from nanotrain_core.errors import Problem
@@ -36,8 +38,8 @@ def not_captured(
     Raises:
         PluginError: a component's rule is wrong.
     """
-    for why in _reasons(recipe, registry, layout, device) if recipe.run.cuda_graphs else ():
-        yield Problem("run.cuda_graphs", why if "expected" in why else f"{why}; expected false")
+    for each in _reasons(recipe, registry, layout, device) if recipe.run.cuda_graphs else ():
+        yield Problem("run.cuda_graphs", f"{each.why}; expected {each.expected}")
 
 
 def explain_passes(recipe: Recipe, registry: Registry, layout: Layout) -> list[str]:
@@ -52,18 +54,20 @@ def explain_passes(recipe: Recipe, registry: Registry, layout: Layout) -> list[s
     ]
 
 
-def _reasons(recipe: Recipe, registry: Registry, layout: Layout, device: str | None) -> Iterator[str]:
+def _reasons(recipe: Recipe, registry: Registry, layout: Layout, device: str | None) -> Iterator[NotCaptured]:
     if device not in (None, "cuda"):
-        yield f"a CUDA graph needs an NVIDIA GPU, and this run is on '{device}'"
+        yield NotCaptured(f"a CUDA graph needs an NVIDIA GPU, and this run is on '{device}'")
     if recipe.run.share_device:
-        yield "ranks that share a GPU communicate through host memory"
+        yield NotCaptured("ranks that share a GPU communicate through host memory")
     if recipe.run.compile_backend == "cudagraphs":
-        yield 'compile_backend = "cudagraphs" makes its own'
+        yield NotCaptured('compile_backend = "cudagraphs" makes its own')
     for dim in layout.dims:
         if dim not in replica_dims(recipe, layout) and layout.size(dim) > 1:
-            yield f"topology.{dim} = {layout.size(dim)}: passes that communicate are not captured"
+            what = f"topology.{dim} = {layout.size(dim)}"
+            yield NotCaptured(f"{what}: passes that communicate are not captured")
     if not _in_turn(actions_of(recipe, registry, layout)[0]):
-        yield f"schedule '{recipe.schedule.use}' does not run each microbatch forward and then backward"
+        use = recipe.schedule.use
+        yield NotCaptured(f"schedule '{use}' does not run each microbatch forward and then backward")
     for selection in recipe.selections():
         if selection.kind in KINDS:
             yield from _of_component(selection, recipe, registry, layout, device)
@@ -80,10 +84,11 @@ def _in_turn(actions: Sequence[Action]) -> bool:
 
 def _of_component(
     selection: Selection, recipe: Recipe, registry: Registry, layout: Layout, device: str | None
-) -> Iterator[str]:
+) -> Iterator[NotCaptured]:
     selection = on_device(selection, registry, device or "cuda")
     who = f"{selection.kind} '{selection.use}'"
     if registry.get(selection.kind, selection.use).cuda_graphs is None:
-        yield f"{who} does not declare that its passes can be captured (Component.cuda_graphs)"
+        why = f"{who} does not declare that its passes can be captured (Component.cuda_graphs)"
+        yield NotCaptured(why)
     for each in call_declared("cuda_graphs", selection, recipe, layout, registry, NotCaptured):
-        yield f"{who}: {each.why}"
+        yield attrs.evolve(each, why=f"{who}: {each.why}")

@@ -237,13 +237,13 @@ def experts_captured(recipe: Recipe, config: DeepSeekConfig, layout: Layout) -> 
         return
     if precision in ("fp64", "fp32", "fp16"):
         yield NotCaptured(
-            f"in precision '{precision}' the host reads how many rows each expert got; expected 'bf16'"
+            f"in precision '{precision}' the host reads how many rows each expert got", expected="'bf16'"
         )
     for name, size in (("width", config.width), ("expert_ffn", config.expert_ffn)):
         if size % 8:
             yield NotCaptured(
-                f"with {name} = {size} the host reads how many rows each expert got; "
-                f"expected a multiple of 8, such as model.{name} = {-(-size // 8) * 8}"
+                f"with {name} = {size} the host reads how many rows each expert got",
+                expected=f"a multiple of 8, such as model.{name} = {-(-size // 8) * 8}",
             )
 
 

@@ -59,7 +59,8 @@ class ShardConfig:
 def cuda_graphs(recipe: Recipe, config: Zero12Config | ShardConfig, layout: Layout) -> Iterator[NotCaptured]:
     """Stage 2 reduces gradients in every microbatch, stage 1 only in the last, which is not captured."""
     if config.stage == 2:
-        yield NotCaptured("stage 2 reduce-scatters the gradients of every microbatch; expected stage 1")
+        why = "stage 2 reduce-scatters the gradients of every microbatch"
+        yield NotCaptured(why, expected="stage 1")
 
 
 @hookimpl
