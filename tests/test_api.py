@@ -40,6 +40,35 @@ def test_plugins_of_this_repository_import_from_there_only(package):
     assert {module for module, _ in found} <= {door.__name__ for door in DOORS}, sorted(found)
 
 
+def texts(source):
+    """Yield the strings of code that are more than a name, without those that stand alone: docstrings."""
+    nodes = [*ast.walk(ast.parse(source))]
+    alone = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    for node in nodes:
+        parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+        words = "".join(str(part.value) for part in parts if isinstance(part, ast.Constant))
+        if id(node) not in alone and " " in words:
+            yield words
+
+
+def test_texts_for_authors_name_the_api_and_no_module_behind_it():
+    """An author who follows an error's advice imports what it names. ``testing`` is public too."""
+    paths = [*(ROOT / "nanotrain_core").rglob("*.py"), *(each for p in PACKAGES for each in p.rglob("*.py"))]
+    private = re.compile(r"(?<!from )(?<!import )\bnanotrain_core\.(?!api\b|testing\b|cli\.main\b)\w+")
+    offered = {name for door in DOORS for name in door.__all__}
+    modules = {path.stem for path in (ROOT / "nanotrain_core").rglob("*.py")} - {"api", "text", "torch"}
+
+    def names_a_module(text):
+        pairs = re.findall(r"\b(?<!api\.)([a-z_]+)\.(\w+)", text)
+        return private.search(text) or any(m in modules and name in offered for m, name in pairs)
+
+    for path in paths:
+        source = path.read_text(encoding="utf-8")
+        if names_a_module(source):
+            wrong = [text for text in texts(source) if names_a_module(text)]
+            assert not wrong, f"{path}: {wrong}"
+
+
 @pytest.mark.parametrize("door", DOORS, ids=lambda door: door.__name__)
 def test_a_door_lists_what_it_offers_and_everything_is_documented_where_it_is_defined(door):
     assert len(set(door.__all__)) == len(door.__all__)

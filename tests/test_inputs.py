@@ -262,7 +262,7 @@ def survey(config, length, longest=0):
             "odd",
             [
                 "data 'own' of plugin 'own_data' (FILE): its survey returned {'vocab': 3}; "
-                "expected a nanotrain_core.data.survey.Survey"
+                "expected a nanotrain_core.api.Survey"
             ],
         ),
         (

@@ -80,7 +80,7 @@ def test_registered_component_is_found_with_its_owner(site):
         (PLUGIN.replace("@attrs.define(frozen=True, kw_only=True)", ""), "frozen attrs class"),
         (
             PLUGIN.replace("register_monitor", "register_optimizer"),
-            "must derive from recipe.tree.OptimizerConfig",
+            "must derive from nanotrain_core.api.OptimizerConfig",
         ),
         (PLUGIN.replace("size: int", "size: list[int]"), "Config.size: list[int] is no type of a recipe"),
         (PLUGIN.replace("json:Thing", "json.Thing"), "'module:attribute'"),
@@ -103,7 +103,7 @@ def test_an_entry_point_to_a_module_that_is_not_there_says_where_that_is_written
     install(site, "broken")
     (site / "broken.py").unlink()
     error = plugin_named(load(), "broken").error
-    assert 'entry point broken = "broken" of broken: mend it in pyproject.toml, and install' in error
+    assert 'entry point broken = "broken" of broken: correct it in pyproject.toml, and install' in error
     install(site, "other", "import no_such_module_anywhere")
     assert "entry point" not in plugin_named(load(), "other").error
 

@@ -15,7 +15,7 @@ from nanotrain_core.registry.discovery import PluginInfo
 from nanotrain_core.registry.registry import Registry, load_plugins
 
 #: Every command imports every plugin's entry module, and torch takes seconds.
-MOVE_IT = "move that behind the factory (nanotrain_core.contracts imports torch too)"
+MOVE_IT = "move that behind the factory (nanotrain_core.api.torch imports torch too)"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -85,7 +85,7 @@ def _survey(recipe: Recipe, registry: Registry, length: int) -> Survey:
     except Exception as error:
         raise PluginError(f"{label} raised {describe(error)}") from error
     if not isinstance(found, Survey):
-        raise PluginError(f"{label} returned {found!r}; expected a nanotrain_core.data.survey.Survey")
+        raise PluginError(f"{label} returned {found!r}; expected a nanotrain_core.api.Survey")
     return found
 
 

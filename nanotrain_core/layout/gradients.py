@@ -92,8 +92,7 @@ class LocalGradients:
                 raise NanotrainError(
                     f"the gradient of {placed.placement.name} is partial along {partial}, and "
                     f"{type(self).__name__} does not reduce it; "
-                    "expected another gradient_sync, such as "
-                    "nanotrain_core.layout.gradients.AllReduceGradients()"
+                    "expected another gradient_sync, such as nanotrain_core.api.torch.AllReduceGradients()"
                 )
 
     def on_gradient(self, parameter: torch.Tensor) -> None:

@@ -126,8 +126,8 @@ class PackedWeight(torch.Tensor):
         if any(not written for _, written in aliased) or len(aliased) > 1:
             raise NotImplementedError(
                 f"{func} would look into the memory of a packed weight {tuple(first.shape)}, where its "
-                "numbers are not: take dequantize(weight) of nanotrain_core.precision.quantized_storage, "
-                "or storage_of(weight) for its bytes"
+                "numbers are not: take dequantize(weight) of nanotrain_core.api.torch, or "
+                "storage_of(weight) for its bytes"
             )
         plain_args, plain = tree_map_only(cls, dequantize, (args, kwargs or {}))
         result = func(*plain_args, **plain)

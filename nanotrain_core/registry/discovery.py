@@ -192,7 +192,7 @@ def _unfound(info: PluginInfo, missing: str | None) -> str:
         and f"{info.module.partition(':')[0]}.".startswith(f"{missing}.")
     )
     entry = f'entry point {info.name} = "{info.module}" of {info.distribution}'
-    return f": {entry}: mend it in pyproject.toml, and install the package again" if own else ""
+    return f": {entry}: correct it in pyproject.toml, and install the package again" if own else ""
 
 
 def _check_core(specifier: str) -> None:
@@ -281,7 +281,7 @@ def _check_component(kind: str, component: Component, earlier: list[tuple[str, C
     if not _is_frozen(config):
         raise PluginError(f"{label}: config must be a frozen attrs class: @attrs.define(frozen=True)")
     if kind == "optimizer" and not issubclass(config, OptimizerConfig):
-        raise PluginError(f"{label}: {config.__name__} must derive from recipe.tree.OptimizerConfig")
+        raise PluginError(f"{label}: {config.__name__} must derive from nanotrain_core.api.OptimizerConfig")
     try:
         check_config_types(config)
     except (TypeError, NameError) as error:

@@ -143,7 +143,8 @@ def check_experts(parts: Iterable[nn.Module], mesh: Mesh) -> None:
                 dim = min(missing)
                 raise PluginError(
                     f"{name}: all ranks along {dim} would send the same tokens to these experts. The wrapper "
-                    f"that handles {dim} must give each a share of them, and say so with roles.share_tokens"
+                    f"that handles {dim} must give each a share of them, and say so with "
+                    "nanotrain_core.api.share_tokens"
                 )
 
 
@@ -156,5 +157,6 @@ def check_routers(parts: Iterable[nn.Module], mesh: Mesh) -> None:
                 raise PluginError(
                     f"{name}: each rank along {dims[0]} would route its part of each sequence, and balance "
                     f"losses are of whole ones. The wrapper that handles {dims[0]} must make sequences whole "
-                    "for the router, with roles.take_over, or refuse models with experts in Component.check"
+                    "for the router, with nanotrain_core.api.take_over, or refuse models with experts in "
+                    "Component.check"
                 )
