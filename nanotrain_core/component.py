@@ -95,7 +95,7 @@ def always_captured(recipe: Recipe, config: Any, layout: Layout) -> Iterable[Not
 
 #: Yields config keys, each with the metric that it names.
 MetricPatterns = Callable[[Any], Iterable[tuple[str, str]]]
-#: Likewise for modules.
+#: Yields config keys, each with the module that it names.
 ModulePatterns = Callable[[Any], Iterable[tuple[str, str]]]
 
 

@@ -135,7 +135,7 @@ class Components:
 
     @classmethod
     def of(cls, recipe: Recipe, registry: Registry) -> Components:
-        """Build them all."""
+        """Build the components of a recipe, without its kernels."""
         build = registry.build
         return cls(
             topology=build(recipe.topology),

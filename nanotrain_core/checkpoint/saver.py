@@ -48,7 +48,7 @@ class CheckpointSaver:
             return
         self.advance(wait=True)
         self._step, self.begun = step, True
-        self._tolerate(lambda: checkpoint.save(step, state), last=last)
+        self._attempt(lambda: checkpoint.save(step, state), last=last)
         self.advance(wait=last, last=last)
 
     def settle(self) -> None:
@@ -61,14 +61,14 @@ class CheckpointSaver:
         """Report checkpoints that are complete by now; ``wait`` for one in progress."""
         checkpoint = self.checkpoint
         if checkpoint is not None:
-            self._tolerate(lambda: self._report(checkpoint.advance(wait=wait)), last=last)
+            self._attempt(lambda: self._report(checkpoint.advance(wait=wait)), last=last)
 
     def _report(self, reports: Sequence[CheckpointReport]) -> None:
         for report in reports:
             self._failed = 0
             self._on_saved(report)
 
-    def _tolerate(self, act: Callable[[], object], *, last: bool) -> None:
+    def _attempt(self, act: Callable[[], object], *, last: bool) -> None:
         """Call ``act``, which fails on all ranks or on none. A failure is reported, and training continues.
 
         Raises:

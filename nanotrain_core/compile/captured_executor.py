@@ -84,7 +84,7 @@ class CUDAGraph:
             raise
 
     def replay(self) -> None:
-        """Run them on the current stream."""
+        """Run the captured kernels on the current stream."""
         self._graph.replay()
 
 
@@ -94,13 +94,13 @@ class Captured:
 
     graph: CUDAGraph
     batch: Batch
-    """The tensors that it reads."""
+    """The tensors that the graph reads."""
     losses: Losses
     """What the last replay computed."""
     loads: Mapping[str, torch.Tensor]
     """Tokens of each expert [E] in the last replay, by router."""
     addresses: Sequence[int]
-    """Of weights, buffers and gradients."""
+    """Addresses of weights, buffers and gradients, which the graph reads and writes."""
 
 
 class CapturingExecutor(Executor):

@@ -21,7 +21,7 @@ class PieceGradient:
     """The complete gradient of one piece: a whole block of a parameter, or a flat range of one."""
 
     piece: Piece
-    """With its placement in the whole model."""
+    """The piece of a parameter, with its placement in the whole model."""
     tensor: torch.Tensor
     """In the shape of ``piece.weight``, without the loss scale. Read-only, and valid only during the event:
     it may be the memory that the optimizer is about to use."""
@@ -41,16 +41,16 @@ class Computed:
     """A tensor that one pipeline stage received or computed in :meth:`UpdateReport.replay`."""
 
     stage: int
-    """Of the model."""
+    """Number of the stage in the whole model, from 0."""
     what: str
     """``"input"``, ``"output"``, ``"loss lm"``, ``"gradient of the output"``, ``"gradient of the input"``, or
     ``"gradient of layers.0.attn.q.weight"``: this microbatch's part on this rank, not reduced."""
     tensor: torch.Tensor
-    """Valid until the next one is requested."""
+    """The values, valid until the next tensor is requested."""
     received: bool = False
-    """Whether it comes from another stage, which computed it."""
+    """Whether the tensor comes from another stage, which computed it."""
     backward: bool = False
-    """Whether it is of the backward pass."""
+    """Whether the tensor is of the backward pass."""
 
 
 @attrs.define(frozen=True, eq=False)

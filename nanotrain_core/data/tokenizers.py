@@ -73,7 +73,7 @@ class Bytes:
         return bytes(t if t < 256 else 0xFF for t in tokens).decode(errors="replace")
 
     def byte_count(self, tokens: Sequence[int]) -> int:
-        """Return one for each token."""
+        """Return the number of bytes: one for each token."""
         return len(tokens)
 
 

@@ -53,7 +53,7 @@ class Weights:
     selection: Selection
     reader: WeightReader
     hf: bool
-    """Whether they are stored in another library's format."""
+    """Whether the weights are stored in another library's format."""
 
 
 def open_weights(path: Path, registry: Registry) -> Weights:

@@ -13,7 +13,7 @@ from typing import Any
 from nanotrain_core.errors import Exit
 from nanotrain_core.launch.cause import exit_code_of
 
-#: Two threads may want to.
+#: Held while process groups are aborted: the main thread and the one that ends an attempt may both do so.
 _aborting = threading.Lock()
 
 

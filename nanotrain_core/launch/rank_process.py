@@ -94,18 +94,18 @@ class RankProcess:
         self.connection = connection
         self.inbox: queue.SimpleQueue[dict[str, str] | None] = queue.SimpleQueue()
         self.progress = Progress()
-        """Of the attempt."""
+        """What the engine has begun in the attempt."""
         self.before: ProcessState | None = None
-        """Before the first attempt."""
+        """The state of this process before the first attempt."""
         self._within = self._asked = False
         """Whether there is an attempt, and whether it is to end."""
         self._left = threading.Event()
-        """Set if there is none."""
+        """Set while there is no attempt."""
         self._left.set()
         self._told = threading.Event()
         """Set once the launcher has asked for the end of the attempt."""
         self._pid = Path()
-        """Where the attempt has this process's id."""
+        """The file in the launcher's folder that has this process's id."""
         threading.Thread(target=self._receive, name="launcher", daemon=True).start()
 
     def attempt(self, job: Job) -> tuple[str, str | int]:

@@ -32,12 +32,12 @@ POLL = 0.02
 
 @attrs.define(eq=False)
 class StartedRank:
-    """One of them."""
+    """A rank's process, as its launcher sees it."""
 
     process: ForkServerProcess
     connection: Connection
     number: str = ""
-    """The rank."""
+    """The rank's number in the run."""
     ends: str | None = None
     """How the run ended on this rank, once its job has returned."""
     left: int | None = None
@@ -50,7 +50,7 @@ class StartedRank:
 
     @property
     def trains(self) -> bool:
-        """Whether it is in an attempt."""
+        """Whether the rank is in an attempt."""
         return self.alive and self.left is None and self.ends is None
 
     def read(self) -> None:
@@ -64,16 +64,16 @@ class StartedRank:
                     self.left, self.left_at = value, time.monotonic()
 
     def send(self, message: Any) -> None:
-        """Send it, unless the process is gone."""
+        """Send a message to the rank, unless its process is gone."""
         with suppress(OSError):
             self.connection.send(message)
 
 
 class RankProcesses:
-    """All of this host."""
+    """The rank processes of this host."""
 
     def __init__(self, job: Job, patience: float) -> None:
-        """Start none yet.
+        """Start no process yet.
 
         Args:
             job: to run.
@@ -81,7 +81,7 @@ class RankProcesses:
         """
         self.job, self.patience = job, patience
         self._ranks: dict[int, StartedRank] = {}
-        """By local rank."""
+        """The processes, by local rank."""
 
     def begin(self, environments: Mapping[int, Mapping[str, str]]) -> dict[int, int]:
         """Begin an attempt on every rank, in new processes where none is kept.

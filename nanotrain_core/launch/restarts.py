@@ -37,7 +37,7 @@ class Restarts:
         *,
         may_leave: bool = False,
     ) -> None:
-        """Decide for one launcher.
+        """Create the restarts of one launcher.
 
         Args:
             scratch: the folder in which its ranks record their errors, and that they have saved.

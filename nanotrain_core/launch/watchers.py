@@ -46,7 +46,7 @@ class FirstStep(Monitor):
         self.restart = self.restart if run.rank == 0 else None
 
     def on_step_end(self, end: StepEnd) -> None:
-        """Report it once."""
+        """Report the time, after the first step only."""
         if self.restart is not None and self.restart.failed_at is not None:
             seconds = round(time() - self.restart.failed_at, 2)
             record("info", "the first step after a failure", step=end.step, seconds=seconds)

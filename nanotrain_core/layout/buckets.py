@@ -68,9 +68,9 @@ class GroupBuckets(BucketExchange):
 
     def reduce_scatter(self, numel: int, write: Write, into: torch.Tensor, *, add: bool) -> None:
         """Sum what arrives, in rank order, a few buckets later."""
-        sent = self._lend(numel, into)
+        sent = self._acquire(numel, into)
         write(sent)
-        received = self._lend(self.exchange.rows_to_sum * len(into), into)
+        received = self._acquire(self.exchange.rows_to_sum * len(into), into)
 
         def finish() -> None:
             first, *rest = received.view(-1, len(into))
@@ -90,7 +90,7 @@ class GroupBuckets(BucketExchange):
         pending()
         finish()
 
-    def _lend(self, length: int, like: torch.Tensor) -> torch.Tensor:
+    def _acquire(self, length: int, like: torch.Tensor) -> torch.Tensor:
         """Return an unused buffer with the dtype and device of ``like``."""
         for number, free in enumerate(self._free):
             if free.dtype == like.dtype and len(free) == length:

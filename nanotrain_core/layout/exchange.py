@@ -166,13 +166,13 @@ class GlooExchange(Exchange):
 
 
 class GroupBuffer(Buffer):
-    """Ordinary memory."""
+    """A buffer in ordinary memory, which the group's backend all-reduces."""
 
     def __init__(self, group: dist.ProcessGroup, flat: torch.Tensor) -> None:
         self.group, self.flat = group, flat
 
     def all_reduce(self) -> Pending:
-        """Begin to sum over the group."""
+        """Begin to sum the buffer over the group."""
         return _result(dist.all_reduce(self.flat, group=self.group, async_op=True), self.flat)
 
 

@@ -31,7 +31,7 @@ class Spec:
     """For a per-rank value: the number of ranks. ``{over}`` in the name stands for each of
     :data:`OVER`."""
     names: Sequence[str] = attrs.field(init=False, eq=False, repr=False)
-    """Names of its values."""
+    """The names of the values that it is published as."""
 
     @names.default
     def _names(self) -> Sequence[str]:

@@ -9,9 +9,10 @@ from typing import Literal
 
 from nanotrain_core.metrics.declared import Metric
 
-#: Consecutive logged steps for which a value must be worth a warning, without ``patience`` of ``health``.
+#: Consecutive logged steps for which a value must be worth a warning before it is reported. A monitor may be
+#: configured with another number.
 PATIENCE = 5
-#: Those for which it must be bad, unless ``patience`` is less.
+#: Consecutive logged steps for which a value must be bad before it is reported, unless patience is less.
 BAD_LASTS = 2
 #: Metric groups that are not judged in a step that was skipped under loss scaling: too large a loss scale
 #: makes gradients overflow, and then only the overflow itself is worth reporting.

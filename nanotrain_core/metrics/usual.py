@@ -8,7 +8,7 @@ import attrs
 
 from nanotrain_core.metrics.declared import Rule
 
-#: Most values that are kept.
+#: Maximum number of values that are kept, of which the usual one is the median.
 USUAL = 100
 #: Minimum number of values for a usual value: the first ones, while training begins, are not usual.
 USUAL_KNOWN = 60
@@ -27,11 +27,11 @@ class Usual:
     """
 
     values: list[float] = attrs.field(factory=list)
-    """Evenly spread over those so far."""
+    """The values that are kept: evenly spread over all good ones so far."""
     count: int = 0
-    """Values so far."""
+    """Number of good values so far."""
     every: int = 1
-    """Of which each of so many is kept."""
+    """Every how many good values one is kept: 1 keeps all."""
 
     def before(self, value: float, rule: Rule) -> float | None:
         """Return the median of the values before ``value``, None if too few; record ``value`` if good."""

@@ -29,7 +29,7 @@ class SplitVocabulary:
     """A rank's shard of the output projection, as the loss over all shards requires it."""
 
     first: int
-    """The token of its first row."""
+    """The token of the first row of this rank's shard."""
     most: int
     """Rows of the rank that has the most: all ranks derive the same chunks from it."""
     gather: Callable[[torch.Tensor], torch.Tensor]
@@ -105,7 +105,7 @@ class Chunks:
         return [slice(start, start + size) for start in range(0, max(tokens, 1), size)]
 
 
-#: For a device with much memory.
+#: Chunks for a device with much memory.
 LARGE = Chunks()
 
 #: Rows of hidden-state gradients converted to float32 at a time.

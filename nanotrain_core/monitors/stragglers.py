@@ -18,7 +18,7 @@ from nanotrain_core.builtin.stragglers import PHASES, SAID
 from nanotrain_core.contracts import MetricsReport, Monitor, RollbackReport, RunInfo, StepReport
 from nanotrain_core.monitors.links import seconds_from_neighbor
 
-#: The name of each phase for people: parts that the engine records.
+#: The phases that are compared, and of each the parts that the engine times.
 PARTS = {
     "data": ("data",),
     "compute": ("forward and backward", "gradient sync", "optimizer"),

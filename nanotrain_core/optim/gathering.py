@@ -63,7 +63,7 @@ class GatheringOptimizer(Optimizer):
         return self.behind.blocks()
 
     def blocks_of(self, parameters: Collection[str]) -> Iterable[Block]:
-        """Yield those of some parameters."""
+        """Yield the wrapped optimizer's blocks of some parameters."""
         return self.behind.blocks_of(parameters)
 
     def meta(self) -> dict[str, Any]:

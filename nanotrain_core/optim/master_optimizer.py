@@ -207,7 +207,7 @@ class MasterOptimizer(Optimizer):
         return self._blocks(self.slots)
 
     def blocks_of(self, parameters: Collection[str]) -> Iterable[Block]:
-        """Yield those of some parameters."""
+        """Yield masters and state of some parameters only."""
         return self._blocks(slot for slot in self.slots if slot.placement.name in parameters)
 
     def _blocks(self, slots: Iterable[Slot]) -> Iterable[Block]:

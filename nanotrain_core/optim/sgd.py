@@ -22,7 +22,7 @@ class SGD(MasterOptimizer):
 
     @property
     def skips_on_device(self) -> bool:
-        """The fused kernel supports it."""
+        """Whether a step can be skipped without the host: the fused kernel can."""
         return bool(self.inner.defaults["fused"])
 
     def initial_state(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -88,7 +88,7 @@ class RunPhases:
             return run
         self._now = moment
         if before is None or before.number != moment.number:
-            self._tell(run, moment)
+            self._report_phase(run, moment)
         changed = _changed(before, moment)
         now = self.timeline.recipe_with(moment.values)
         if any(key.startswith("batch.") for key in changed):
@@ -123,7 +123,7 @@ class RunPhases:
         """The current learning rate, before warm-up; None: no phase changes it."""
         return self._now.values.get("optimizer.lr") if self._now else None
 
-    def _tell(self, run: Run, moment: Moment) -> None:
+    def _report_phase(self, run: Run, moment: Moment) -> None:
         """Report on rank 0 and in the run's log that a phase begins, or continues after a resume."""
         if run.mesh.rank:
             return

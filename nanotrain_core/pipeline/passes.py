@@ -22,7 +22,7 @@ class Passes:
         self.splits_backward = False
         """Whether any backward pass of this run leaves weight gradients to a W pass."""
         self.deferred: DeferredGradients | None = None
-        """Where the current backward pass leaves them."""
+        """Where the current backward pass leaves weight gradients for a W pass; None: it computes them."""
         self.computing: Set[nn.Parameter] | None = None
         """In a W pass, the weights whose gradients it computes: those of all others came in the B pass."""
         self.in_backward = False

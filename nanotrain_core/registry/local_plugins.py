@@ -29,7 +29,7 @@ class LocalPlugin:
     distribution: str
     """Name of the file or folder, or the distribution's name in pyproject.toml."""
     dependencies: tuple[str, ...] = ()
-    """As declared in pyproject.toml."""
+    """Distributions that it needs, as declared in pyproject.toml."""
     files: tuple[Path, ...]
     """Its code files."""
     load: Callable[[], Any]

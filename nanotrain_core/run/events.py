@@ -91,7 +91,7 @@ class Events:
                 name: partial(getattr(run, name), number, run.mesh) for name in ("tap", "tap_calls")
             }
             info = attrs.evolve(run, metrics=own, declared=declared, **taps)
-            failed |= self._tell("on_start", info, to=[monitor])
+            failed |= self._dispatch("on_start", info, to=[monitor])
         by_rank: list[set[int]] = run.mesh.gather(failed)
         self.left_out = frozenset().union(*by_rank)
         for number, (name, _) in enumerate(self._named()):
@@ -114,11 +114,11 @@ class Events:
 
     def before_update(self, update: UpdateReport) -> None:
         """The gradient of a step is complete, and the optimizer is about to use it."""
-        self._tell("on_before_update", update)
+        self._dispatch("on_before_update", update)
 
     def after_update(self, update: UpdateReport) -> None:
         """The optimizer has taken its step."""
-        self._tell("on_after_update", update)
+        self._dispatch("on_after_update", update)
 
     def fail_later(self, monitor: int, problem: Exception) -> None:
         """Make a monitor's next event fail: it failed in the middle of a pass, where no rank can stop."""
@@ -131,7 +131,7 @@ class Events:
 
     def step(self, report: StepReport, *, logged: bool = True) -> None:
         """A step was done; if it is not ``logged``, only monitors that request every step receive it."""
-        self._tell("on_step", report, to=None if logged else [m for m in self.monitors if m.every_step])
+        self._dispatch("on_step", report, to=None if logged else [m for m in self.monitors if m.every_step])
 
     def metrics(self, *reports: MetricsReport) -> None:
         """Metrics are known on every rank, as are the monitors that failed since the last logged step and the
@@ -145,19 +145,19 @@ class Events:
             if self.collectives.rank == 0:
                 for name, rank in report.failed.items():
                     text = "a monitor failed on a rank: what it published until this step is left out"
-                    if self._again(f"{name} on rank {rank}"):
+                    if self._was_logged(f"{name} on rank {rank}"):
                         record("warning", text, monitor=name, on_rank=rank)
                     else:
                         self.log.warning(text, monitor=name, on_rank=rank, step=report.step)
-        for number, monitor in self._hearing("derive"):
+        for number, monitor in self._subscribers("derive"):
             if number in self.left_out:
                 continue
             try:
                 names = self.board.names[number] if self.board is not None else Names(monitor.declared)
                 report = with_derived(report, monitor, monitor.derive(report), names)
             except Exception as problem:
-                self._tolerate(monitor, "derive", problem)
-        self._tell("on_metrics", report)
+                self._handle_failure(monitor, "derive", problem)
+        self._dispatch("on_metrics", report)
 
     def evaluation(self, report: EvaluationReport) -> None:
         """Validation loss was measured.
@@ -165,32 +165,32 @@ class Events:
         What monitors publish of it is reported now, and not with the next logged step, which a run that is
         restarted from this one's checkpoint takes without it. Collective.
         """
-        self._tell("on_evaluation", report)
+        self._dispatch("on_evaluation", report)
         self.metrics(of_core(report.step, of_evaluation(attrs.asdict(report))))
         if self.board is not None:
             self.metrics(*self.board.last(report.step))
 
     def before_save(self, step: int) -> None:
         """The state of the run after ``step`` is about to be saved."""
-        self._tell("on_before_save", step)
+        self._dispatch("on_before_save", step)
 
     def checkpoint(self, report: CheckpointReport) -> None:
         """A checkpoint is complete."""
-        self._tell("on_checkpoint", report)
+        self._dispatch("on_checkpoint", report)
         self.metrics(of_core(report.step, of_checkpoint(attrs.asdict(report))))
 
     def save_failed(self, report: FailedSaveReport) -> None:
         """A checkpoint could not be saved."""
-        self._tell("on_save_failed", report)
+        self._dispatch("on_save_failed", report)
 
     def rollback(self, report: RollbackReport) -> None:
         """The run rolled back to a checkpoint."""
         self._rollbacks += 1
-        self._tell("on_rollback", report)
+        self._dispatch("on_rollback", report)
 
     def step_end(self, end: StepEnd) -> None:
         """A step's work is complete."""
-        self._tell("on_step_end", end)
+        self._dispatch("on_step_end", end)
 
     def end(self, report: EndReport) -> None:
         """The run has ended, successfully or not.
@@ -198,17 +198,17 @@ class Events:
         Monitors that restore checkpoints come first: they also store them, and may fail the run even now. The
         others are then told that it failed.
         """
-        first = {number for number, _ in self._hearing("on_before_restore")}
+        first = {number for number, _ in self._subscribers("on_before_restore")}
         problem = None
         for _, monitor in sorted(enumerate(self.monitors), key=lambda each: each[0] not in first):
             if report.reason == "failed" and self.collectives is not None:
                 self.collectives.forbidden = "after the run failed, on one rank perhaps"
             try:
-                self._tell("on_end", report, to=[monitor])
+                self._dispatch("on_end", report, to=[monitor])
             except Exception as ending:
                 problem = problem or ending
                 report = attrs.evolve(report, reason="failed")
-        self._tell_how_often()
+        self._log_repetitions()
         if problem is not None:
             raise problem
 
@@ -240,7 +240,7 @@ class Events:
             try:
                 found[name] = as_json(monitor.meta())
             except Exception as problem:
-                self._tolerate(monitor, "meta", problem)
+                self._handle_failure(monitor, "meta", problem)
         return {name: meta for name, meta in found.items() if meta}
 
     def suspect_steps(self) -> int:
@@ -250,7 +250,7 @@ class Events:
             try:
                 most = max(most, 0 if number in self.left_out else monitor.suspect_steps())
             except Exception as problem:
-                self._tolerate(monitor, "suspect_steps", problem)
+                self._handle_failure(monitor, "suspect_steps", problem)
         return most
 
     def load_meta(self, meta: Mapping[str, Any]) -> None:
@@ -261,7 +261,7 @@ class Events:
                 if name in meta and number not in self.left_out:
                     monitor.load_meta(meta[name])
             except Exception as problem:
-                self._tolerate(monitor, "load_meta", problem)
+                self._handle_failure(monitor, "load_meta", problem)
 
     def _named(self) -> Iterator[tuple[str, Monitor]]:
         """Yield every monitor with the name of its class, the second of a class with an index."""
@@ -271,7 +271,7 @@ class Events:
             seen[name] += 1
             yield name if seen[name] == 1 else f"{name}-{seen[name]}", monitor
 
-    def _tell(self, event: str, *arguments: Any, to: Sequence[Monitor] | None = None) -> set[int]:
+    def _dispatch(self, event: str, *arguments: Any, to: Sequence[Monitor] | None = None) -> set[int]:
         """Call ``event`` of the monitors that implement it; raise and handle failures of :meth:`fail_later`.
 
         A failure that ends the run is raised once all are called: the others may write or send the event.
@@ -279,32 +279,32 @@ class Events:
         Returns:
             The indices of those that failed.
         """
-        failed, hearing = set[int](), self._hearing(event)
+        failed, receivers = set[int](), self._subscribers(event)
         if self.left_out or self._failed or to is not None:
-            heard = {
-                number for number, monitor in hearing if to is None or any(monitor is each for each in to)
+            addressed = {
+                number for number, monitor in receivers if to is None or any(monitor is each for each in to)
             }
-            hearing = [
+            receivers = [
                 (number, monitor)
                 for number, monitor in enumerate(self.monitors)
-                if number not in self.left_out and (number in heard or number in self._failed)
+                if number not in self.left_out and (number in addressed or number in self._failed)
             ]
-        if not hearing:
+        if not receivers:
             return failed
-        if any(monitor.reads_weights for _, monitor in hearing):
+        if any(monitor.reads_weights for _, monitor in receivers):
             self.weights_ready()
         about = arguments[0]
         step = getattr(about, "step", about if isinstance(about, int) else 0)
         called = self._rollbacks, event, step, next(iter(getattr(about, "values", ())), "")
         outer, ending = self.progress.go_to("monitors"), None
         try:
-            for number, monitor in hearing:
+            for number, monitor in receivers:
                 try:
                     self._call(number, called, arguments)
                 except Exception as problem:
                     failed.add(number)
                     try:
-                        self._tolerate(monitor, event, problem)
+                        self._handle_failure(monitor, event, problem)
                     except Exception as raised:
                         ending = ending or raised
         finally:
@@ -313,7 +313,7 @@ class Events:
             raise ending
         return failed
 
-    def _hearing(self, event: str) -> list[tuple[int, Monitor]]:
+    def _subscribers(self, event: str) -> list[tuple[int, Monitor]]:
         """Return the monitors that implement ``event``, with their indices. A step has many events."""
         found = self._by_event.get(event)
         if found is None:
@@ -333,11 +333,11 @@ class Events:
         """
         event, collectives = called[1], self.collectives
         if self.board is None or collectives is None:
-            self._heed(number, event, arguments)
+            self._invoke(number, event, arguments)
             return
         collectives.at = number, called
         try:
-            self._heed(number, event, arguments)
+            self._invoke(number, event, arguments)
         except Exception as problem:
             if not isinstance(problem, FailedElsewhere):
                 collectives.tell_failure()
@@ -346,7 +346,7 @@ class Events:
         finally:
             collectives.at = None
 
-    def _heed(self, number: int, event: str, arguments: Sequence[Any]) -> None:
+    def _invoke(self, number: int, event: str, arguments: Sequence[Any]) -> None:
         """Call a monitor, and record its request."""
         if number in self._failed:
             raise self._failed.pop(number)
@@ -360,7 +360,7 @@ class Events:
         else:
             raise TypeError(f'{event} returned {request!r}; expected None, "stop", an earlier Rollback')
 
-    def _tolerate(self, monitor: Monitor, event: str, problem: Exception) -> None:
+    def _handle_failure(self, monitor: Monitor, event: str, problem: Exception) -> None:
         """Log an exception of a monitor. If the run is strict, or it is a NanotrainError, raise it instead,
         which ends the run."""
         what = f"{type(monitor).__name__}.{event}"
@@ -368,7 +368,7 @@ class Events:
             if self.strict:
                 raise NanotrainError(f"the monitor in {what}: {problem}") from None
             text = "a monitor's event was ended: it failed on another rank"
-            if self._again(what, str(problem)):
+            if self._was_logged(what, str(problem)):
                 record("warning", text, monitor=what, why=str(problem))
             else:
                 self.log.warning(text, monitor=what, why=str(problem))
@@ -376,18 +376,18 @@ class Events:
         if self.strict or isinstance(problem, NanotrainError):
             raise problem
         text = "a monitor failed and the run goes on"
-        if self._again(what, describe(problem)):
+        if self._was_logged(what, describe(problem)):
             record("error", text, monitor=what, error=describe(problem))
         else:
             self.log.exception(text, monitor=what)
 
-    def _again(self, what: str, problem: str = "") -> bool:
+    def _was_logged(self, what: str, problem: str = "") -> bool:
         """Return whether this problem was logged before, ignoring numbers in its text, and count it."""
         key = what, re.sub(r"\d+", "0", problem)
         self._told[key] += 1
         return self._told[key] > 1
 
-    def _tell_how_often(self) -> None:
+    def _log_repetitions(self) -> None:
         """Log, at the end of the run, how often problems that were logged once have occurred."""
         for (what, _), times in self._told.items():
             if times > 1:

@@ -32,7 +32,7 @@ class Feed(Protocol):
     tokens: int
     """Tokens that the whole run has trained on since its beginning."""
     tokens_before: int
-    """The same before the last step."""
+    """Tokens that the whole run had trained on before the last step."""
     bytes_per_token: float | None
     data: Any
     """The underlying data component or loader, for monitors."""

@@ -38,7 +38,7 @@ def report_step(
         stats: the optimizer's report of the step.
         lr: learning rate of the step.
         loss_scale: of the step; an overflow has lowered that of the next.
-        logged: whether the step is.
+        logged: whether the step is one that is logged.
     """
     run, names = engine.run, list(engine.run.loss_weights)
     nothing = torch.zeros((), device=run.mesh.device)

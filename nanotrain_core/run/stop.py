@@ -131,7 +131,7 @@ class StopRequest:
         """Clear earlier requests: a new call of fit begins."""
         self.reason, self._requested = None, set()
         self.rollback: Rollback | None = None
-        """This rank's own request."""
+        """The rollback that this rank requests, if any."""
         self.rollback_agreed = False
         """Whether any rank requests a rollback, as agreed by all ranks."""
 

@@ -45,7 +45,7 @@ class Tap:
     """The monitor's index in the run."""
     when: When
     on: bool = False
-    """Whether it is read in the current step."""
+    """Whether the tap is read in the current step."""
 
 
 class Taps:

@@ -189,16 +189,16 @@ class Campaign:
         while len(self.processes) < min(self.options.jobs, len(waiting)):
             self._start()
         try:
-            yield from _unexpected_last(self._deal(waiting))
+            yield from _unexpected_last(self._assign(waiting))
         finally:
             self.close()
 
-    def _deal(self, waiting: list[Listed]) -> Iterator[Result]:
+    def _assign(self, waiting: list[Listed]) -> Iterator[Result]:
         for process in self.processes:
             if process.ready and waiting:
                 process.give(waiting.pop(0), self.options.timeout)
         while any(process.running or not process.ready for process in self.processes) or waiting:
-            for process in self._answered():
+            for process in self._wait_for_answers():
                 answer: Any = self._answer(process)
                 trial, process.running = process.running, None
                 if isinstance(answer, Listing):
@@ -219,7 +219,7 @@ class Campaign:
                 self._start()
             self.processes = [p for p in self.processes if p.running or not p.ready or waiting]
 
-    def _answered(self) -> list[Process]:
+    def _wait_for_answers(self) -> list[Process]:
         """Wait for the next answers, or for a deadline."""
         busy = {p.connection: p for p in self.processes if p.running or not p.ready}
         soonest = min((p.deadline for p in busy.values()), default=time.monotonic())

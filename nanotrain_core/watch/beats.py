@@ -22,13 +22,13 @@ SLOT = 512
 
 
 class BeatFile:
-    """A rank's own."""
+    """The heartbeat file that a rank writes."""
 
     def __init__(self, folder: Path, rank: int) -> None:
-        """Allocate it, without a beat.
+        """Allocate the file, without a beat.
 
         Raises:
-            LaunchError: there is no space for it.
+            LaunchError: there is no space for the file.
         """
         self.path, self._tick = RankFile.BEAT.of(folder, rank), 0
         try:
@@ -41,14 +41,14 @@ class BeatFile:
             ) from problem
 
     def write(self, beat: Mapping[str, Any]) -> None:
-        """Replace the beat before the last one."""
+        """Write a beat into the slot that does not have the last one."""
         self._tick += 1
         text = json.dumps({**beat, "tick": self._tick}).encode().ljust(SLOT - 8)
         with contextlib.suppress(OSError):  # of a network file system: the next beat may be written
             os.pwrite(self._file, b"%08x" % zlib.crc32(text) + text, self._tick % 2 * SLOT)
 
     def delete(self) -> None:
-        """Delete it: the rank is done."""
+        """Delete the file: the rank is done."""
         os.close(self._file)
         self.path.unlink(missing_ok=True)
 

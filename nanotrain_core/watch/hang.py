@@ -69,7 +69,7 @@ class Stuck:
 
     @property
     def waits(self) -> bool:
-        """Whether it waits for other ranks."""
+        """Whether the rank waits for other ranks."""
         path, _, rest = self.where.partition(":")
         line = linecache.getline(path, int(rest.partition(" ")[0])) if rest else ""
         return any(part in path for part in WAITING) or ".wait(" in line or "dist." in line
@@ -141,7 +141,7 @@ class HangWatch:
 
     def _look(self, now: float) -> None:
         passed, self._looked = min(now - self._looked, 2 * INTERVAL), now
-        self._end_the_left_behind(passed)
+        self._kill_survivors(passed)
         beats = self._beats() if self.timeout else []
         for beat in beats:
             self._waited[beat.rank] = _same_for(self._waited, beat.rank, beat.count, passed)
@@ -152,7 +152,7 @@ class HangWatch:
     def _beats(self) -> list[Beat]:
         return [Beat(**beat) for beat in read_beats(self.scratch)]
 
-    def _end_the_left_behind(self, passed: float) -> None:
+    def _kill_survivors(self, passed: float) -> None:
         """Kill ranks that keep running long after another one died: they may wait for it forever."""
         pids = pids_of(self.scratch)
         alive = [pid for pid in pids if pid and is_alive(pid)]

@@ -48,7 +48,7 @@ class Progress:
     """Counts what a rank has begun. All ranks of a run record the same events in the same order."""
 
     def __init__(self, waits: Waits | None = None) -> None:
-        """``waits``: of the run's mesh."""
+        """``waits``: the communication that the run's mesh counts."""
         self.count, self.step, self.phase, self.slow = 0, 0, START, True
         self.waits = waits or Waits()
         self.spent: dict[str, Spent] = {}

@@ -29,7 +29,7 @@ class Wait:
     def __init__(self, waits: Waits, kind: Kind) -> None:
         self._waits, self._kind = waits, kind
         self.seconds = 0.0
-        """By the host's clock, so far."""
+        """Time spent in these blocks so far, by the host's clock."""
 
     def __enter__(self) -> None:
         waits = self._waits
@@ -54,7 +54,7 @@ class Waits:
         self.depth = 0
         self.collectives, self.messages = Wait(self, "collectives"), Wait(self, "messages")
         self.device: DeviceClock | None = None
-        """Times them on the device too, if enabled."""
+        """The clock that times communication on the device too; None: it is not enabled."""
 
     def around(self, begin: Callable[P, Any]) -> Callable[P, Any]:
         """Return ``begin``, timed, as well as the function it may return, which waits for completion."""

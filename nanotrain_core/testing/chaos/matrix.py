@@ -45,13 +45,13 @@ def chosen(only: Sequence[str], *, short: bool) -> list[type[Row]]:
     """
     rows = [row for row in ROWS if row.short or not short]
     for word in only:
-        if not any(_meant(row, word) for row in rows):
+        if not any(_matches(row, word) for row in rows):
             known = ", ".join(f"{row.number} {row.name}" for row in rows)
             raise NanotrainError(
                 f"--only {word}: no such row; expected a number or a part of a name of: {known}"
             )
-    return [row for row in rows if not only or any(_meant(row, word) for word in only)]
+    return [row for row in rows if not only or any(_matches(row, word) for word in only)]
 
 
-def _meant(row: type[Row], word: str) -> bool:
+def _matches(row: type[Row], word: str) -> bool:
     return word == row.number or word.lower() in row.name.lower()
