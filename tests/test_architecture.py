@@ -212,7 +212,7 @@ SMALL = {
     "layout": 1183,
     "models": 690,
     "moe": 365,
-    "metrics": 1348,
+    "metrics": 1346,
     "monitors": 1060,
     "optim": 700,
     "phases": 372,

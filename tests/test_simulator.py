@@ -29,7 +29,6 @@ def test_two_stages_by_hand():
     assert timeline.bubble(1) == pytest.approx(1 / 3)
     assert timeline.bubble() == pytest.approx(1 / 3)
     assert [timeline.peak(rank) for rank in range(2)] == [2, 1]
-    assert timeline.peak_of_stages() == {0: 2, 1: 1}
 
 
 def test_weight_gradients_of_their_own_shorten_their_backward_and_hold_activations():
@@ -52,7 +51,6 @@ def test_times_differ_between_stages_and_messages_take_time_but_not_within_a_ran
     ]
     assert timeline.stages(0) == (0, 1)
     assert timeline.peak(0) == 2
-    assert timeline.peak_of_stages() == {0: 1, 1: 1, 2: 1}
 
 
 def test_lists_that_wait_for_each_other_are_told():

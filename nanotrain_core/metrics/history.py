@@ -114,10 +114,6 @@ class History:
     step: int = 0
     """The newest step of the newest attempt."""
 
-    def attempt_of(self, step: int) -> int:
-        """Return the attempt that curves take the value at ``step`` from."""
-        return next((seam.attempt for seam in reversed(self.seams) if seam.step < step), 1)
-
     @property
     def start(self) -> Mapping[str, Any]:
         """The newest ``start`` row: name, steps, world_size, device and so on; empty without one."""

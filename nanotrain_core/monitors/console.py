@@ -70,12 +70,11 @@ class Console(Monitor):
             self._show_panel(run)
 
     def _show_panel(self, run: RunInfo) -> None:
-        progress = getattr(run, "progress", None)
         self.panel = Panel(
             run.name,
             run.steps,
             run.first_step,
-            phase=lambda: progress.phase if progress is not None else "",
+            phase=lambda: run.progress.phase,
             memory=lambda: memory_of(run.device),
         )
         panel = self.panel

@@ -79,17 +79,6 @@ class Timeline:
         """Return the stages that a rank holds, ascending."""
         return tuple(sorted({slot.action.stage for slot in self.rows[rank]}))
 
-    def peak_of_stages(self) -> dict[int, int]:
-        """Return for each stage the peak number of microbatches whose activations it holds.
-
-        They are held from F until B is done, or until W where weight gradients are separate.
-        """
-        return {
-            stage: peak([slot.action for slot in row if slot.action.stage == stage])
-            for rank, row in enumerate(self.rows)
-            for stage in self.stages(rank)
-        }
-
     def peak(self, rank: int) -> int:
         """Return the peak number of (stage, microbatch) pairs whose activations a rank holds."""
         return peak([slot.action for slot in self.rows[rank]])

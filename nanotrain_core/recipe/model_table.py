@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
@@ -11,6 +10,7 @@ import attrs
 from nanotrain_core.errors import CheckpointError
 from nanotrain_core.recipe.structure import structure
 from nanotrain_core.recipe.tree import TRAINING, Selection
+from nanotrain_core.run.plain_json import as_json
 
 
 def model_table(model: Selection) -> dict[str, Any]:
@@ -60,22 +60,17 @@ def refuse_other_model(
     Raises:
         CheckpointError: naming the first key that differs.
     """
-    there, here = _plain(saved), _plain(canonical_table(ours) if ours else {})
+    there, here = as_json(saved, "model"), as_json(canonical_table(ours) if ours else {}, "model")
     if ours is not None and there.get("use") == ours.use:
         rest = {key: value for key, value in without_none(there).items() if key != "use"}
         config, problems = structure(rest, type(ours.config), "model")
         if problems:
             text = f"{problems[0].key}: {problems[0].message}"
             raise CheckpointError(f"{what} of another model: its table does not fit this one: {text}")
-        there = _plain(canonical_table(Selection("model", ours.use, config)))
+        there = as_json(canonical_table(Selection("model", ours.use, config)), "model")
     free = {*changing, *(training_keys(ours.config) if ours else ())}
     for difference in _differences(there, here, free):
         raise CheckpointError(f"{what} of another model: {difference}")
-
-
-def _plain(table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a table as JSON reads it, without tuples."""
-    return dict(json.loads(json.dumps(dict(table))))
 
 
 def _differences(there: Mapping[str, Any], here: Mapping[str, Any], free: Collection[str]) -> Iterator[str]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from typing import Any
 
 import attrs
+import tomli
 
 from nanotrain_core.recipe.secrets import HIDDEN, is_secret
 from nanotrain_core.recipe.tree import Recipe
@@ -19,7 +19,7 @@ def run_settings(recipe: Any) -> dict[str, Any]:
     It may be published: values of keys such as ``webhook`` and ``token`` are omitted.
     """
     if isinstance(recipe, Recipe):
-        return _shown(tomllib.loads(write_resolved(recipe)))  # type: ignore[no-any-return]
+        return _shown(tomli.loads(write_resolved(recipe)))  # type: ignore[no-any-return]
     table = attrs.asdict(recipe) if attrs.has(type(recipe)) else {"config": recipe}
     return _shown(_plain(table))  # type: ignore[no-any-return]
 
