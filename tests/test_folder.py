@@ -14,7 +14,9 @@ import pytest
 from structlog.testing import capture_logs
 
 from nanotrain_core.errors import Exit, FolderError, FolderLocked
-from nanotrain_core.launch.worker import share_folder
+from nanotrain_core.launch.attempts import Past
+from nanotrain_core.launch.environment import Ranks
+from nanotrain_core.launch.worker import Job, share_folder
 from nanotrain_core.run import folder as folders
 from nanotrain_core.run.folder import LOOKS, RunFolder, hold_as_rank, stop_without
 from nanotrain_core.run.stop import StopRequest
@@ -80,7 +82,7 @@ def test_a_claim_with_patience_waits_for_the_owner_to_end(capsys):
 def test_ranks_that_are_started_again_wait_for_the_lock_of_a_host_that_is_gone(again):
     job = SimpleNamespace(claimed=None, folder="here", resume=None, scratch=None)
     recipe = SimpleNamespace(run=SimpleNamespace(name="a", folder=None, timeout=300.0))
-    ranks, past = SimpleNamespace(rank=0, world_size=1), SimpleNamespace(folder=None, began=again)
+    ranks, past = SimpleNamespace(rank=0, world_size=1), Past(began=again)
     first = RunFolder.claim("a", folder="here")
     threading.Timer(0.3, first.release).start()
     if not again:
@@ -89,6 +91,21 @@ def test_ranks_that_are_started_again_wait_for_the_lock_of_a_host_that_is_gone(a
         return
     path, claimed = share_folder(job, ranks, recipe, None, past)
     assert str(path) == "here"
+    claimed.release()
+
+
+def test_ranks_that_died_before_they_had_a_folder_take_none_of_an_older_run():
+    """The new run had gone on in the older one, whose steps were done, and trained nothing."""
+    run_once("a")
+    recipe = SimpleNamespace(run=SimpleNamespace(name="a", folder=None, timeout=300.0))
+    ranks, job = Ranks(), Job(recipe="a")
+    path, claimed = share_folder(job, ranks, recipe, None, Past(began=True))
+    assert str(path) == "runs/a-2"
+    claimed.release()
+    with pytest.raises(FolderError, match="runs/a holds a run already"):
+        share_folder(Job(recipe="a", folder="runs/a"), ranks, recipe, None, Past(began=True))
+    path, claimed = share_folder(job, ranks, recipe, None, Past(began=True, folder="runs/a"))
+    assert str(path) == "runs/a"
     claimed.release()
 
 

@@ -338,7 +338,8 @@ def share_folder(
 
     def claim() -> str:
         folder = past.folder or job.folder or recipe.run.folder
-        resume = job.resume is not None or past.began
+        # Ranks that died before they had a folder leave none to go on in: what is there is another run's.
+        resume = job.resume is not None or past.folder is not None
         patience = min(LEASE, recipe.run.timeout / 2) if past.began else 0.0
         locks.append(RunFolder.claim(recipe.run.name, folder=folder, resume=resume, patience=patience))
         return str(locks[0].path)
