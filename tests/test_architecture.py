@@ -208,7 +208,7 @@ SMALL = {
     "contracts": 668,
     "data": 837,
     "hf": 905,
-    "launch": 2083,
+    "launch": 2125,
     "layout": 1183,
     "models": 690,
     "moe": 365,
@@ -220,7 +220,7 @@ SMALL = {
     "precision": 680,
     "recipe": 1731,
     "registry": 600,
-    "run": 2446,
+    "run": 2487,
     "script": 740,
     "watch": 454,
 }

@@ -3,7 +3,7 @@
 import pytest
 
 from nanotrain_core.errors import LaunchError
-from nanotrain_core.launch.environment import Ranks, rendezvous_address
+from nanotrain_core.launch.environment import Ranks, agent_name, rendezvous_address
 from nanotrain_core.run import host_processors
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
@@ -44,6 +44,18 @@ def test_master_addr_and_port_win():
 def test_torchrun_without_a_meeting_place_is_refused():
     with pytest.raises(LaunchError, match="MASTER_ADDR"):
         rendezvous_address(Ranks.detect(TORCHRUN), TORCHRUN)
+
+
+def test_an_agent_of_torchrun_has_one_name_in_all_its_attempts():
+    """Its run id may be that of another launch: "none" where the user has set none."""
+
+    def name(logs, attempt=0, rank=0):
+        error = f"{logs}/attempt_{attempt}/{rank}/error.json" if logs else ""
+        return agent_name({"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_ERROR_FILE": error})
+
+    assert name("/tmp/a/none_1") == name("/tmp/a/none_1", attempt=1, rank=3) != name("/tmp/a/none_2")
+    assert name("") == name("", attempt=1) != name("/tmp/a/none_1")
+    assert agent_name({}) is None
 
 
 def test_ranks_share_the_cores_of_a_host():

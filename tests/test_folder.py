@@ -16,9 +16,9 @@ from structlog.testing import capture_logs
 from nanotrain_core.errors import Exit, FolderError, FolderLocked
 from nanotrain_core.launch.attempts import Past
 from nanotrain_core.launch.environment import Ranks
-from nanotrain_core.launch.worker import Job, share_folder
+from nanotrain_core.launch.worker import Job, recalled, share_folder
 from nanotrain_core.run import folder as folders
-from nanotrain_core.run.folder import LOOKS, RunFolder, hold_as_rank, stop_without
+from nanotrain_core.run.folder import LOOKS, RunFolder, claimed_by, hold_as_rank, stop_without
 from nanotrain_core.run.stop import StopRequest
 
 
@@ -107,6 +107,20 @@ def test_ranks_that_died_before_they_had_a_folder_take_none_of_an_older_run():
     path, claimed = share_folder(job, ranks, recipe, None, Past(began=True, folder="runs/a"))
     assert str(path) == "runs/a"
     claimed.release()
+
+
+def test_a_folder_is_found_again_by_the_launch_that_has_claimed_it():
+    """Without a store that outlives an attempt, ranks that torchrun restarted had gone on in the newest."""
+    mine = ("host0 7 /tmp/logs", "host1 7 /tmp/logs")
+    recipe = SimpleNamespace(run=SimpleNamespace(name="a", folder=None))
+    run_once("a", agents=mine)
+    run_once("a", agents=["another"])
+    assert recalled(Past(agents=mine[1:]), Job(recipe="a"), recipe).folder == "runs/a"
+    assert recalled(Past(agents=mine), Job(recipe="a", folder="runs/a-2"), recipe) == Past(agents=mine)
+    with pytest.raises(FolderError, match="runs/a-2 holds a run already"):
+        RunFolder.claim("a", folder="runs/a-2", agents=mine)
+    assert recalled(Past(agents=mine), Job(recipe="a", folder="runs/a-2"), recipe) == Past(agents=mine)
+    assert str(claimed_by(["another"], "a")) == "runs/a-2"
 
 
 def test_the_lock_of_a_killed_run_is_free_again(tmp_path):

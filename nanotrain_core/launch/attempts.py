@@ -36,6 +36,8 @@ class Past:
     """The run folder, if a launcher remembers it."""
     failed_at: float | None = None
     """When a launcher detected the last failure of its own ranks."""
+    agents: Sequence[str] = ()
+    """Names of torchrun's agents, those that have joined it now included."""
 
     def failure(self) -> str | None:
         """Return :attr:`failed_at` as text, empty if unknown; None if there was no earlier attempt."""
@@ -97,5 +99,6 @@ def _joined(pasts: Sequence[Past]) -> Past:
         began=any(past.began for past in pasts),
         saved=any(past.saved for past in pasts),
         folder=next((past.folder for past in pasts if past.folder is not None), None),
+        agents=tuple(sorted({agent for past in pasts for agent in past.agents})),
         failed_at=max((past.failed_at for past in pasts if past.failed_at is not None), default=None),
     )

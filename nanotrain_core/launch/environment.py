@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
 from collections.abc import Mapping
+from pathlib import Path
 
 import attrs
 
@@ -87,9 +89,29 @@ def agent_serves_store(environment: Mapping[str, str] = os.environ) -> bool:
     return environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
+def agent_name(environment: Mapping[str, str] = os.environ) -> str | None:
+    """Return what tells this host's torchrun from any other launch, the same in all its attempts.
+
+    Every attempt has a folder in the one that torchrun creates for its logs. Told to write none, it is
+    known by its process and when that began. None if torchrun did not start this process.
+    """
+    if "TORCHELASTIC_RUN_ID" not in environment:
+        return None
+    logs = Path(environment.get("TORCHELASTIC_ERROR_FILE", "")).parents
+    own = str(logs[2]) if len(logs) > 3 else _parent()
+    return f"{socket.gethostname()} {environment['TORCHELASTIC_RUN_ID']} {own}"
+
+
 def is_port(text: str) -> bool:
     """Return whether ``text`` is a port number."""
     return text.isdecimal() and 0 < int(text) < 65536
+
+
+def _parent() -> str:
+    pid, began = os.getppid(), ""
+    with contextlib.suppress(OSError):
+        began = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
+    return f"process {pid} {began}"
 
 
 def _first_slurm_host(environment: Mapping[str, str]) -> str:

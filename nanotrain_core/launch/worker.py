@@ -21,7 +21,7 @@ from nanotrain_core.launch.attempts import Past, meet, remember
 from nanotrain_core.launch.cause import leave_failure
 from nanotrain_core.launch.cuda import record_collectives, set_allocator
 from nanotrain_core.launch.device import choose_device
-from nanotrain_core.launch.environment import Ranks, agent_serves_store
+from nanotrain_core.launch.environment import Ranks, agent_name, agent_serves_store
 from nanotrain_core.launch.peers import watching_peers
 from nanotrain_core.launch.process_groups import ending_process_groups
 from nanotrain_core.launch.recovery import restart_of
@@ -33,7 +33,7 @@ from nanotrain_core.registry.discovery import PluginArguments
 from nanotrain_core.registry.registry import Registry, load_plugins
 from nanotrain_core.run import log
 from nanotrain_core.run.files import write_text_atomically
-from nanotrain_core.run.folder import RunFolder, hold_as_rank, stop_without
+from nanotrain_core.run.folder import RunFolder, claimed_by, hold_as_rank, stop_without
 from nanotrain_core.watch.progress import FAILED, Progress
 from nanotrain_core.watch.scratch import FAILED_AT, FOLDER, HAS_SAVED
 from nanotrain_core.watch.watchdog import Watchdog
@@ -105,6 +105,8 @@ def _train(job: Job, ranks: Ranks, last: contextlib.ExitStack) -> str:
 
     device = prepare(recipe, ranks)
     store, past = join(job, ranks, recipe, device, registry)
+    if ranks.rank == 0:
+        past = recalled(past, job, recipe)
     folder, lock = share_folder(job, ranks, recipe, store, past)
     held, mark, progress = hold_as_rank(folder), mark_of(job, folder), Progress()
     if job.process is not None:
@@ -201,7 +203,9 @@ def known_past(job: Job) -> Past:
     saved = scratch is not None and (scratch / HAS_SAVED).exists()
     seen = scratch / FAILED_AT if scratch else None
     failed_at = float(seen.read_text()) if seen is not None and seen.exists() else None
-    return Past(began=attempt() > 0 or folder is not None, saved=saved, folder=folder, failed_at=failed_at)
+    began, agent = attempt() > 0 or folder is not None, None if scratch else agent_name()
+    past = Past(began=began, saved=saved, folder=folder, failed_at=failed_at)
+    return past if agent is None else attrs.evolve(past, agents=(agent,))
 
 
 def mark_of(job: Job, folder: Path) -> Path | None:
@@ -336,17 +340,30 @@ def share_folder(
         return Path(job.claimed), None
     locks: list[RunFolder] = []
 
-    def claim() -> str:
+    def choose() -> str:
         folder = past.folder or job.folder or recipe.run.folder
         # Ranks that died before they had a folder leave none to go on in: what is there is another run's.
         resume = job.resume is not None or past.folder is not None
         patience = min(LEASE, recipe.run.timeout / 2) if past.began else 0.0
-        locks.append(RunFolder.claim(recipe.run.name, folder=folder, resume=resume, patience=patience))
+        claim = partial(RunFolder.claim, recipe.run.name, resume=resume, patience=patience)
+        locks.append(claim(folder=folder, agents=past.agents))
         return str(locks[0].path)
 
-    path = str(broadcast_from_rank_0(claim, "folder", ranks, store))
+    path = str(broadcast_from_rank_0(choose, "folder", ranks, store))
     if job.scratch is not None:
         write_text_atomically(Path(job.scratch, FOLDER), path)  # the launcher reads it at any time
     elif ranks.rank == 0 and store is not None:
         remember(store, path)
     return Path(path), locks[0] if locks else None
+
+
+def recalled(past: Past, job: Job, recipe: Recipe) -> Past:
+    """Add the run folder that this launch has claimed before, for rank 0, which reads the disk.
+
+    The ranks' store ends with an attempt if torchrun does not serve it, as gloo needs it: only the folder
+    then tells of earlier ones.
+    """
+    if past.folder is not None or not past.agents:
+        return past
+    folder = claimed_by(past.agents, recipe.run.name, job.folder or recipe.run.folder)
+    return attrs.evolve(past, began=True, folder=str(folder)) if folder is not None else past

@@ -8,11 +8,11 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
-from itertools import count
+from itertools import count, takewhile
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import structlog
 
@@ -42,7 +42,13 @@ class RunFolder:
 
     @classmethod
     def claim(
-        cls, name: str, *, folder: str | None = None, resume: bool = False, patience: float = 0.0
+        cls,
+        name: str,
+        *,
+        folder: str | None = None,
+        resume: bool = False,
+        patience: float = 0.0,
+        agents: Sequence[str] = (),
     ) -> RunFolder:
         """Claim the folder of a run.
 
@@ -52,6 +58,7 @@ class RunFolder:
             folder: exactly this folder.
             resume: whether the folder may already contain a run.
             patience: seconds to wait for another owner to give it up.
+            agents: of the launch, by which :func:`claimed_by` finds the folder again.
 
         Raises:
             FolderLocked: a live run owns it.
@@ -64,6 +71,7 @@ class RunFolder:
             raise FolderError(
                 f"{path} holds a run already: add --resume to go on with it, or name another folder"
             )
+        _write_owner(path, claimed._lock, agents)
         return claimed
 
     def release(self) -> None:
@@ -92,6 +100,18 @@ def newest(name: str) -> Path:
 def free(name: str) -> Path:
     """Return the first folder for ``name`` that no run has used."""
     return next(path for path in _numbered(name) if not holds_run(path) and not _is_locked(path))
+
+
+def claimed_by(agents: Collection[str], name: str, folder: str | None = None) -> Path | None:
+    """Return the folder that a launch with any of these agents was the last to claim; None if there is none.
+
+    Arguments are those of :meth:`RunFolder.claim`.
+    """
+    for path in [Path(folder)] if folder else takewhile(Path.exists, _numbered(name)):
+        with suppress(OSError, ValueError, LookupError, TypeError):
+            if {*agents} & {*json.loads((path / LOCK).read_text(encoding="utf-8"))["agents"]}:
+                return path
+    return None
 
 
 def _numbered(name: str) -> Iterator[Path]:
@@ -132,13 +152,17 @@ def _lock(path: Path) -> IO[str]:
     if not _ranks_end(path, PATIENCE):
         lock.close()
         raise FolderLocked(f"{path} is in use: ranks of a run that has lost its launcher are still ending")
-    owner = {"host": socket.gethostname(), "pid": os.getpid(), "start": time.strftime("%Y-%m-%d %H:%M:%S")}
+    return lock
+
+
+def _write_owner(path: Path, lock: IO[str], agents: Sequence[str]) -> None:
+    owner: dict[str, Any] = {"host": socket.gethostname(), "pid": os.getpid(), "agents": [*agents]}
+    owner["start"] = time.strftime("%Y-%m-%d %H:%M:%S")
     try:
         os.ftruncate(lock.fileno(), 0)
         os.write(lock.fileno(), json.dumps(owner).encode())
     except OSError as problem:  # disk full
         raise FolderError(f"the run folder {path} cannot be written: {problem.strerror}") from problem
-    return lock
 
 
 def _ranks_end(path: Path, patience: float) -> bool:
