@@ -9,6 +9,9 @@ from torch.distributed import HashStore
 from nanotrain_core.errors import Exit
 from nanotrain_core.launch.attempts import Past, meet, remember
 from nanotrain_core.launch.cause import PeerLostError
+from nanotrain_core.launch.watchers import Mark
+from nanotrain_core.launch.worker import Job, start_from
+from nanotrain_core.registry.registry import load_plugins
 
 
 def attempt(store, *pasts):
@@ -48,6 +51,24 @@ def test_a_rank_that_stays_away_is_named_though_an_earlier_attempt_of_it_called(
     with pytest.raises(PeerLostError, match=r"rank 1 has not come within 0\.2 seconds of rank 0") as told:
         meet(store, 0, 2, Past(), timeout=0.2)
     assert told.value.exit_code == Exit.FAILED  # a slow host is no mistake: a restart helps
+
+
+@pytest.mark.parametrize("resume", ["3", "elsewhere/step-00000003.safetensors"])
+def test_the_mark_of_an_earlier_launch_replaces_no_checkpoint_that_was_asked_for(tmp_path, resume):
+    """Under torchrun, if the first attempt died before it had deleted the mark: step 6 came for step 3."""
+    job, past, mark = (
+        Job(recipe="a", resume=resume),
+        Past(began=True, agents=("host 7 b",)),
+        tmp_path / "mark",
+    )
+
+    def start():
+        return start_from(job, tmp_path, mark, past, "simple", load_plugins())
+
+    Mark(mark, "host 7 a").on_checkpoint(None)
+    assert start() == resume
+    Mark(mark, "another\nhost 7 b").on_checkpoint(None)
+    assert start() == "latest"
 
 
 def test_what_rank_0_leaves_is_known_though_no_host_counts():

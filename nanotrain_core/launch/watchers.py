@@ -8,6 +8,7 @@ from time import time
 
 from nanotrain_core.contracts import CheckpointReport, Monitor, RunInfo, StepEnd
 from nanotrain_core.engine import RuntimeEngine
+from nanotrain_core.run.files import write_text_atomically
 from nanotrain_core.run.log import record
 from nanotrain_core.run.recovery import Restart
 
@@ -27,11 +28,14 @@ class AtStart(Monitor):
 class Mark(Monitor):
     """Creates a file when a checkpoint has been saved: a restarted run then resumes from its own."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, launch: str = "") -> None:
+        self.path, self.launch = path, launch
 
     def on_checkpoint(self, report: CheckpointReport) -> None:
-        """Create the file."""
+        """Create the file, with the names of the launch if others may use the same file."""
+        if self.launch:
+            write_text_atomically(self.path, self.launch)
+            self.launch = ""
         self.path.touch()
 
 
@@ -53,14 +57,14 @@ class FirstStep(Monitor):
             self.restart = None
 
 
-def add_watchers(engine: RuntimeEngine, keep_recipe: Callable[[], None], mark: Path | None) -> None:
+def add_watchers(engine: RuntimeEngine, keep_recipe: Callable[[], None], mark: Mark | None) -> None:
     """Add them to a run: the one that keeps its recipe before the run's own monitors, the others after them.
 
     Args:
         engine: of the run.
         keep_recipe: called on rank 0 when the run starts.
-        mark: see :class:`Mark`.
+        mark: if the ranks may be restarted.
     """
-    behind: list[Monitor] = [Mark(mark)] if mark is not None else []
+    behind: list[Monitor] = [mark] if mark is not None else []
     behind += [FirstStep(engine.restart)] if engine.restart.failed_at else []
     engine.events.monitors = [AtStart(keep_recipe), *engine.events.monitors, *behind]

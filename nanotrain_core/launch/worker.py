@@ -6,7 +6,7 @@ import contextlib
 import gc
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -100,7 +100,7 @@ def _train(job: Job, ranks: Ranks, last: contextlib.ExitStack) -> str:
     import torch.distributed as dist
 
     from nanotrain_core.engine import RuntimeEngine
-    from nanotrain_core.launch.watchers import add_watchers
+    from nanotrain_core.launch.watchers import Mark, add_watchers
     from nanotrain_core.run.show import show_placements
 
     device = prepare(recipe, ranks)
@@ -135,7 +135,9 @@ def _train(job: Job, ranks: Ranks, last: contextlib.ExitStack) -> str:
             engine.progress, engine.stop.grace = progress, recipe.run.grace
             stop_without(folder, held, engine.stop)
             texts = write_resolved(recipe), explain(recipe, found.merged)
-            add_watchers(engine, partial(keep_recipe, folder, *texts), mark)
+            names = past.agents if ranks.rank == 0 else ()  # the others know their own alone
+            at_save = Mark(mark, "\n".join(names)) if mark is not None else None
+            add_watchers(engine, partial(keep_recipe, folder, *texts), at_save)
             if "placements" in job.show:
                 show_placements(engine.run)
             return engine.fit().reason
@@ -209,7 +211,10 @@ def known_past(job: Job) -> Past:
 
 
 def mark_of(job: Job, folder: Path) -> Path | None:
-    """Return the file that records that this launch has saved, None if its ranks would not be restarted."""
+    """Return the file that records that this launch has saved, None if its ranks would not be restarted.
+
+    An earlier launch of torchrun may have left one in the run folder: it contains the names of agents.
+    """
     if job.scratch is not None:
         return Path(job.scratch, HAS_SAVED)
     return folder / f".{HAS_SAVED}" if "TORCHELASTIC_RESTART_COUNT" in os.environ else None
@@ -253,13 +258,18 @@ def start_from(
     Raises:
         CheckpointError: see :func:`~nanotrain_core.checkpoint.listing.expect_own_kind`.
     """
-    if mark is not None and not past.began:
+    saved = past.saved or (mark is not None and mark.exists() and _names(mark, past.agents))
+    if mark is not None and not saved:
         mark.unlink(missing_ok=True)  # of an earlier launch
-    saved = past.saved or (mark is not None and mark.exists())
     own = past.began and (saved or job.resume is None)
     resume = ("latest" if saved else "auto") if own else job.resume
     expect_own_kind(folder, resume, use, registry)
     return resume
+
+
+def _names(mark: Path, agents: Sequence[str]) -> bool:
+    """Return whether a file was written by a launch with one of these agents."""
+    return not {*agents}.isdisjoint(mark.read_text(encoding="utf-8").splitlines())
 
 
 def keep_recipe(folder: Path, text: str, explained: str) -> None:
