@@ -383,7 +383,7 @@ class RuntimeEngine:
         run.checkpoint.open(folder, run.mesh)
         restore = self.restart.restore(self, folder)
         self.events.before_restore(restore)
-        if self.resume is None or recover(self, restore):
+        if recover(self, restore) or self.resume is None:
             return
         if not self.load("latest" if self.resume == "auto" else self.resume) and self.resume != "auto":
             where = "" if self.folder.is_absolute() else f" (relative to {Path.cwd()})"

@@ -1,6 +1,7 @@
 """Ranks of an attempt meet in a store that an earlier one left full, and learn what any host knows."""
 
 from datetime import timedelta
+from functools import partial
 from threading import Thread
 
 import pytest
@@ -69,6 +70,17 @@ def test_the_mark_of_an_earlier_launch_replaces_no_checkpoint_that_was_asked_for
     assert start() == resume
     Mark(mark, "another\nhost 7 b").on_checkpoint(None)
     assert start() == "latest"
+
+
+def test_a_new_run_that_is_restarted_before_it_saves_begins_anew(tmp_path):
+    """With "auto", object_store had fetched an older run's checkpoints, which it refuses to a new run."""
+    begins = partial(start_from, Job(recipe="a"), tmp_path, None, use="simple", registry=load_plugins())
+    assert begins(Past(began=True)) is None
+    (tmp_path / "checkpoints/.tmp-of-a-killed-save").mkdir(parents=True)
+    assert begins(Past(began=True)) is None
+    (tmp_path / "checkpoints/step-00000003.safetensors").touch()
+    assert [begins(Past(began=began)) for began in (True, False)] == ["auto", None]
+    assert begins(Past(began=True, saved=True)) == "latest"
 
 
 def test_what_rank_0_leaves_is_known_though_no_host_counts():

@@ -252,8 +252,8 @@ def start_from(
     """Return the checkpoint to start from: after a restart the run's own newest. On rank 0 only.
 
     A run that was started from a given checkpoint restarts from it until it has saved one, as recorded in
-    ``past`` or ``mark``. From then on there must be one: if rank 0 is on a host that sees none, the run
-    fails.
+    ``past`` or ``mark``; a new one begins anew, also for monitors that know of other runs' checkpoints. From
+    then on there must be one: if rank 0 is on a host that sees none, the run fails.
 
     Raises:
         CheckpointError: see :func:`~nanotrain_core.checkpoint.listing.expect_own_kind`.
@@ -261,10 +261,17 @@ def start_from(
     saved = past.saved or (mark is not None and mark.exists() and _names(mark, past.agents))
     if mark is not None and not saved:
         mark.unlink(missing_ok=True)  # of an earlier launch
-    own = past.began and (saved or job.resume is None)
-    resume = ("latest" if saved else "auto") if own else job.resume
+    resume = "latest" if past.began and saved else job.resume
+    if past.began and resume is None and _has_checkpoints(folder):
+        resume = "auto"
     expect_own_kind(folder, resume, use, registry)
     return resume
+
+
+def _has_checkpoints(folder: Path) -> bool:
+    """Return whether the run has any: it may have died after a save, before that was recorded."""
+    saved = folder / "checkpoints"
+    return saved.is_dir() and any(entry.name[0] != "." for entry in saved.iterdir())
 
 
 def _names(mark: Path, agents: Sequence[str]) -> bool:
