@@ -5,9 +5,11 @@ import fcntl
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -42,6 +44,25 @@ def test_a_resumed_run_takes_the_newest():
     run_once("a")
     run_once("a")
     assert run_once("a", resume=True) == "runs/a-2"
+
+
+def test_the_newest_has_the_highest_number_though_older_runs_were_deleted():
+    """A new run had taken the place of a deleted one, and a resumed one the older; or it began anew."""
+    assert [run_once("a") for _ in range(3)][-1] == "runs/a-3"
+    shutil.rmtree("runs/a")
+    shutil.rmtree("runs/a-2")
+    assert run_once("a", resume=True) == "runs/a-3"
+    assert run_once("a") == "runs/a-4"
+    assert run_once("a", resume=True) == "runs/a-4"
+
+
+def test_a_name_that_ends_in_a_number_is_another_run_s():
+    run_once("gpt")
+    run_once("gpt-7")
+    Path("runs/gpt-7/recipe.toml").write_text('[run]\nname = "gpt-7"\n')
+    assert run_once("gpt", resume=True) == "runs/gpt"
+    assert run_once("gpt") == "runs/gpt-2"
+    assert run_once("gpt-7") == "runs/gpt-7-2"
 
 
 def test_a_folder_of_a_run_that_was_refused_hides_no_run():

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import fcntl
+import glob
 import json
 import os
 import socket
 import threading
 import time
-from collections.abc import Collection, Iterator, Sequence
+import tomllib
+from collections.abc import Collection, Sequence
 from contextlib import suppress
-from itertools import count, takewhile
+from itertools import count
 from pathlib import Path
 from typing import IO, Any
 
@@ -53,8 +55,8 @@ class RunFolder:
         """Claim the folder of a run.
 
         Args:
-            name: of the run. Without ``folder``, a new run takes ``runs/<name>`` or the first free of
-                ``runs/<name>-2``, ``-3`` and so on; a resumed one takes the newest of these.
+            name: of the run. Without ``folder``, a new run takes ``runs/<name>``, or ``runs/<name>-2``,
+                ``-3`` and so on, the number after the highest; a resumed one takes the highest of these.
             folder: exactly this folder.
             resume: whether the folder may already contain a run.
             patience: seconds to wait for another owner to give it up.
@@ -89,17 +91,18 @@ def newest(name: str) -> Path:
 
     An empty folder, such as that of a rejected run, does not hide earlier ones.
     """
-    last = Path("runs") / name
-    for path in _numbered(name):
-        if not path.exists():
-            return last
-        last = path if holds_run(path) or _is_locked(path) else last
-    raise AssertionError("unreachable")
+    return next((path for _, path in reversed(_numbered(name)) if _is_used(path)), Path("runs") / name)
 
 
 def free(name: str) -> Path:
-    """Return the first folder for ``name`` that no run has used."""
-    return next(path for path in _numbered(name) if not holds_run(path) and not _is_locked(path))
+    """Return the first folder for ``name`` after all that runs have used.
+
+    If one of these was deleted, a run in its place would have a lower number than older ones.
+    """
+    last = max((number for number, path in _numbered(name) if _is_used(path)), default=0)
+    numbers = count(last + 1)
+    paths = (Path("runs") / (name if number == 1 else f"{name}-{number}") for number in numbers)
+    return next(path for path in paths if not _is_used(path))
 
 
 def claimed_by(agents: Collection[str], name: str, folder: str | None = None) -> Path | None:
@@ -107,16 +110,33 @@ def claimed_by(agents: Collection[str], name: str, folder: str | None = None) ->
 
     Arguments are those of :meth:`RunFolder.claim`.
     """
-    for path in [Path(folder)] if folder else takewhile(Path.exists, _numbered(name)):
+    for path in [Path(folder)] if folder else [path for _, path in _numbered(name)]:
         with suppress(OSError, ValueError, LookupError, TypeError):
             if {*agents} & {*json.loads((path / LOCK).read_text(encoding="utf-8"))["agents"]}:
                 return path
     return None
 
 
-def _numbered(name: str) -> Iterator[Path]:
-    yield Path("runs") / name
-    yield from (Path("runs") / f"{name}-{number}" for number in count(2))
+def _numbered(name: str) -> list[tuple[int, Path]]:
+    """Return the folders of runs called ``name`` with their numbers, the highest last."""
+    first = Path("runs") / name
+    found = [(1, first)]
+    for path in first.parent.glob(f"{glob.escape(first.name)}-[1-9]*"):
+        number = path.name.removeprefix(f"{first.name}-")
+        if number.isdecimal() and number != "1" and not _has_other_name(path, name):
+            found.append((int(number), path))
+    return sorted(found)
+
+
+def _has_other_name(path: Path, name: str) -> bool:
+    """Return whether the run in ``path`` is called otherwise: ``gpt-2`` is not the second of ``gpt``."""
+    with suppress(OSError, ValueError, LookupError, TypeError):
+        return bool(tomllib.loads((path / "recipe.toml").read_text(encoding="utf-8"))["run"]["name"] != name)
+    return False
+
+
+def _is_used(path: Path) -> bool:
+    return holds_run(path) or _is_locked(path)
 
 
 def _lock_within(path: Path, patience: float) -> IO[str]:
