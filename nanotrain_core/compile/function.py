@@ -5,6 +5,10 @@ parameter's, which torch cannot trace, are set aside, and a checkpointed layer m
 side effect. torch makes a size that has changed symbolic, so a third batch size needs no third graph. After
 :data:`MOST_GRAPHS` graphs, new kinds of calls run eagerly.
 
+Calls of a known kind only look for a graph (``torch._dynamo.run``). Without one, as when an attribute of a
+module has changed, they are first calls too: so every graph is counted, and traced with torch's options
+for it, which cost too much to set in every call.
+
 ``torch._dynamo``, which takes two seconds to import, is loaded by its first use: where something is compiled.
 """
 
@@ -61,16 +65,18 @@ class CompiledFunction:
         self.modules = modules
         """Number of modules that share this."""
         self.graphs = 0
-        """Number of graphs so far."""
+        """Number of graphs so far; at least :attr:`most` if torch refuses more."""
         self.known: set[Any] = set()
         """Kinds of calls that have a graph."""
+        self._tracing = False
         self._gemms: dict[nn.Module, list[nn.Module]] = {}
         self._compiled: Callable[..., Any] = torch.compile(
-            _own_function(function),
+            _own_function(function, self._without_graph),
             fullgraph=True,
             backend=backend,
             options=dict(options) if options else None,
         )
+        self._find_graph: Callable[..., Any] = torch._dynamo.run(self._compiled)
 
     def _linear(self, module: nn.Module) -> list[nn.Module]:
         """Return the modules of ``module`` whose GEMMs are computed by a backend."""
@@ -96,18 +102,18 @@ class CompiledFunction:
                 prepare_weights(self._linear(each))
         call = torch.is_grad_enabled(), _signature(args), _signature(kwargs.values())
         if call in self.known:
-            try:
-                return self._compiled(*args, **kwargs)
-            except torch._dynamo.exc.TorchDynamoException:
-                # Something other than the arguments requires an unexpected graph.
-                if self.graphs >= self.most:
-                    return self.function(*args, **kwargs)
-                return self._first(*args, **kwargs)
+            return self._find_graph(*args, **kwargs)
         if self.graphs >= self.most:
             return self.function(*args, **kwargs)
         result = self._first(*args, **kwargs)
         self.known.add(call)
         return result
+
+    def _without_graph(self, *args: Any, **kwargs: Any) -> Any:
+        """Make a call for which there is no graph: something other than its arguments has changed."""
+        if self._tracing or self.graphs >= self.most:  # traced no graph: torch's compiler is switched off
+            return self.function(*args, **kwargs)
+        return self._first(*args, **kwargs)
 
     def _first(self, *args: Any, **kwargs: Any) -> Any:
         """Make the first call of a kind, which may compile a graph."""
@@ -122,14 +128,22 @@ class CompiledFunction:
             "recompile_limit": self.most,
             "accumulated_recompile_limit": self.most,
         }
+        self._tracing = True
         try:
             with torch._dynamo.config.patch(flags), _without_wide_gradients(args):
                 result = self._compiled(*args, **kwargs)
+        except (
+            torch._dynamo.exc.FailOnRecompileLimitHit
+        ):  # torch counts some graphs that are in no statistics
+            self.graphs = self.most
+            return self.function(*args, **kwargs)
         except torch._dynamo.exc.TorchDynamoException as problem:
             raise NanotrainError(
                 f"run.compile: {self.name} cannot be compiled by {self.backend}: {in_one_line(problem)}; "
                 "set run.compile = false, or have the component whose code this is declare stays_eager"
             ) from problem
+        finally:
+            self._tracing = False
         made = _graphs_made() - before
         self.graphs += made
         if self.log and made:
@@ -143,11 +157,16 @@ def _graphs_made() -> int:
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-def _own_function(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``function`` with its own code object: torch counts and keeps graphs by code object."""
+def _own_function(function: Callable[..., Any], without_graph: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``function`` with its own code object: torch counts and keeps graphs by code object.
+
+    Python runs that code only where torch neither finds nor makes a graph: then it is ``without_graph``.
+    """
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs)
+        if torch.compiler.is_dynamo_compiling():
+            return function(*args, **kwargs)
+        return without_graph(*args, **kwargs)
 
     return FunctionType(call.__code__.replace(), call.__globals__, closure=call.__closure__)
 
