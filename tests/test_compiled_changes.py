@@ -9,6 +9,7 @@ from torch._dynamo.utils import counters
 
 from nanotrain_core.compile import function
 from nanotrain_core.compile.blocks import compile_blocks
+from nanotrain_core.errors import NanotrainError
 from nanotrain_core.layout.roles import Role, tag
 
 
@@ -69,3 +70,30 @@ def test_a_compiler_that_is_switched_off_leaves_eager_calls():
         for _ in range(2):
             same_as_eager(layer)
     assert graphs() == 0
+
+
+# --- hooks ------------------------------------------------------------------------------------------
+
+
+def test_a_hook_on_a_module_inside_a_layer_is_traced_and_given_up():
+    """Layers share a graph, so it must be traced for the layer that has it, before or after a first call."""
+    layers = compiled(3)
+    layers[1].linear.register_forward_hook(lambda module, args, y: 2 * y)
+    for layer in layers:
+        same_as_eager(layer)
+    last = layers[2].linear.register_forward_pre_hook(lambda module, args: (3 * args[0],))
+    for layer in layers:
+        same_as_eager(layer)
+    assert graphs() == 3
+    last.remove()
+    same_as_eager(layers[2])
+    assert graphs() == 3
+
+
+def test_a_hook_of_gradients_that_torch_cannot_trace_is_refused():
+    (layer,) = compiled()
+    x = torch.randn(2, 3, requires_grad=True)
+    same_as_eager(layer, x)
+    layer.linear.register_full_backward_hook(lambda module, d_in, d_out: (2 * d_in[0],))
+    with pytest.raises(NanotrainError, match=r"run.compile: 0 cannot be compiled .*run.compile = false"):
+        layer(x)

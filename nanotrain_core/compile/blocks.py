@@ -111,6 +111,7 @@ def _given(value: Any) -> Any:
     return (type(value), repr(value)) if isinstance(value, PLAIN) else id(value)
 
 
-def _hooks(module: nn.Module) -> tuple[int, int]:
-    """Return the number of hooks."""
-    return len(module._forward_pre_hooks), len(module._forward_hooks)
+def _hooks(module: nn.Module) -> tuple[int, ...]:
+    """Return the number of hooks of each sort."""
+    backward = len(module._backward_pre_hooks), len(module._backward_hooks)
+    return len(module._forward_pre_hooks), len(module._forward_hooks), *backward

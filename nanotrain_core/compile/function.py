@@ -122,8 +122,11 @@ class CompiledFunction:
             _log.info("compiling", **fields)
         before, began = _graphs_made(), time.perf_counter()
         # Activation checkpointing inside a graph does not repeat side effects, such as that a
-        # tensor-parallel boundary caches the tensor that it has gathered.
+        # tensor-parallel boundary caches the tensor that it has gathered. Monitors and wrappers put hooks on
+        # modules after a graph was made, or on one of the modules that share it: torch by default ignores
+        # hooks on a module that had none.
         flags = {
+            "skip_nnmodule_hook_guards": False,
             "skip_fwd_side_effects_in_bwd_under_checkpoint": True,
             "recompile_limit": self.most,
             "accumulated_recompile_limit": self.most,
