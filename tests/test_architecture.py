@@ -214,7 +214,7 @@ SMALL = {
     "moe": 365,
     "metrics": 1346,
     "monitors": 1060,
-    "optim": 700,
+    "optim": 735,
     "phases": 372,
     "pipeline": 610,
     "precision": 680,

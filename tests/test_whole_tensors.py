@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from nanotrain_core.api.torch import WholeTensors
 from nanotrain_core.optim import whole_tensors
-from nanotrain_core.testing import Case, run_ranks
+from nanotrain_core.testing import Case, RankFailure, run_ranks
 from nanotrain_core.testing.probe import make_engine
 
 LAYOUT = Case(
@@ -35,7 +35,7 @@ def gathered(case, bucket):
     own = dict(pair for name, tensor in numbered.items() for pair in whole.pieces(name, tensor))
     with mock.patch.object(dist, "all_gather", wraps=dist.all_gather) as calls:
         found = dict(whole.gather(own))
-    assert list(found) == sorted(numbered)
+    assert sorted(found) == sorted(numbered)
     return len(found), calls.call_count, [name for name in found if not found[name].equal(numbered[name])]
 
 
@@ -58,3 +58,26 @@ def test_what_ranks_of_ddp_all_have_is_sent_once():
     """Each of 64 sent a bucket of 128 MiB: 8 GiB on every rank."""
     around = {"overrides": {"parallel": [{"use": "tp"}, {"use": "ddp"}]}}
     assert run_ranks(replicated, 4, attrs.evolve(LAYOUT, **around)) == [({2}, [])] * 4
+
+
+def test_a_tied_table_whose_ranges_several_stages_have_is_whole_on_all_of_them():
+    """Each stage had assembled the half that its own ranks update, and zeros."""
+    staged = {"schedule": {"use": "1f1b"}, "model": {"tied": True}}
+    around = {**staged, "parallel": [{"use": "zero12", "bucket_mb": 0.01}]}
+    case = Case("optimizer", use="adamw", topology={"pp": 2}, overrides=around)
+    for parameters, calls, wrong in run_ranks(gathered, 2, case, whole_tensors.BUCKET):
+        assert wrong == []
+        assert parameters > calls == 1  # the other parameters are on one rank
+
+
+def without_one(case):
+    run = make_engine(case, {}).run
+    slots = getattr(run.optimizer, "behind", run.optimizer).slots
+    WholeTensors([slot.piece for slot in slots if run.mesh.rank or slot is not slots[0]], run.mesh)
+
+
+def test_pieces_that_leave_some_elements_to_no_rank_are_refused():
+    around = {"parallel": [{"use": "zero12", "bucket_mb": 0.01}]}
+    case = Case("optimizer", use="adamw", topology={"dp": 2}, overrides=around)
+    with pytest.raises(RankFailure, match=r"no rank has all of head\.weight: expected pieces that make"):
+        run_ranks(without_one, 2, case)

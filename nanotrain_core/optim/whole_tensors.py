@@ -7,7 +7,7 @@ given by placements; this code names no dimension except the pipeline's.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -15,10 +15,13 @@ import torch
 import torch.distributed as dist
 
 from nanotrain_core.checkpoint.tensor_boxes import Box, Shape, boxes_at, index_of
+from nanotrain_core.errors import NanotrainError
 from nanotrain_core.layout.layout import Span
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import Piece, Placement
 
+#: The boxes of each parameter that each rank has.
+Boxes = Mapping[int, Mapping[str, Sequence[Box]]]
 #: Maximum elements of tensors that one all-gather assembles: 128 MiB in float32; a single one may be larger.
 BUCKET = 32 * 2**20
 
@@ -32,44 +35,68 @@ def boxes_of(piece: Piece) -> list[Box]:
 
 
 class WholeTensors:
-    """All-gathers tensors shaped as the weights of ``pieces`` within each pipeline stage. Collective."""
+    """All-gathers tensors shaped as the weights of ``pieces`` within each pipeline stage. Collective.
+
+    A tied parameter whose ranges are divided among the ranks of several stages is gathered among these.
+    """
 
     def __init__(self, pieces: Sequence[Piece], mesh: Mesh) -> None:
-        """Exchange which rank has which piece: every rank of the world calls it, with its own pieces."""
+        """Exchange which rank has which piece: every rank of the world calls it, with its own pieces.
+
+        Raises:
+            NanotrainError: no rank has some elements of a parameter.
+        """
         self.mesh, self.own = mesh, defaultdict[str, list[Piece]](list)
         for piece in pieces:
             self.own[piece.placement.name].append(piece)
-        dims = tuple(dim for dim in mesh.layout.views["dense"].dims if dim != "pp" and mesh.size(dim) > 1)
-        self._exchange_along(dims)
+        dims = mesh.layout.views["dense"].dims
+        self.dims = tuple(dim for dim in dims if dim != "pp" and mesh.size(dim) > 1)
+        mesh.agree_on_groups([Span(self.dims)] if self.dims else [])
         mine = {name: [box for piece in found for box in boxes_of(piece)] for name, found in self.own.items()}
-        self.boxes: Sequence[Mapping[str, list[Box]]] = self._of_all(mine)
+        everyone: Boxes = dict(zip(mesh.ranks(*self.dims), self._of_stage(mine), strict=True))
         shapes = {name: found[0].placement.global_shape for name, found in self.own.items()}
         self.shapes: dict[str, Shape] = {}
-        for theirs in self._of_all(shapes):
+        for theirs in self._of_stage(shapes):
             self.shapes.update(theirs)
-        self._leave_out_replicas()
-        self.buckets = [*_buckets(self.shapes)]
+        sharing = self._sharing(everyone)
+        self.groups = [_Group(mesh, *each) for each in sorted(sharing.items())]
+        mesh.agree_on_groups(group.span for group in self.groups if group.span)
+        self.buckets = [
+            (group, names)
+            for group in self.groups
+            for names in _buckets({name: self.shapes[name] for name in group.names})
+        ]
         self.dtype: torch.dtype | None = None
 
-    def _exchange_along(self, dims: tuple[str, ...]) -> None:
-        self.dims, span = dims, Span(dims)
-        self.mesh.agree_on_groups([span] if dims else [])
-        self.group = self.mesh.group_of(span) if dims else None
-
-    def _leave_out_replicas(self) -> None:
-        """Restrict communication to dimensions whose ranks have different boxes: the rest is redundant."""
-        everyone = dict(zip(self.mesh.ranks(*self.dims), self.boxes, strict=True))
-
-        def differs(dim: str) -> bool:
-            along = self.mesh.layout.ranks
-            return any(everyone[r] != boxes for rank, boxes in everyone.items() for r in along(rank, dim))
-
-        self._exchange_along(tuple(filter(differs, self.dims)))
-        self.boxes = [everyone[rank] for rank in self.mesh.ranks(*self.dims)]
-
-    def _of_all(self, value: Any) -> list[Any]:
+    def _of_stage(self, value: Any) -> list[Any]:
         """Return the value of every rank of this pipeline stage."""
         return self.mesh.gather(value, *self.dims) if self.dims else [value]
+
+    def _sharing(self, everyone: Boxes) -> dict[tuple[int, ...], Boxes]:
+        """Return the boxes by the stages among whose ranks they are exchanged; (): within this one."""
+        incomplete = self._incomplete(everyone, self.shapes)
+        own = _only(everyone, incomplete)
+        stages: list[Boxes] = self.mesh.gather(own, "pp") if "pp" in self.mesh.layout.dims else [own]
+        lacking = self._incomplete(
+            {rank: each for ranks in stages for rank, each in ranks.items()}, incomplete
+        )
+        if lacking:
+            raise NanotrainError(f"no rank has all of {min(lacking)}: expected pieces that make it whole")
+        sharing: dict[tuple[int, ...], Boxes] = {(): _only(everyone, self.shapes.keys() - incomplete)}
+        holders = {
+            name: tuple(n for n, ranks in enumerate(stages) if any(name in each for each in ranks.values()))
+            for name in incomplete
+        }
+        for several in {*holders.values()}:
+            theirs = {rank: each for n in several for rank, each in stages[n].items()}
+            sharing[several] = _only(theirs, {name for name in incomplete if holders[name] == several})
+        return sharing
+
+    def _incomplete(self, everyone: Boxes, names: Iterable[str]) -> set[str]:
+        """Return parameters of which these ranks together have only some elements."""
+        found = {name: {box for boxes in everyone.values() for box in boxes.get(name, ())} for name in names}
+        elements = {name: sum(prod(shape) for _, shape in boxes) for name, boxes in found.items()}
+        return {name for name, number in elements.items() if number < prod(self.shapes[name])}
 
     def gather(self, tensors: Mapping[Piece, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, whole tensor) of all parameters with pieces on any rank, in one order on all ranks.
@@ -78,34 +105,20 @@ class WholeTensors:
         """
         if self.dtype is None:  # a rank without pieces receives in the dtype of the others
             own_dtype = next((tensor.dtype for tensor in tensors.values()), None)
-            self.dtype = next((found for found in self._of_all(own_dtype) if found), torch.float32)
+            self.dtype = next((found for found in self._of_stage(own_dtype) if found), torch.float32)
         like = torch.empty(0, dtype=self.dtype, device=self.mesh.device)
-        for names in self.buckets:
+        for group, names in self.buckets:
             own = [tensors[piece].reshape(-1) for name in names for piece in self.own.get(name, ())]
-            received = self._exchanged(torch.cat(own) if own else like, names)
+            received = group.exchanged(torch.cat(own) if own else like, names)
             firsts = [0] * len(received)
             for name in names:
                 whole = like.new_zeros(self.shapes[name])
                 for rank, shares in enumerate(received):
-                    for offset, shape in self.boxes[rank].get(name, ()):
+                    for offset, shape in group.boxes[rank].get(name, ()):
                         end = firsts[rank] + prod(shape)
                         whole[index_of(offset, shape)] = shares[firsts[rank] : end].view(shape)
                         firsts[rank] = end
                 yield name, whole
-
-    def _exchanged(self, flat: torch.Tensor, names: Sequence[str]) -> list[torch.Tensor]:
-        """Return every rank's elements of some parameters, including its own; others may be padded."""
-        if self.group is None:
-            return [flat]
-        lengths = [
-            sum(prod(shape) for name in names for _, shape in theirs.get(name, ())) for theirs in self.boxes
-        ]
-        sent = flat.new_zeros(max(lengths))
-        sent[: len(flat)] = flat
-        received = [torch.empty_like(sent) for _ in self.boxes]
-        with self.mesh.waits.collectives:
-            dist.all_gather(received, sent, group=self.group)
-        return received
 
     def pieces(self, name: str, whole: torch.Tensor) -> Iterator[tuple[Piece, torch.Tensor]]:
         """Yield this rank's pieces of a parameter, each with its part of ``whole``, in its weight's shape."""
@@ -114,6 +127,13 @@ class WholeTensors:
             for offset, shape in boxes_of(piece):
                 found.append(whole[index_of(offset, shape)].reshape(-1))
             yield piece, torch.cat(found).view(piece.placement.shape if piece.span is None else -1)
+
+
+def _only(everyone: Boxes, names: Collection[str]) -> Boxes:
+    return {
+        rank: {name: found for name, found in boxes.items() if name in names}
+        for rank, boxes in everyone.items()
+    }
 
 
 def _buckets(shapes: Mapping[str, Shape]) -> Iterator[list[str]]:
@@ -128,3 +148,34 @@ def _buckets(shapes: Mapping[str, Shape]) -> Iterator[list[str]]:
         names.append(name)
     if names:
         yield names
+
+
+class _Group:
+    """The ranks among which some parameters are exchanged, and which of them has which boxes."""
+
+    def __init__(self, mesh: Mesh, stages: tuple[int, ...], everyone: Boxes) -> None:
+        """Leave out dimensions along which all ranks have the same boxes: that communication is redundant."""
+        self.mesh, self.names = mesh, {name for boxes in everyone.values() for name in boxes}
+
+        def differs(dim: str) -> bool:
+            along = mesh.layout.ranks
+            return any(everyone[r] != boxes for rank, boxes in everyone.items() for r in along(rank, dim))
+
+        dims = mesh.layout.views["dense"].dims
+        self.span = Span(tuple(dim for dim in dims if dim != "pp" and differs(dim)), stages)
+        self.boxes = [everyone[rank] for rank in mesh.layout.members(mesh.rank, self.span)]
+
+    def exchanged(self, flat: torch.Tensor, names: Sequence[str]) -> list[torch.Tensor]:
+        """Return every rank's elements of some parameters, including its own; others may be padded."""
+        group = self.mesh.group_of(self.span)
+        if group is None:
+            return [flat]
+        lengths = [
+            sum(prod(shape) for name in names for _, shape in theirs.get(name, ())) for theirs in self.boxes
+        ]
+        sent = flat.new_zeros(max(lengths))
+        sent[: len(flat)] = flat
+        received = [torch.empty_like(sent) for _ in self.boxes]
+        with self.mesh.waits.collectives:
+            dist.all_gather(received, sent, group=group)
+        return received

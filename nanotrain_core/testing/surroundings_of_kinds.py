@@ -175,6 +175,8 @@ def _optimizer(component: Component) -> Iterator[Wanted]:
             ("dp2-tp2-ranges", {"dp": 2, "tp": 2}, [SLICED, RANGED]),
         ):
             yield Wanted(name, topology, {"parallel": wrappers}, needs=(*topology, "ranges"))
+        both = {"dp": 2, "pp": 2}
+        yield Wanted("dp2-pp2-tied-ranges", both, _tied([RANGED]), needs=(*both, "ranges"))
     yield Wanted("experts", {}, EXPERTS, needs=("experts",))
     yield Wanted("uneven", {}, UNEVEN, needs=("uneven",))
 
