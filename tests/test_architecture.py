@@ -220,7 +220,7 @@ SMALL = {
     "precision": 680,
     "recipe": 1731,
     "registry": 600,
-    "run": 2497,
+    "run": 2508,
     "script": 740,
     "watch": 454,
 }

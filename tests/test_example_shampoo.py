@@ -6,6 +6,8 @@ import pytest
 from examples_of_plugins import example
 from test_docs import failed
 
+from nanotrain_core.contracts import Monitor
+from nanotrain_core.metrics.declared import Metric
 from nanotrain_core.testing import run_ranks
 from nanotrain_core.testing.probe import make_engine
 
@@ -44,3 +46,42 @@ def test_every_layout_saves_and_trains_what_one_process_does(topology, wrappers)
     around = {"parallel": wrappers, **({"schedule": {"use": "1f1b"}} if "pp" in topology else {})}
     case = example("optimizer", "shampoo", config={"lr": 0.02}, topology=topology, overrides=around)
     assert failed(case, "state_has_a_place", "layout_changes_nothing", "resume_is_bit_equal") == {}
+
+
+class Norms(Monitor):
+    """Publishes the norms of one slot of the optimizer's state."""
+
+    declared = (Metric(name="{statistic}/{parameter}", unit="1", group="state", summary="for a test"),)
+
+    def on_start(self, run):
+        self.run = run
+
+    def on_after_update(self, update):
+        state = self.run.optimizer_state("left")
+        self.run.metrics.placed("{statistic}/{parameter}", state, ["norm"])
+
+    def on_metrics(self, report):
+        self.told = {name: report.values[name] for name in report.published}
+
+
+def norms(case):
+    monitor = Norms()
+    make_engine(case, {"run": {"steps": 1}}, callbacks=[monitor]).fit()
+    return monitor.told
+
+
+@pytest.mark.parametrize(
+    ("topology", "wrappers"),
+    [
+        ({"dp": 2}, ZERO),
+        pytest.param({"tp": 2}, [{"use": "tp"}], marks=pytest.mark.full),
+        pytest.param({"dp": 2, "tp": 2}, [{"use": "tp"}, *ZERO], marks=pytest.mark.full),
+    ],
+    ids=["zero1", "tp", "tp x zero1"],
+)
+def test_monitors_count_state_of_a_whole_matrix_once(topology, wrappers):
+    """Each rank that has a part of the matrix had measured all of L as if it were another part."""
+    case = example("optimizer", "shampoo", topology=topology, overrides={"parallel": wrappers})
+    (alone,) = run_ranks(norms, 1, case.alone())
+    assert "norm/layers.0.attn.k.weight" in alone
+    assert run_ranks(norms, case.world_size, case)[0] == pytest.approx(alone, rel=1e-9)

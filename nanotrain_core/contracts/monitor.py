@@ -77,8 +77,10 @@ class RunInfo:
     optimizer_state: Callable[..., Iterator[tuple[torch.Tensor, Placement]]]
     """``optimizer_state(*names)`` yields, for each parameter that this rank updates, its state tensors of
     these names, such as ``exp_avg`` or ``master``, each with the placement of its parameter; a range of a
-    parameter in several boxes. Scalars, and state that does not exist or is not stored in floating point, are
-    omitted. ``wanted=lambda placement: ...`` selects parameters: nothing is done for others."""
+    parameter in several boxes. State that is all on each rank with a part of the parameter is yielded where
+    its first element is, so that ``metrics.placed`` counts it once. Scalars, and state that does not exist or
+    is not stored in floating point, are omitted. ``wanted=lambda placement: ...`` selects parameters: nothing
+    is done for others."""
     tap: Callable[..., Sequence[str]]
     """``tap(look, ["layers.*.attn"])`` makes the core call ``look(name, output)`` with the modules' outputs
     in logged steps: see :meth:`nanotrain_core.run.taps.Taps.add`. In ``on_start``, on all ranks."""

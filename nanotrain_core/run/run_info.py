@@ -10,7 +10,7 @@ import torch
 
 from nanotrain_core.compose import Run
 from nanotrain_core.contracts import RunInfo
-from nanotrain_core.layout.placement import Placement
+from nanotrain_core.layout.placement import Piece, Placement
 from nanotrain_core.metrics.publish import Metrics
 from nanotrain_core.precision.quantized_storage import dequantize
 from nanotrain_core.run.global_metrics import count_parameters
@@ -70,9 +70,19 @@ def _weights(engine: RuntimeEngine) -> Iterator[tuple[torch.Tensor, Placement]]:
 def _optimizer_state(
     run: Run, *names: str, wanted: Callable[[Placement], bool] = lambda placement: True
 ) -> Iterator[tuple[torch.Tensor, Placement]]:
-    every = {piece.placement.name: piece.placement for piece in run.gradients.pieces()}
-    placements = {name: placement for name, placement in every.items() if wanted(placement)}
+    pieces = [piece for piece in run.gradients.pieces() if wanted(piece.placement)]
+    placements = {piece.placement.name: piece.placement for piece in pieces}
+    first = {piece.placement.name for piece in pieces if _begins(piece)}
     for block in run.optimizer.blocks_of(placements):
         slot, _, parameter = block.name.partition("/")
-        if slot in names and block.tensor.is_floating_point() and block.tensor.shape:
+        if slot not in names or not block.tensor.is_floating_point() or not block.tensor.shape:
+            continue
+        # Ranks that have parts of a parameter may each have all of such a state: one of them yields it.
+        if block.tensor.shape != block.global_shape or parameter in first:
             yield block.tensor, placements[parameter]
+
+
+def _begins(piece: Piece) -> bool:
+    """Return whether a piece has its parameter's first element, which one rank and its replicas have."""
+    where = piece.placement
+    return all(where.shape) and not any(where.offset) and (piece.span is None or piece.span[0] == 0)
