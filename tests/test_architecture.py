@@ -216,7 +216,7 @@ SMALL = {
     "monitors": 1060,
     "optim": 735,
     "phases": 372,
-    "pipeline": 610,
+    "pipeline": 625,
     "precision": 680,
     "recipe": 1731,
     "registry": 600,

@@ -6,6 +6,7 @@ import torch
 from nanotrain_core.batch import Batch
 from nanotrain_core.builtin.transformer_config import TransformerConfig
 from nanotrain_core.compose import split_linear_layers
+from nanotrain_core.errors import NanotrainError
 from nanotrain_core.layout.gradients import LocalGradients, register_gradient_hook
 from nanotrain_core.layout.layout import Layout, View
 from nanotrain_core.layout.mesh import Mesh
@@ -57,14 +58,21 @@ def batches(number):
     return [Batch(each[:, :-1], each[:, 1:]) for each in tokens]
 
 
-def run(mesh, parts, text, microbatches=2):
+def run(mesh, parts, text, microbatches=2, frozen=()):
     """Run actions and return the gradients by name, and the summed loss."""
     passes, gradients = Passes(), LocalGradients()
     modules = stages(*parts, passes=passes)
+    freeze(modules, frozen)
     executor = Executor(modules, gradients, mesh, owners=[0] * len(parts), passes=passes)
     losses = executor.run(order(text), batches(microbatches), {"lm": torch.tensor(0.5)})
     named = [pair for module in modules.values() for pair in module.named_parameters()]
-    return {name: gradients.gradient(parameter) for name, parameter in named}, losses["lm"]
+    return {name: gradients.gradient(p) for name, p in named if p.requires_grad}, losses["lm"]
+
+
+def freeze(modules, names):
+    for module in modules.values():
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_(not name.startswith(tuple(names)))
 
 
 def test_any_order_has_the_gradients_of_the_plain_one(world):
@@ -79,6 +87,32 @@ def test_any_order_has_the_gradients_of_the_plain_one(world):
         torch.testing.assert_close(same_loss, loss, rtol=1e-12, atol=0)
         for name in expected:
             torch.testing.assert_close(gradients[name], expected[name], rtol=0, atol=1e-12)
+
+
+FIRST_STAGE = ("embed", "layers.0")
+
+
+def test_a_first_stage_may_be_frozen(world):
+    """autograd had refused its output, which nothing trained leads to."""
+    expected, _ = run(world, WHOLE, "F0.0 B0.0 F0.1 B0.1", frozen=FIRST_STAGE)
+    for text in (SPLIT, "F0.0 F1.0 B1.0 B0.0 F0.1 F1.1 B1.1 B0.1"):
+        gradients, _ = run(world, HALVES, text, frozen=FIRST_STAGE)
+        torch.testing.assert_close(gradients, expected, rtol=0, atol=1e-12)
+
+
+def test_values_of_a_microbatch_are_computed_with_a_frozen_first_stage(world):
+    modules = stages(*HALVES)
+    freeze(modules, FIRST_STAGE)
+    executor = Executor(modules, LocalGradients(), world, owners=[0, 0])
+    found = {(each.stage, each.what) for each in executor.compute(*batches(1), {"lm": torch.tensor(1.0)})}
+    assert (1, "gradient of head.weight") in found
+    assert (0, "gradient of the output") in found
+    assert (0, "gradient of embed.weight") not in found
+
+
+def test_a_model_of_which_nothing_is_trained_is_refused(world):
+    with pytest.raises(NanotrainError, match="no parameter that the loss depends on is trained"):
+        run(world, WHOLE, "F0.0 B0.0", microbatches=1, frozen=("",))
 
 
 def test_a_split_backward_leaves_the_products_of_linear_layers_to_w(world, monkeypatch):

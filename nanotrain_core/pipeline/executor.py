@@ -15,7 +15,7 @@ from torch import nn
 from nanotrain_core.batch import Batch
 from nanotrain_core.checkpoint.tensor_boxes import Shape
 from nanotrain_core.contracts import Computed, GradientSync, PartOutput
-from nanotrain_core.errors import PluginError
+from nanotrain_core.errors import NanotrainError, PluginError
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.pipeline.actions import Action
 from nanotrain_core.pipeline.annotation import annotated
@@ -184,12 +184,15 @@ class Executor:
     def _backward(self, action: Action) -> None:
         stage, number = action.stage, action.microbatch
         done = self._pending.pop((stage, number))
-        roots, gradients = self._seeded(stage, number, done.output)
+        roots = with_gradients(*self._seeded(stage, number, done.output))
+        if not roots and not self.final:
+            raise NanotrainError("no parameter that the loss depends on is trained; expected one at least")
         deferred = None
         if (stage, number) in self._split:
             deferred = self._deferred[stage, number] = DeferredGradients()
         with self.passes.backward(deferred):
-            torch.autograd.backward(roots, gradients)
+            if roots:  # all parameters of the first stage may be frozen
+                torch.autograd.backward([*roots], [*roots.values()])
         if stage:
             assert done.inputs.grad is not None
             like = tuple(self._microbatches[number].tokens.shape)
@@ -248,8 +251,13 @@ class Executor:
             yield Computed(stage, "gradient of the output", gradients[0], backward=True, received=True)
         wanted: dict[str, torch.Tensor] = {"the input": done.inputs} if stage else {}
         wanted |= {n: p for n, p in self.stages[stage].named_parameters() if p.requires_grad}
+        differentiable = with_gradients(roots, gradients)
+        if not differentiable:  # all parameters of the first stage are frozen
+            return
         with self.passes.backward():
-            found = torch.autograd.grad(roots, [*wanted.values()], gradients, allow_unused=True)
+            found = torch.autograd.grad(
+                [*differentiable], [*wanted.values()], [*differentiable.values()], allow_unused=True
+            )
         for name, gradient in reversed([*zip(wanted, found, strict=True)]):  # as backward reaches them
             if gradient is not None:
                 yield Computed(stage, f"gradient of {name}", gradient, backward=True)
@@ -304,6 +312,13 @@ class Executor:
                 self.p2p.send("forward", stage, 0, outputs[stage].value, tuple(batch.tokens.shape))
         self.p2p.flush()
         return outputs
+
+
+def with_gradients(
+    roots: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
+) -> dict[torch.Tensor, torch.Tensor | None]:
+    """Map the roots that depend on anything trained to their gradients: autograd refuses others."""
+    return {root: gradient for root, gradient in zip(roots, gradients, strict=True) if root.requires_grad}
 
 
 def add_losses(losses: Mapping[str, torch.Tensor], sums: Losses) -> None:
