@@ -204,7 +204,7 @@ SMALL = {
     "builtin": 490,
     "checkpoint": 906,
     "cli": 1713,
-    "compile": 692,
+    "compile": 699,
     "contracts": 668,
     "data": 837,
     "hf": 905,
