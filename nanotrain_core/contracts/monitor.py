@@ -122,6 +122,8 @@ class Restore:
     or a path. None: the run starts from the beginning."""
     steps: Callable[[], Sequence[int]]
     """Returns the steps whose checkpoints are in ``folder``, oldest first."""
+    verify: Callable[[int], Sequence[str]]
+    """Returns what is wrong with the checkpoint of a step, by its own hashes: nothing if it is intact."""
     mesh: Mesh
     """For collectives: all ranks are at the same point."""
     state: Callable[[], TrainState]

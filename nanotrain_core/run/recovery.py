@@ -36,6 +36,7 @@ class Restart:
             folder=folder,
             which=engine.resume,
             steps=run.checkpoint.steps,
+            verify=run.checkpoint.verify,
             mesh=run.mesh,
             state=lambda: capture_state(engine),
             alive=lambda: engine.progress.note(START),

@@ -114,8 +114,21 @@ def is_elsewhere(which: str) -> bool:
     return not (which in ("latest", "auto") or which.isdecimal())
 
 
-def bring(store: Store, found: Sequence[Stored], restore: Restore, *, comparing: bool = True) -> bool:
+@attrs.define(frozen=True)
+class Brought:
+    """What is known of the disk's checkpoint once the store's was looked at."""
+
+    later: bool = False
+    """Whether they are still to be compared."""
+    diverged: int | None = None
+    """The step of one that is intact and another than the store's."""
+
+
+def bring(store: Store, found: Sequence[Stored], restore: Restore, *, comparing: bool = True) -> Brought:
     """Fetch the checkpoint that the run will look for, unless the disk has it or a newer one. Collective.
+
+    If the disk's is another than the store's and intact, the run has been there again without the store:
+    the disk has its branch.
 
     Args:
         store: where it is.
@@ -123,38 +136,38 @@ def bring(store: Store, found: Sequence[Stored], restore: Restore, *, comparing:
         restore: the run.
         comparing: whether one that the disk has is compared, and fetched anew if it is damaged.
 
-    Returns:
-        Whether that is still to do.
-
     Raises:
         CheckpointError: on all ranks: it could not be fetched undamaged, and the disk has no checkpoint.
     """
     which, mesh = restore.which, restore.mesh
     if which is None or is_elsewhere(which):
-        return False
+        return Brought()
     here: list[int] = mesh.gather([*restore.steps()] if mesh.rank == 0 else [])[0]
     wanted = [each for each in found if not which.isdecimal() or each.step == int(which)]
     problems: list[str] = []
     for stored in wanted:
         if stored.step < max(here, default=-1) and not which.isdecimal():
-            return False  # the disk has a newer one
+            return Brought()  # the disk has a newer one
         damage = ""
         if stored.step in here:
             if not comparing:
-                return True
+                return Brought(later=True)
             damage = agree(partial(_compare, stored, restore), restore)
             if not damage:
-                return False
+                return Brought()
+            if not agree(partial(_verify, stored.step, restore), restore):
+                _tell_diverged(store, stored, restore)
+                return Brought(diverged=stored.step)
         problem = _fetch(store, stored, restore, instead=damage)
         if not problem:
-            return False
+            return Brought()
         problems.append(problem)
         if mesh.rank == 0:
             log = structlog.get_logger("nanotrain.object_store")
             log.warning("a checkpoint could not be fetched", step=stored.step, problem=problem)
     if problems and not here:
         raise CheckpointError(f"no checkpoint of {store.url} could be fetched whole: {problems[0]}")
-    return False
+    return Brought()
 
 
 def _compare(stored: Stored, restore: Restore, alive: Callable[[], None]) -> str:
@@ -162,6 +175,20 @@ def _compare(stored: Stored, restore: Restore, alive: Callable[[], None]) -> str
     if path is None or path.is_dir() != stored.folder:
         return ""  # of another format: the one that loads will say so
     return compare(path, stored, share_of(stored, restore.mesh.rank, restore.mesh.world_size), alive)
+
+
+def _verify(step: int, restore: Restore, alive: Callable[[], None]) -> str:
+    problems = restore.verify(step) if restore.mesh.rank == 0 else ()
+    alive()
+    return "; ".join(problems)
+
+
+def _tell_diverged(store: Store, stored: Stored, restore: Restore) -> None:
+    if restore.mesh.rank == 0:
+        text = "the checkpoint on the disk is intact and another than the store's, of a branch that was left"
+        here, there = str(find_local(restore.folder, stored.step)), f"{store.url}/{stored.entry}"
+        log = structlog.get_logger("nanotrain.object_store")
+        log.warning(f"{text}: the disk's is kept, and uploaded in its place", disk=here, store=there)
 
 
 @show_progress("fetching a checkpoint from the object store")

@@ -53,6 +53,8 @@ class ObjectStore(Monitor):
         self.evaluated: int | None = None
         self._in_store: frozenset[int] = frozenset()
         """Steps that were in the store when the run began."""
+        self._diverged: int | None = None
+        """A step of which the store has another checkpoint than the disk."""
         self._to_compare: list[Stored] = []
         """Of the store, if that of the disk has not been compared with it."""
         self._saved: int | None = None
@@ -81,9 +83,9 @@ class ObjectStore(Monitor):
             text = "the object store does not answer, and the run begins without it"
             log.warning(text, url=self.store.url, problem=found.down)
         # A restart from memory needs no checkpoint: see on_recover.
-        later = before_restore.bring(self.store, found.stored, restore, comparing=not restore.again)
-        self._to_compare = found.stored if later else []
-        self._in_store = frozenset(each.step for each in found.stored)
+        brought = before_restore.bring(self.store, found.stored, restore, comparing=not restore.again)
+        self._to_compare = found.stored if brought.later else []
+        self._in_store, self._diverged = frozenset(each.step for each in found.stored), brought.diverged
         self._elsewhere = restore.which is not None and before_restore.is_elsewhere(restore.which)
         if self.prefix is not None:
             self.prefix.begin()
@@ -91,7 +93,7 @@ class ObjectStore(Monitor):
     def on_recover(self, restore: Restore, at_least: int) -> TrainState | None:
         """Compare the checkpoint on the disk, as no monitor before this one has restored the run."""
         if self._to_compare and self.store is not None:
-            before_restore.bring(self.store, self._to_compare, restore)
+            self._diverged = before_restore.bring(self.store, self._to_compare, restore).diverged
         return None
 
     # --- the run ----------------------------------------------------------------------------------
@@ -107,8 +109,9 @@ class ObjectStore(Monitor):
             return
         # If the run resumes from another path, earlier checkpoints of the prefix belong to another branch,
         # like those in the run folder, which the checkpoint format sets aside.
-        self.uploads.go_back(-1 if self._elsewhere else first)
-        if first in self._in_store and not self._elsewhere:
+        ours = first in self._in_store and first != self._diverged and not self._elsewhere
+        self.uploads.go_back(-1 if self._elsewhere else first - (first == self._diverged))
+        if ours:
             self._saved = self.uploads.uploaded = first
             return
         path = find_local(run.folder / "checkpoints", first)

@@ -3,6 +3,9 @@
 import attrs
 import pytest
 from nanotrain_object_store import before_restore
+from nanotrain_object_store.catalogue import look, read_markers
+from nanotrain_object_store.store import Store
+from nanotrain_object_store.stored import hashed
 from small_runs import RECIPE, fit
 
 from nanotrain_core.contracts import Monitor, TrainState
@@ -76,6 +79,25 @@ def test_without_memory_a_damaged_checkpoint_is_fetched_anew(tmp_path, compared,
     assert path.read_bytes() == whole
     assert compared == [4]
     assert "a damaged checkpoint was set aside" in capfd.readouterr().err
+
+
+def test_an_intact_checkpoint_that_differs_from_the_store_s_is_kept_and_uploaded(tmp_path, capfd):
+    """A run that went back and on without the store had lost its branch to the one that it had left."""
+    url = f"file://{tmp_path / 'store'}"
+    fit(tmp_path / "run", url, steps=4)
+    other = fit(tmp_path / "other", f"file://{tmp_path / 'elsewhere'}", steps=4)  # its recipe has another url
+    name = "step-00000004.safetensors"
+    own, path = other.folder / "checkpoints" / name, tmp_path / "run/checkpoints" / name
+    path.write_bytes(own.read_bytes())
+    assert [*fit(tmp_path / "run", url, resume="auto").losses] == [5, 6]
+    assert path.read_bytes() == own.read_bytes()
+    store = Store(url)
+    stored = read_markers(store, look(store))
+    assert [each.step for each in stored] == [6, 4, 2]
+    assert stored[1].files[name] == hashed(own)
+    told = capfd.readouterr().err
+    assert "is intact and another than the store's" in told
+    assert str(path) in told
 
 
 def test_a_restart_with_a_checkpoint_on_the_disk_asks_a_store_that_is_down_once(tmp_path, monkeypatch, capfd):
