@@ -357,6 +357,17 @@ class CountsCalls(SGD):
         self.inner.calls[0] = meta["calls"]
 
 
+class ForgetsItsCount(SGD):
+    """Shrinks updates every tenth step, by a count that no checkpoint has."""
+
+    steps = 0
+
+    def precondition(self, gradients):
+        self.steps += 1
+        if self.steps % 10 == 0:
+            torch._foreach_mul_(gradients, 0.5)
+
+
 class SumsInItsStep(SummedGradients, SGD):
     """Owns gradients too, and completes them only for itself: who looks before the update sees parts."""
 
@@ -535,6 +546,7 @@ def nanotrain_register_optimizer(register):
     register(twin(DecaysNothing, configs.AdamWConfig))
     register(twin(DropsErrors, configs.AdamWConfig))
     register(twin(CountsCalls, configs.SGDConfig))
+    register(twin(ForgetsItsCount, configs.SGDConfig))
     register(twin(SumsInItsStep, configs.SGDConfig, provides={"gradient_sync"}, mesh_dims={"dp"}))
 
 

@@ -134,6 +134,10 @@ FAULTS = [
     (Case("optimizer", use="drops_errors", plugins=TWINS), {"lost_weights_are_carried_or_refused"}),
     (Case("optimizer", use="counts_calls", plugins=TWINS), {"masters_are_updated_in_parts"}),
     (
+        Case("optimizer", use="forgets_its_count", plugins=TWINS),
+        {"resume_is_bit_equal", "resumed_twice_is_the_same_run"},
+    ),
+    (
         Case(
             "optimizer",
             use="as_long_as_its_piece",

@@ -47,6 +47,8 @@ class Trace:
     """Of the optimizer, after the last step."""
     meta: dict[str, Any]
     """Optimizer, loss scale and data, after the last step."""
+    numbers: dict[str, float]
+    """The optimizer's attributes that are numbers, with those of its ``inner``, after the last step."""
     streams: Mapping[str, torch.Tensor]
     """Random-number streams, after the last step."""
     collectives: list[Entry]
@@ -164,7 +166,7 @@ def train(
     log.ensure(rank())
     random_state.seed_all(1, rank())
     engine = make_engine(case, changes, folder=folder, resume=resume)
-    optimizer, seen, watch = FirstGradients(engine.run), Reports(), Gradients()
+    own, optimizer, seen, watch = engine.run.optimizer, FirstGradients(engine.run), Reports(), Gradients()
     checkpoint = SaveAt(engine.run.checkpoint, save_at)
     engine.run = attrs.evolve(engine.run, optimizer=cast(Optimizer, optimizer), checkpoint=checkpoint)
     engine.events.monitors = [*engine.events.monitors, *([watch] if watch_gradients else []), seen]
@@ -183,11 +185,23 @@ def train(
         weights=weights(run),
         state=copies(run.optimizer.blocks()),
         meta={"optimizer": run.optimizer.meta(), "scale": run.loss_scale.meta(), "data": run.feed.meta()},
+        numbers=numbers_of(own),
         streams=random_state.capture(torch.device("cpu")),
         collectives=collectives.entries,
         offered=watch.offered,
         norms=watch.norms,
     )
+
+
+def numbers_of(optimizer: Optimizer) -> dict[str, float]:
+    """Return the numbers that an optimizer holds itself, such as a count of steps, without a wrapper's."""
+    while (behind := getattr(optimizer, "behind", None)) is not None:
+        optimizer = behind
+    inner = getattr(optimizer, "inner", None)
+    held = {"": vars(optimizer), "inner.": vars(inner) if inner is not None else {}}
+    held |= {f"group {n} ": group for n, group in enumerate(getattr(inner, "param_groups", ()))}
+    pairs = [(f"{of}{name}", value) for of, each in held.items() for name, value in each.items()]
+    return {name: value for name, value in pairs if type(value) in (int, float)}
 
 
 class Failing(Monitor):

@@ -15,7 +15,14 @@ from nanotrain_core.errors import NanotrainError
 from nanotrain_core.optim import master_optimizer
 from nanotrain_core.testing.case import Case
 from nanotrain_core.testing.checks import check, distributed
-from nanotrain_core.testing.checks.optimizer import driven, has_decay, undecayed, weights, whole_of
+from nanotrain_core.testing.checks.optimizer import (
+    assert_same_numbers,
+    driven,
+    has_decay,
+    undecayed,
+    weights,
+    whole_of,
+)
 from nanotrain_core.testing.compare import assert_bitwise, assert_same, whole
 from nanotrain_core.testing.pool import run_ranks
 from nanotrain_core.testing.probe import Drive, make_run, push, train
@@ -97,6 +104,8 @@ def resumed_twice_is_the_same_run(case: Case) -> None:
         what = f"rank {rank}, resumed after steps 2 and 4"
         assert_bitwise(whole_of(resumed), whole_of(whole_run), what)
         assert resumed.meta == whole_run.meta, f"{what}: {resumed.meta} instead of {whole_run.meta}"
+        if case.kind == "optimizer":
+            assert_same_numbers(resumed.numbers, whole_run.numbers)
 
 
 @check("optimizer", since="0.3")
