@@ -221,7 +221,7 @@ SMALL = {
     "recipe": 1731,
     "registry": 600,
     "run": 2508,
-    "script": 740,
+    "script": 790,
     "watch": 454,
 }
 

@@ -135,7 +135,7 @@ def adapt(
     gradients.attach(placed, mesh, None, Passes())
     optimizer_config = OptimizerConfig(lr_schedule=config.lr_schedule, clip_norm=config.clip_norm)
     own = ScriptOptimizer(optimizer, placed, gradients, mesh, config.clip_norm)
-    feed = LoaderFeed(config.accumulate, mesh, begin=partial(own.refuse_changes, model))
+    feed = LoaderFeed(config.accumulate, mesh, partial(own.begin, model), own.for_evaluation)
     return Run(
         name=config.name,
         recipe=config,

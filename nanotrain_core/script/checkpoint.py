@@ -51,19 +51,19 @@ class ScriptCheckpoint(SimpleCheckpoint):
         extra = extra_state(self.model)  # on all ranks: what cannot be saved is refused by all
         extra = extra if self.mesh.rank == 0 else {}  # its size may differ between ranks
         streams = {LOADER + name: stream for name, stream in self.feed.begun.items()}
-        super().save(
-            step,
-            attrs.evolve(
-                state,
-                blocks=[
-                    *state.blocks,
-                    *buffers(self.model),
-                    *(block(EXTRA, *each) for each in extra.items()),
-                ],
-                meta={**state.meta, EXTRA: {key: kept.numel() for key, kept in extra.items()}},
-                rank_tensors={**state.rank_tensors, **streams},
-            ),
-        )
+        with self.optimizer.for_evaluation():
+            weights = [each for each in state.blocks if each.name in self.optimizer.names.values()]
+            more = [*buffers(self.model), *(block(EXTRA, *each) for each in extra.items())]
+            sizes = {key: kept.numel() for key, kept in extra.items()}
+            super().save(
+                step,
+                attrs.evolve(
+                    state,
+                    blocks=[*weights, *self.optimizer.blocks(), *more],
+                    meta={**state.meta, "optimizer": self.optimizer.meta(), EXTRA: sizes},
+                    rank_tensors={**state.rank_tensors, **streams},
+                ),
+            )
 
     def fitted(self, state: TrainState, meta: Mapping[str, Any]) -> TrainState:
         """Make the optimizer allocate the saved state, replacing its current state."""

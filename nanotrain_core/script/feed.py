@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from operator import length_hint
 from typing import Any
 
@@ -60,8 +61,22 @@ class LoaderFeed(SkipsRanges):
 
     bytes_per_token: float | None = None
 
-    def __init__(self, accumulate: int, mesh: Mesh, begin: Callable[[], None] = lambda: None) -> None:
-        """``begin`` is called at the beginning of each call of fit: it may refuse the call."""
+    def __init__(
+        self,
+        accumulate: int,
+        mesh: Mesh,
+        begin: Callable[[], None] = lambda: None,
+        evaluating: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """Have no loaders yet.
+
+        Args:
+            accumulate: batches per step.
+            mesh: of the run.
+            begin: called at the beginning of each call of fit; it may refuse the call.
+            evaluating: the context in which validation batches are evaluated.
+        """
+        self.evaluating = evaluating
         self.accumulate, self.mesh, self._upload = accumulate, mesh, Upload(mesh.device)
         self.begin = begin
         self.data: Loader | None = None
@@ -242,9 +257,10 @@ class LoaderFeed(SkipsRanges):
             )
         streams = self._streams()
         try:
-            for item in self._while_all_have(loader):
-                batch = self._batch(item, "val_loader")
-                yield batch, batch.tokens.numel()
+            with nullcontext() if self.held_out is None else self.evaluating():
+                for item in self._while_all_have(loader):
+                    batch = self._batch(item, "val_loader")
+                    yield batch, batch.tokens.numel()
         finally:
             self._set_streams(streams)
 

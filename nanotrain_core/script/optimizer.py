@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from nanotrain_core.optim.master_optimizer import step_unless
 FREE = {"foreach", "fused", "capturable", "differentiable"}
 #: Entries of a parameter group that are not the optimizer's own: the script or a schedule sets them.
 SET = {"params", "lr", "initial_lr", "scheduled_lr"}
+#: Key of the weights that are trained, in the state in a checkpoint that has other weights, for evaluation.
+TRAINED = "trained_weight"
 #: Types of values that JSON keeps unchanged.
 PLAIN = bool | int | float | str | None
 #: What to do about a model that was changed too late.
@@ -98,6 +101,8 @@ class ScriptOptimizer(Optimizer):
         self.own: dict[int, dict[str, Any]] = defaultdict(dict)
         """For each parameter group the entries that are state, with their values before they changed."""
         self._incoming: dict[str, dict[str, Any]] | None = None
+        self._trained: dict[nn.Parameter, torch.Tensor] = {}
+        """While the model has weights for evaluation, those that are trained."""
 
     def setup(
         self,
@@ -107,6 +112,11 @@ class ScriptOptimizer(Optimizer):
         mesh: Mesh,
     ) -> None:
         """Do nothing: the script has created its optimizer."""
+
+    def begin(self, model: nn.Module) -> None:
+        """Begin a call of ``fit``: refuse changes, and train at the weights to train, as after ``eval()``."""
+        self.refuse_changes(model)
+        self.train()
 
     def refuse_changes(self, model: nn.Module) -> None:
         """Refuse a model or an optimizer that has other parameters than when the engine was made.
@@ -162,12 +172,54 @@ class ScriptOptimizer(Optimizer):
             return StepStats(norm, skipped=True)
         if pairs and (self.clip_norm or loss_scale != 1.0):
             torch._foreach_mul_(gradients, clip_factor(norm, self.clip_norm, gradients) / loss_scale)
+        with self._noting_changes():
+            step_unless(skipped.float() if on_device else None, self.inner)
+        return StepStats(norm, skipped if on_device else False)
+
+    @contextmanager
+    def _noting_changes(self) -> Iterator[None]:
+        """Treat the entries of parameter groups that the optimizer changes within the block as state."""
         before = [dict(group) for group in self.inner.param_groups]
-        step_unless(skipped.float() if on_device else None, self.inner)
+        yield
         for old, (group, own) in zip(before, self._groups_and_own(), strict=False):
             changed = {key for key in group if not same(old.get(key), group[key])} - SET
             own.update({key: old.get(key) for key in changed - own.keys()})
-        return StepStats(norm, skipped if on_device else False)
+
+    # --- two sets of weights --------------------------------------------------------------------
+
+    @property
+    def has_modes(self) -> bool:
+        """Whether the optimizer trains at other weights than those to evaluate, as schedule-free ones do."""
+        return all(callable(getattr(self.inner, name, None)) for name in ("train", "eval"))
+
+    @contextmanager
+    def for_evaluation(self) -> Iterator[None]:
+        """Have the weights to evaluate in the model within the block, if the optimizer trains at others.
+
+        Those that it trains at are kept: computed back by ``train()``, they would differ by rounding errors,
+        so that training would depend on how often one evaluates and saves.
+        """
+        if not self.has_modes:
+            yield
+            return
+        own = {p for group in self.inner.param_groups for p in group["params"]}
+        self._trained = {p: p.detach().clone() for p in own}
+        with self._noting_changes():
+            self.inner.eval()  # type: ignore[attr-defined]
+        try:
+            yield
+        finally:
+            trained, self._trained = self._trained, {}
+            self.train(trained)
+
+    @torch.no_grad()
+    def train(self, trained: Mapping[nn.Parameter, torch.Tensor] | None = None) -> None:
+        """Have the weights to train in the model, exactly those of ``trained``."""
+        if self.has_modes:
+            with self._noting_changes():
+                self.inner.train()  # type: ignore[attr-defined]
+        for parameter, weight in (trained or {}).items():
+            parameter.copy_(weight)
 
     # --- state --------------------------------------------------------------------------------
 
@@ -178,7 +230,10 @@ class ScriptOptimizer(Optimizer):
 
     def _state(self) -> Iterator[tuple[str, dict[str, Any]]]:
         kept = self.inner.state
-        yield from ((name, kept[parameter]) for parameter, name in self.names.items() if parameter in kept)
+        for parameter, name in self.names.items():
+            trained = {TRAINED: self._trained[parameter]} if parameter in self._trained else {}
+            if parameter in kept or trained:
+                yield name, {**kept.get(parameter, {}), **trained}
         for number, (group, own) in enumerate(self._groups_and_own()):
             yield f"param_groups[{number}]", {key: group[key] for key in own if key in group}
         others: dict[Any, Any] = {key: value for key, value in kept.items() if key not in self.names}
@@ -273,9 +328,14 @@ class ScriptOptimizer(Optimizer):
         if self._incoming is None:
             return
         incoming, self._incoming = self._incoming, None
+        trained = {
+            parameter: incoming[name].pop(TRAINED)
+            for parameter, name in self.names.items()
+            if TRAINED in incoming.get(name, {})
+        }
         for parameter, name in self.names.items():
             self.inner.state.pop(parameter, None)
-            if name in incoming:
+            if incoming.get(name):
                 self.inner.state[parameter] = incoming[name]
         for number, (group, own) in enumerate(self._groups_and_own()):
             saved = incoming.get(f"param_groups[{number}]", {})
@@ -284,6 +344,7 @@ class ScriptOptimizer(Optimizer):
         others: dict[Any, Any] = self.inner.state
         others.update(incoming.get("state", {}))
         others.update({name[6:-1]: kept for name, kept in incoming.items() if name.startswith("state[")})
+        self.train(trained)
 
 
 def block(key: str, name: str, tensor: torch.Tensor) -> Block:
