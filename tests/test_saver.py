@@ -3,6 +3,7 @@
 import pytest
 from test_run import metrics
 
+from nanotrain_core.contracts import Monitor
 from nanotrain_core.errors import CheckpointError, SaveFailed
 from nanotrain_core.testing import Case, run_ranks
 from nanotrain_core.testing.probe import make_engine
@@ -33,6 +34,20 @@ def test_a_run_bears_a_save_that_fails(tmp_path):
     assert engine.fit().reason == "done"
     assert asked == [2, 4, 5]
     assert engine.run.checkpoint.steps() == [4, 5]
+
+
+def test_a_report_tells_monitors_what_retention_goes_by(tmp_path):
+    class Doubts(Monitor):
+        def suspect_steps(self):
+            return 2
+
+        def on_checkpoint(self, report):
+            reports.append((report.step, report.trusted, report.skipped))
+
+    engine, reports = make(tmp_path), []
+    engine.events.monitors.append(Doubts())
+    engine.fit()
+    assert reports == [(2, 0, 0), (4, 2, 0), (5, 3, 0)]
 
 
 def test_a_run_that_is_stopped_where_a_save_is_due_does_not_end_well_without_it(tmp_path):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Any, Final
 
+import attrs
 import structlog
 
 from nanotrain_core.contracts import Checkpoint, CheckpointReport, FailedSaveReport, TrainState
@@ -28,6 +29,7 @@ class CheckpointSaver:
         self.checkpoint, self._on_saved, self._on_failed = checkpoint, on_saved, on_failed
         self._progress = progress or Progress()
         self._failed = self._step = 0
+        self._retention: dict[str, Any] = {}
         self.begun = False
         """Whether a save has begun."""
         self._log = structlog.get_logger("nanotrain.checkpoint")
@@ -48,6 +50,8 @@ class CheckpointSaver:
             return
         self.advance(wait=True)
         self._step, self.begun = step, True
+        meta = state.meta
+        self._retention = {"trusted": meta.get("trusted"), "skipped": meta.get("skipped_in_a_row", 0)}
         self._attempt(lambda: checkpoint.save(step, state), last=last)
         self.advance(wait=last, last=last)
 
@@ -66,7 +70,7 @@ class CheckpointSaver:
     def _report(self, reports: Sequence[CheckpointReport]) -> None:
         for report in reports:
             self._failed = 0
-            self._on_saved(report)
+            self._on_saved(attrs.evolve(report, **self._retention))
 
     def _attempt(self, act: Callable[[], object], *, last: bool) -> None:
         """Call ``act``, which fails on all ranks or on none. A failure is reported, and training continues.

@@ -77,6 +77,10 @@ class CheckpointReport:
     written: Sequence[Path] = ()
     """The files that this rank has written, each file by one rank: ``path`` itself, or files in it. If a
     format reports none on any rank, rank 0 copies all of them elsewhere."""
+    trusted: int | None = None
+    """The last step that no monitor may still roll back; None if none wants to. Set by the engine."""
+    skipped: int = 0
+    """Skipped steps right before it, after which retention deletes nothing. Set by the engine."""
 
 
 @attrs.define(frozen=True)

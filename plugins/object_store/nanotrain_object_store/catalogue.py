@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import attrs
 
@@ -75,15 +75,16 @@ def supersede(store: Store, after: int) -> list[int]:
     return [step_of(entry) for entry in left]
 
 
-def expendable(listing: Listing, *, keep: int, newest: str, evaluated: int | None) -> list[str]:
+def expendable(listing: Listing, *, keep: int, newest: str, retention: Mapping[str, int | None]) -> list[str]:
     """Return the folders that retention may delete once ``newest`` is complete.
 
-    Those are complete checkpoints except the ``keep`` newest and the newest up to step ``evaluated``, earlier
+    Those are complete checkpoints except the ``keep`` newest and those that the disk keeps for ``retention``
+    (before the last finite evaluation, and before the steps that a monitor may still roll back), earlier
     uploads of a step that has a later one, remains of interrupted uploads, and checkpoints abandoned by a
     rollback, once the run has reached their steps again.
     """
     complete = listing.complete()
-    stay = newest_evaluated([*map(step_of, complete)], {"evaluated": evaluated})
+    stay = newest_evaluated([*map(step_of, complete)], retention)
     kept = {newest}
     for entry in reversed(complete):
         other = any(step_of(entry) == step_of(each) for each in kept)

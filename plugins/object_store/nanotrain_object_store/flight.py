@@ -59,8 +59,8 @@ class Flight:
 
         def publish() -> None:
             self.problem = self._try(lambda: prefix.publish(stored, self.cancelled.is_set))
-            if not self.problem:
-                prefix.sweep(self.entry, staged.evaluated)
+            if not self.problem and staged.retention is not None:
+                prefix.sweep(self.entry, staged.retention)
 
         self._begin(publish)
 

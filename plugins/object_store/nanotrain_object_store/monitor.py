@@ -118,7 +118,7 @@ class ObjectStore(Monitor):
         if all(run.mesh.gather(path is not None)) and path is not None:
             self._saved = first
             everything = None if run.rank == 0 else ()
-            self._add(stage(first, path, everything, rank=run.rank, evaluated=self.evaluated))
+            self._add(stage(first, path, everything, rank=run.rank))  # not known what it may delete
 
     def on_step(self, report: StepReport) -> None:
         """See how far the upload is, and tell."""
@@ -140,7 +140,8 @@ class ObjectStore(Monitor):
         self._saved = report.step
         said = any(self.run.mesh.gather(bool(report.written)))
         files = report.written if said or self.run.rank else None
-        self._add(stage(report.step, report.path, files, rank=self.run.rank, evaluated=self.evaluated))
+        kept = None if report.skipped else {"evaluated": self.evaluated, "trusted": report.trusted}
+        self._add(stage(report.step, report.path, files, rank=self.run.rank, retention=kept))
 
     def _add(self, staged: Staged) -> None:
         assert self.uploads is not None

@@ -6,7 +6,7 @@ A separate thread sends heartbeats, and repeats what failed while the store was 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -92,17 +92,17 @@ class Prefix:
             self.store.put_bytes(f"{stored.entry}/{MARKER}", stored.text())
             return ""
 
-    def sweep(self, newest: str, evaluated: int | None) -> None:
+    def sweep(self, newest: str, retention: Mapping[str, int | None]) -> None:
         """Delete what retention does not keep beside ``newest``, the folder of the newest checkpoint.
 
         Args:
             newest: was just completed.
-            evaluated: the last step whose validation loss was finite.
+            retention: see :class:`~nanotrain_object_store.staged.Staged`.
         """
         try:
             with self._lock:
                 listing = look(self.store)
-                gone = expendable(listing, keep=self.keep, newest=newest, evaluated=evaluated)
+                gone = expendable(listing, keep=self.keep, newest=newest, retention=retention)
                 self.sweep_problem = remove(self.store, listing, gone)
         except Exception as problem:
             self.sweep_problem = in_words(problem)

@@ -26,8 +26,9 @@ class Staged:
     """Whether that is a folder."""
     files: Mapping[str, Path]
     """By name in the checkpoint; where they can be read for as long as this is staged."""
-    evaluated: int | None = None
-    """The last step whose validation loss was finite, when it was saved."""
+    retention: Mapping[str, int | None] | None = None
+    """What retention goes by once it is in the store: see :func:`newest_evaluated` of the core. None: nothing
+    is deleted."""
     scratch: Path | None = None
     complete_at: float = attrs.field(factory=time.monotonic)
     attempts: int = 0
@@ -39,7 +40,12 @@ class Staged:
 
 
 def stage(
-    step: int, path: Path, written: Sequence[Path] | None, *, rank: int, evaluated: int | None = None
+    step: int,
+    path: Path,
+    written: Sequence[Path] | None,
+    *,
+    rank: int,
+    retention: Mapping[str, int | None] | None = None,
 ) -> Staged:
     """Link the files of a checkpoint that this rank uploads.
 
@@ -49,7 +55,7 @@ def stage(
         step, path: of the checkpoint.
         written: which; None: all of it, whoever wrote them.
         rank: of this process.
-        evaluated: see :class:`Staged`.
+        retention: see :class:`Staged`.
     """
     folder = path.is_dir()
     if written is None:
@@ -66,7 +72,7 @@ def stage(
     except OSError:
         shutil.rmtree(scratch, ignore_errors=True)  # type: ignore[arg-type]
         linked, scratch = dict(files), None
-    return Staged(step, path, folder, linked, evaluated, scratch)
+    return Staged(step, path, folder, linked, retention, scratch)
 
 
 def clear_scratch(folder: Path) -> None:

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 from hashlib import sha256
+from types import SimpleNamespace
 
 import pytest
 from nanotrain_object_store import ObjectStoreConfig
@@ -27,7 +28,7 @@ from nanotrain_object_store.store import Store
 from nanotrain_object_store.stored import LEFT, MARKER, Sent, Stored, find_local, hashed, is_plain, parse
 
 from nanotrain_core.api import CheckpointError
-from nanotrain_core.api.torch import EvaluationReport
+from nanotrain_core.api.torch import CheckpointReport, EvaluationReport
 from nanotrain_core.run.events import Events
 from nanotrain_core.run.stop import StopRequest
 
@@ -164,6 +165,7 @@ def entry(step, number=0):
         (listing(*map(entry, (1, 2, 3, 4))), {"keep": 2}, {entry(1), entry(2)}),
         (listing(*map(entry, (1, 2, 3, 4))), {"keep": 1, "evaluated": 3}, {entry(1), entry(2)}),
         (listing(*map(entry, (1, 2, 4))), {"keep": 1, "evaluated": 3}, {entry(1)}),
+        (listing(*map(entry, (1, 2, 3, 4))), {"keep": 1, "evaluated": 3, "trusted": 1}, {entry(2)}),
         (listing(entry(4), entry(4, 7)), {"keep": 3}, {entry(4, 7)}),
         (listing(entry(4), half=[entry(2), entry(5)]), {"keep": 3}, {entry(2), entry(5)}),
         (listing(entry(4), left=[entry(4, 7), entry(6)]), {"keep": 3}, {entry(4, 7)}),
@@ -172,7 +174,8 @@ def entry(step, number=0):
 )
 def test_retention_deletes_what_it_should_and_no_more(there, options, gone):
     """Beside the newest, of step 4."""
-    assert {*expendable(there, newest=entry(4), **{"evaluated": None, **options})} == gone
+    keep = options.pop("keep")
+    assert {*expendable(there, newest=entry(4), keep=keep, retention=options)} == gone
 
 
 def test_the_marker_is_deleted_first(store):
@@ -299,3 +302,13 @@ def test_after_a_rollback_to_before_the_first_evaluation_none_counts():
     assert monitor.evaluated is None
     events.load_meta(later)
     assert monitor.evaluated == 8
+
+
+def test_what_the_disk_keeps_is_kept_in_the_store(tmp_path):
+    """After skipped steps, and before steps that the guard may roll back, which needs an older one."""
+    monitor, staged = ObjectStore(ObjectStoreConfig(url="memory://runs/mine")), []
+    monitor.uploads = SimpleNamespace(add=staged.append)
+    monitor.run = SimpleNamespace(rank=0, mesh=SimpleNamespace(gather=lambda mine: [mine]))
+    for more in ({"trusted": 1}, {"trusted": 1, "skipped": 2}):
+        monitor.on_checkpoint(CheckpointReport(4, tmp_path, 0.0, **more))
+    assert [each.retention for each in staged] == [{"evaluated": None, "trusted": 1}, None]
