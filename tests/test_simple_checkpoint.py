@@ -139,3 +139,31 @@ def test_ranks_that_see_different_files_under_one_name_are_refused(tmp_path, whi
     assert one == other
     assert one.startswith("rank 1: ")
     assert one.endswith("is another checkpoint there than on rank 0")
+
+
+def load_where_nothing_may_be_changed(folder, change):
+    """Return the error of a load on this rank, where ``change`` of the folder is not permitted."""
+    checkpoint, rank = SimpleCheckpoint(SimpleCheckpointConfig()), dist.get_rank()
+    forbidden = PermissionError(13, "Permission denied", "a file")
+
+    def begin():
+        checkpoint.open(folder, Mesh(Grid(GridConfig()).layout(2), rank=rank))
+        checkpoint.load("latest", state(torch.zeros(2, 3)))
+
+    with (
+        mock.patch.object(simple_checkpoint, change, side_effect=forbidden),
+        pytest.raises(CheckpointError) as refused,
+    ):
+        begin()
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("change", ["remove_leftovers", "set_branch_aside", "quarantine_checkpoint"])
+def test_a_folder_that_cannot_be_changed_is_told_on_all_ranks(tmp_path, change):
+    """Rank 0 had ended with a traceback, and the others waited for it."""
+    checkpoint = SimpleCheckpoint(SimpleCheckpointConfig())
+    checkpoint.open(tmp_path, Mesh(Grid(GridConfig()).layout(1)))
+    checkpoint.save(1, state(torch.rand(2, 3)))
+    checkpoint.path(2).write_bytes(b"damaged")
+    told = run_ranks(load_where_nothing_may_be_changed, 2, tmp_path, change)
+    assert told == [f"{tmp_path} cannot be written: Permission denied"] * 2

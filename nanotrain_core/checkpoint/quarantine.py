@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import count
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from nanotrain_core.checkpoint.listing import resume_path
+from nanotrain_core.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from nanotrain_core.layout.mesh import Mesh
 
 #: The name of a checkpoint in any format: its step, and the format's suffix.
 _NAME = re.compile(r"step-([0-9]{8,})(\.\w+)?")
@@ -54,6 +59,22 @@ def set_branch_aside(folder: Path, which: str, step: int) -> None:
 
         log = structlog.get_logger("nanotrain.checkpoint")
         log.warning("checkpoints of an abandoned branch were set aside", now=str(aside))
+
+
+def on_rank_0(act: Callable[[], None], folder: Path, mesh: Mesh) -> None:
+    """Modify ``folder`` on rank 0, or fail on every rank: the others would wait for one that has ended.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
+    problem = ""
+    try:
+        if mesh.rank == 0:
+            act()
+    except OSError as error:
+        problem = f"{folder} cannot be written: {error.strerror or error}"
+    if problem := mesh.gather(problem)[0]:
+        raise CheckpointError(problem)
 
 
 def _free(folder: Path, stem: str) -> Path:

@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from nanotrain_core.builtin.configs import SimpleCheckpointConfig
 from nanotrain_core.checkpoint.box_cover import uncovered
 from nanotrain_core.checkpoint.info import unexpected_kinds
-from nanotrain_core.checkpoint.quarantine import quarantine_checkpoint, set_branch_aside
+from nanotrain_core.checkpoint.quarantine import on_rank_0, quarantine_checkpoint, set_branch_aside
 from nanotrain_core.checkpoint.run_state import load_json, newest_evaluated, state_problems
 from nanotrain_core.checkpoint.safetensors_files import CODES, DTYPES
 from nanotrain_core.checkpoint.simple_damage import FORMAT, damage, digest, names_in, read_header
@@ -53,8 +53,8 @@ class SimpleCheckpoint:
         self.folder, self.mesh = folder, mesh
         # Messages use a separate group: torch.distributed in debug mode counts them among collectives.
         self.group = mesh.new_group(range(mesh.world_size), "checkpoint") if mesh.world_size > 1 else None
+        on_rank_0(lambda: remove_leftovers(folder), folder, mesh)
         if mesh.rank == 0 and folder.is_dir():
-            remove_leftovers(folder)
             for entry in unexpected_entries(folder):
                 log = structlog.get_logger("nanotrain.checkpoint")
                 log.warning("ignoring an entry that is not a checkpoint", entry=str(entry))
@@ -142,13 +142,12 @@ class SimpleCheckpoint:
             self._agree(text)
             state.accept(meta)  # first, since a different model has the clearest error
             self._agree(left_over(path, kept, wanted))
-            self._quarantine(damaged)
+            on_rank_0(lambda: self._quarantine(damaged), self.folder, self.mesh)
             for block in state.blocks:
                 block.tensor.copy_(read_block(file, block))
             same_layout = meta.get("degrees") == self.mesh.layout.degrees
             prefix = f"rng/{self.mesh.rank}/"
-            if self.mesh.rank == 0:
-                set_branch_aside(self.folder, str(path), meta["step"])
+            on_rank_0(lambda: set_branch_aside(self.folder, str(path), meta["step"]), self.folder, self.mesh)
             streams = [n.removeprefix(prefix) for n in names if same_layout and n.startswith(prefix)]
             return TrainState(state.blocks, meta, {n: file.get_tensor(prefix + n) for n in streams})
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from nanotrain_core.checkpoint.quarantine import set_branch_aside
+from nanotrain_core.checkpoint.quarantine import on_rank_0, set_branch_aside
 from nanotrain_core.checkpoint.run_state import NO_RUN_STATE, state_problems
 from nanotrain_core.contracts import Block, TrainState
 from nanotrain_core.errors import CheckpointError, NanotrainError
@@ -106,8 +106,9 @@ def load_checkpoint(engine: RuntimeEngine, which: str) -> bool:
     if saved is None:
         return False
     resume_from(engine, saved, state.blocks)
-    if engine.folder is not None and engine.run.mesh.rank == 0:
-        set_branch_aside(engine.folder / "checkpoints", which, engine.step)
+    if engine.folder is not None:
+        folder = engine.folder / "checkpoints"
+        on_rank_0(partial(set_branch_aside, folder, which, engine.step), folder, engine.run.mesh)
     return True
 
 
