@@ -162,6 +162,7 @@ def test_the_resolved_recipe_of_a_run_repeats_it(recipe, tmp_path):
         ),
         pytest.param(signal.SIGTERM, Exit.PREEMPTED, "preempted", "", marks=pytest.mark.full),  # see the next
         pytest.param(signal.SIGHUP, Exit.PREEMPTED, "preempted", "", marks=pytest.mark.full),
+        pytest.param(signal.SIGUSR1, Exit.PREEMPTED, "preempted", "", marks=pytest.mark.full),
     ],
 )
 def test_a_signal_ends_all_ranks_at_a_checkpointed_step(recipe, tmp_path, number, code, reason, told):

@@ -15,12 +15,14 @@ from nanotrain_core.launch.signal_forwarding import SignalForwarder
 from nanotrain_core.run import stop
 from nanotrain_core.run.stop import ECHO, StopRequest
 
-INT, TERM, HUP = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
+INT, TERM, HUP, USR1 = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1
 
 #: Signals with the seconds between, and whether the last is a second request.
 CASES = [
     (TERM, 0.0, HUP, False),
     (HUP, 0.0, TERM, False),
+    (USR1, 0.0, USR1, False),
+    (USR1, 2 * ECHO, TERM, True),
     (TERM, ECHO / 2, TERM, False),
     (TERM, 2 * ECHO, TERM, True),
     (TERM, 2 * ECHO, HUP, True),
@@ -63,7 +65,7 @@ def test_a_rank_acts_as_without_us_at_a_second_request(clock, first, seconds, la
     came = []
     before = {
         number: signal.signal(number, lambda number, frame: came.append(number))
-        for number in (INT, TERM, HUP)
+        for number in (INT, TERM, HUP, USR1)
     }
     try:
         request = StopRequest()
@@ -76,6 +78,16 @@ def test_a_rank_acts_as_without_us_at_a_second_request(clock, first, seconds, la
             signal.signal(number, handler)
     assert came == ([last] if is_second else [])
     assert request._requested == {stop.SIGNALS[first]}
+
+
+def test_a_script_keeps_its_own_use_of_sigusr1():
+    """Such as faulthandler's, which Python does not tell from none; a command handles it from its start."""
+    before = signal.signal(USR1, signal.SIG_DFL)
+    try:
+        with StopRequest().on_signals():
+            assert signal.getsignal(USR1) == signal.SIG_DFL
+    finally:
+        signal.signal(USR1, before)
 
 
 #: A process whose last act, when the interpreter is gone, takes a second.

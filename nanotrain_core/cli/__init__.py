@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _end_on_signals(*, interrupts: bool) -> None:
-    """Let SIGTERM and SIGHUP end this process, as one that trains, before anything else is imported.
+    """Let SIGTERM, SIGHUP and SIGUSR1 end this process, as one that trains, before anything else is imported.
 
     The kernel discards a signal without a handler if this is the first process of a container: a pod that is
     terminated while it starts would train on until it is killed. With ``interrupts`` Ctrl-C does, too: a
@@ -44,5 +44,6 @@ def _end_on_signals(*, interrupts: bool) -> None:
     signal.signal(signal.SIGTERM, end)
     if interrupts and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # which a shell's background job has
         signal.signal(signal.SIGINT, end)
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # which `nohup` has set
-        signal.signal(signal.SIGHUP, end)
+    for number in (signal.SIGHUP, signal.SIGUSR1):
+        if signal.getsignal(number) != signal.SIG_IGN:  # which `nohup` has set for the first
+            signal.signal(number, end)

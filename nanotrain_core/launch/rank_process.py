@@ -58,8 +58,8 @@ NOTICE = 1.0
 #: Seconds between two looks at whether an attempt ends.
 POLL = 0.05
 ENDED = "another rank is gone, and the launcher ends the attempt"
-#: Interrupts the main thread.
-INTERRUPT = signal.SIGUSR1
+#: Interrupts the main thread. Schedulers do not send it, and without a handler it has no effect.
+INTERRUPT = signal.SIGURG
 
 
 def serve(connection: Connection, job: Job) -> None:
@@ -194,10 +194,7 @@ class RankProcess:
             abort_process_groups()
 
     def _interrupted(self, number: int, frame: FrameType | None) -> None:
-        if not self._asked:  # someone else has sent the signal
-            signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)
-        elif self._within:
+        if self._asked and self._within:  # otherwise someone else has sent the signal
             self._within = False
             raise AttemptEnded(ENDED)
 

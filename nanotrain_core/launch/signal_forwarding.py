@@ -23,7 +23,7 @@ GONE = 3.0
 
 
 class SignalForwarder:
-    """Waits for the agent while forwarding the first SIGINT, SIGTERM or SIGHUP to every rank, once.
+    """Waits for the agent while forwarding the first of the signals that stop a run to every rank, once.
 
     A second signal, or the end of the ``grace`` period (seconds), kills the ranks. If there are none yet,
     because the launcher waits for the rendezvous host, it ends this process.

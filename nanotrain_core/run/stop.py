@@ -30,9 +30,11 @@ SIGNALS: dict[signal.Signals, StopReason] = {
     signal.SIGINT: "interrupted",
     signal.SIGTERM: "preempted",
     signal.SIGHUP: "preempted",
+    signal.SIGUSR1: "preempted",
 }
-#: Signals that end a process that has no step to finish: termination, or a closed terminal.
-ENDING = (signal.SIGTERM, signal.SIGHUP)
+#: Signals that end a process that has no step to finish: termination, a closed terminal, or a scheduler's
+#: notice before its time limit, as `sbatch --signal=USR1@300` is usually written.
+ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 #: Exit codes of stopped runs.
 EXITS: dict[str, int] = {"preempted": Exit.PREEMPTED, "interrupted": Exit.INTERRUPTED, "lost": Exit.UNSAVED}
@@ -52,9 +54,15 @@ def is_again(number: int, first: int, since: float) -> bool:
 
 
 def heeded() -> list[signal.Signals]:
-    """Return the signals that stop a run: all except a SIGHUP that ``nohup`` makes this process ignore."""
+    """Return the signals that stop a run: all except a SIGHUP or SIGUSR1 that this process ignores.
+
+    ``nohup`` makes it ignore the first.
+    """
+    may_be_ignored = (signal.SIGHUP, signal.SIGUSR1)
     return [
-        number for number in SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
+        number
+        for number in SIGNALS
+        if number not in may_be_ignored or signal.getsignal(number) != signal.SIG_IGN
     ]
 
 
@@ -75,7 +83,7 @@ def handle_ending(handler: Callable[[int, FrameType | None], Any] | signal.Handl
 
 
 def end_on_sigterm(before: Callable[[Preempted], object], *, interrupts: bool = False) -> None:
-    """End this process immediately on SIGTERM or SIGHUP while it has no training step to finish.
+    """End this process immediately on SIGTERM, SIGHUP or SIGUSR1 while it has no training step to finish.
 
     It is not unwound: an exception would come out of whatever code is running, which may swallow it or report
     it as an error of its own, as imports do, or abort, as C++ code of torch does that calls Python.
@@ -171,11 +179,14 @@ class StopRequest:
 
     @contextmanager
     def on_signals(self) -> Iterator[None]:
-        """Turn the first Ctrl-C, SIGTERM or SIGHUP into a stop request; a second has its default effect."""
+        """Turn the first Ctrl-C, SIGTERM, SIGHUP or SIGUSR1 into a stop request; a second has its default
+        effect. A script's process may use SIGUSR1 for something else: it counts if a command handles it."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
         before = {number: signal.getsignal(number) for number in heeded()}
+        if before.get(signal.SIGUSR1) == signal.SIG_DFL:  # also where faulthandler has registered it
+            del before[signal.SIGUSR1]
         received: dict[signal.Signals, float] = {}
         over = threading.Event()
 
