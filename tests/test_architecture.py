@@ -204,7 +204,7 @@ SMALL = {
     "builtin": 490,
     "checkpoint": 931,
     "cli": 1713,
-    "compile": 699,
+    "compile": 787,
     "contracts": 671,
     "data": 837,
     "hf": 905,

@@ -1,5 +1,6 @@
 """What changes in a layer after it was compiled: the next call has the numbers of an eager one."""
 
+from contextlib import nullcontext
 from unittest import mock
 
 import pytest
@@ -11,6 +12,9 @@ from nanotrain_core.compile import function
 from nanotrain_core.compile.blocks import compile_blocks
 from nanotrain_core.errors import NanotrainError
 from nanotrain_core.layout.roles import Role, tag
+from nanotrain_core.models.activation_checkpointing import recompute_blocks
+from nanotrain_core.pipeline.passes import Passes
+from nanotrain_core.precision.gemm import TorchGEMM, use_gemm
 
 
 class Layer(nn.Module):
@@ -97,3 +101,65 @@ def test_a_hook_of_gradients_that_torch_cannot_trace_is_refused():
     layer.linear.register_full_backward_hook(lambda module, d_in, d_out: (2 * d_in[0],))
     with pytest.raises(NanotrainError, match=r"run.compile: 0 cannot be compiled .*run.compile = false"):
         layer(x)
+
+
+# --- writes -----------------------------------------------------------------------------------------
+
+
+class Running(TorchGEMM):
+    """Keeps the largest input of a layer; ``how`` is what forward does with it."""
+
+    def __init__(self, passes, how):
+        self.passes, self.how, self.largest = passes, how, torch.zeros(())
+
+    def forward(self, x, *weights):
+        before = self.largest.clone()
+        if self.passes.counted and not self.passes.in_backward and self.how != "only read":
+            self.largest.copy_(torch.maximum(self.largest, x.abs().amax()))
+        scale = {"read after": self.largest, "read before": before, "only read": self.largest}.get(self.how)
+        x = x if scale is None else x / (1 + scale)
+        return [x @ weight.T for weight in weights], (x.clone(),)
+
+    def keep(self, x):
+        return (x,)
+
+    def dgrad(self, d_y, weight):
+        return d_y @ weight
+
+    def wgrad(self, d_y, kept):
+        return d_y.T @ kept[0]
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.parametrize("how", ["only written", "only read", "read after", "read before"])
+def test_a_layer_that_reads_what_it_writes_is_refused(how, recomputed):
+    """Its wgrad had been wrong when it was recomputed: that of an input scaled by the updated maximum."""
+    torch._dynamo.reset()
+    layers, passes = nn.ModuleList([Layer()]), Passes()
+    use_gemm(layers[0].linear, {"weight": Running(passes, how)}, passes)
+    if recomputed:
+        recompute_blocks(layers)
+    compile_blocks([layers], "aot_eager", log=False, passes=passes)
+    written = r"forward of 0 reads linear.nanotrain_gemms.backends\['weight'\].largest and writes to it"
+    with pytest.raises(NanotrainError, match=written) if how.startswith("read") else nullcontext():
+        layers[0](torch.ones(2, 3)).sum().backward()
+
+
+def test_a_layer_that_counts_its_calls_is_refused():
+    class Counting(Layer):
+        def __init__(self):
+            super().__init__()
+            self.calls = nn.Parameter(torch.zeros(()), requires_grad=False)
+
+        def forward(self, x):
+            with torch.no_grad():
+                self.calls.add_(1)
+            return super().forward(x) * self.calls
+
+    torch._dynamo.reset()
+    layers = nn.ModuleList([Counting()])
+    compile_blocks([layers], "aot_eager", log=False)
+    with torch.no_grad():  # nothing is computed again
+        assert layers[0](torch.ones(2, 3)).any()
+    with pytest.raises(NanotrainError, match="the forward of 0 reads calls and writes to it"):
+        layers[0](torch.ones(2, 3))

@@ -24,6 +24,7 @@ import structlog
 import torch
 from torch import nn
 
+from nanotrain_core.compile.writes import RefusesWrites
 from nanotrain_core.errors import NanotrainError, in_one_line
 from nanotrain_core.pipeline.passes import Passes
 from nanotrain_core.precision.gemm import gemms_of, prepare_weights
@@ -73,8 +74,7 @@ class CompiledFunction:
         self._compiled: Callable[..., Any] = torch.compile(
             _own_function(function, self._without_graph),
             fullgraph=True,
-            backend=backend,
-            options=dict(options) if options else None,
+            backend=RefusesWrites(backend, name, options),
         )
         self._find_graph: Callable[..., Any] = torch._dynamo.run(self._compiled)
 
