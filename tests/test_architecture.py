@@ -207,7 +207,7 @@ SMALL = {
     "compile": 787,
     "contracts": 671,
     "data": 837,
-    "hf": 905,
+    "hf": 925,
     "launch": 2125,
     "layout": 1183,
     "models": 690,

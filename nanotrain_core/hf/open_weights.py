@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import structlog
 import tomli
 import torch
 from torch import nn
@@ -286,6 +287,8 @@ def load_weights(
 ) -> None:
     """Fill this rank's blocks one at a time, reading little more. Rank 0 checks for damage. Collective.
 
+    Parameters that a wrapper has added to the model keep their initial values.
+
     Raises:
         CheckpointError: the weights are damaged, of another model than the run's, beyond the range of its
             dtypes, or differ on some rank.
@@ -300,9 +303,11 @@ def load_weights(
     other = next((rank for rank, found in enumerate(prints) if found != prints[0]), None)
     if other is not None:
         raise CheckpointError(f"rank {other} finds other weights in {path} than rank 0")
+    added = _added(path, weights.reader, placed, mesh)
+    wanted = [each for each in placed if each.placement.name not in added]
     odd: list[str] = []
-    with show_progress("loading weights", sum(each.parameter.nbytes for each in placed), "B") as advance:
-        for parameter in placed:
+    with show_progress("loading weights", sum(each.parameter.nbytes for each in wanted), "B") as advance:
+        for parameter in wanted:
             block = weights.reader.read(parameter.placement.name, parameter.placement.slices)
             # Checked in host memory, before it is on the device.
             rounded = block.to(parameter.parameter.dtype)
@@ -312,3 +317,29 @@ def load_weights(
             advance(parameter.parameter.nbytes)
     if first := next((names[0] for names in mesh.gather(odd) if names), ""):
         raise CheckpointError(f"{path}: {first}")
+
+
+def _added(path: Path, reader: WeightReader, placed: Sequence[PlacedParameter], mesh: Mesh) -> set[str]:
+    """Return names of parameters that the model of the weights does not have, such as a wrapper's adapters.
+
+    Raises:
+        CheckpointError: one of that model's is on no rank, so that a wrapper has renamed it.
+    """
+    names = {each.placement.name for each in placed}
+    if not any(mesh.gather(bool(names - reader.shapes.keys()))):
+        return set()
+    names = set().union(*mesh.gather(names))
+    added = names - reader.shapes.keys()
+    if lost := reader.shapes.keys() - names:
+        raise CheckpointError(
+            f"{path} has {min(lost)}, and the run has {min(added)} instead: expected wrappers to keep the "
+            "names of the model's parameters, and to add others beside them"
+        )
+    if mesh.rank == 0:
+        structlog.get_logger("nanotrain.weights").warning(
+            "parameters that a wrapper added are not in the weights and keep their initial values",
+            parameters=len(added),
+            such_as=min(added),
+            weights=str(path),
+        )
+    return added

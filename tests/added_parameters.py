@@ -1,0 +1,61 @@
+"""A plugin whose wrappers change which parameters a model has: one adds some, the other renames one."""
+
+import attrs
+import torch
+from torch import nn
+
+from nanotrain_core import hookimpl
+from nanotrain_core.component import Component
+from nanotrain_core.contracts import Initializer, Parallel
+from nanotrain_core.layout.placement import Placement
+from nanotrain_core.layout.roles import Role, tagged
+
+
+@attrs.define(frozen=True, kw_only=True)
+class NoKeys:
+    """A table without keys."""
+
+
+class Adapters(Parallel):
+    """Freezes a model and trains a scale beside each projection of queries."""
+
+    def __init__(self, config):
+        self.config = config
+
+    def apply(self, part, placements, mesh):
+        for parameter in part.parameters():
+            parameter.requires_grad_(False)
+        for name, module, tag in list(tagged(part)):
+            if tag.role is Role.COLUMN and name.endswith(".q"):
+                size = module.weight.shape[:1]
+                module.scale = nn.Parameter(module.weight.new_empty(size, device="meta"))
+                placements[f"{name}.scale"] = Placement.whole(f"{name}.scale", size, mesh.layout)
+                module.register_forward_hook(lambda module, inputs, out: out * module.scale)
+        self.initialize(part)
+        return part
+
+    def initialize(self, part):
+        given = part.initializer
+        part.initializer = lambda name: (
+            Initializer("constant", 1.0) if name.endswith(".scale") else given(name)
+        )
+
+
+class Renames(Adapters):
+    """Keeps the final norm's weight under another name."""
+
+    def apply(self, part, placements, mesh):
+        norm = part.norm
+        norm.gain = nn.Parameter(torch.empty_like(norm.weight, device="meta"))
+        placements["norm.gain"] = attrs.evolve(placements["norm.weight"], name="norm.gain")
+        given = part.initializer
+        part.initializer = lambda name: given(name.replace("gain", "weight"))
+        del norm.weight
+        return part
+
+
+@hookimpl
+def nanotrain_register_parallel(register):
+    for cls in (Adapters, Renames):
+        name = cls.__name__.lower()
+        register(Component(name=name, config=NoKeys, factory=f"{__name__}:{cls.__name__}", summary=name))
