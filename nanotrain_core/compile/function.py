@@ -135,10 +135,8 @@ class CompiledFunction:
         try:
             with torch._dynamo.config.patch(flags), _without_wide_gradients(args):
                 result = self._compiled(*args, **kwargs)
-        except (
-            torch._dynamo.exc.FailOnRecompileLimitHit
-        ):  # torch counts some graphs that are in no statistics
-            self.graphs = self.most
+        except torch._dynamo.exc.FailOnRecompileLimitHit:
+            self.graphs = self.most  # torch counts some graphs that are in no statistics
             return self.function(*args, **kwargs)
         except torch._dynamo.exc.TorchDynamoException as problem:
             raise NanotrainError(
