@@ -69,6 +69,14 @@ def test_it_goes_on_from_what_was_kept_and_ends_with_the_same_bits(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(weights, again, strict=True))
 
 
+def test_a_new_run_that_is_restarted_before_it_has_saved_goes_on_from_what_was_kept(tmp_path):
+    keeps = Keeps(at=1)
+    fit(tmp_path, keeps, again=False, resume=None)
+    shutil.rmtree(tmp_path / "run")
+    fit(tmp_path, goes_on := Keeps(keeps.kept), again=True, resume=None)
+    assert (goes_on.first, goes_on.asked) == (1, [0])
+
+
 @pytest.mark.parametrize("again", [True, False])
 def test_a_load_follows_where_nothing_was_kept_or_a_person_starts_the_run(tmp_path, again):
     keeps = Keeps()
