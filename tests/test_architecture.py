@@ -220,7 +220,7 @@ SMALL = {
     "precision": 680,
     "recipe": 1731,
     "registry": 600,
-    "run": 2492,
+    "run": 2517,
     "script": 790,
     "watch": 454,
 }

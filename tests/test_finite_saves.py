@@ -10,6 +10,7 @@ import attrs
 import pytest
 import torch
 from nanotrain_sharded_ckpt_v2 import listing
+from structlog.testing import capture_logs
 
 from nanotrain_core.checkpoint.simple_listing import list_checkpoints
 from nanotrain_core.checkpoint.simple_names import saved_steps
@@ -66,6 +67,27 @@ def test_a_weight_that_is_not_finite_ends_the_run_and_older_checkpoints_stay(tmp
     assert texts[0].startswith(f"after step 6 layers.0.attn_norm.weight is not finite on rank {ranks - 1}, ")
     list_of = list_checkpoints if use == "simple" else listing.list_checkpoints
     assert [saved.step for saved in list_of(tmp_path / "checkpoints")] == [2, 4]
+
+
+class Parts(Poison):
+    """Changes a weight on the last rank, as training that averages weights only now and then does."""
+
+    def on_before_save(self, step):
+        if self.run.rank == self.run.world_size - 1:
+            with torch.no_grad():
+                self.run.placed[1].parameter.view(-1)[0] += 1
+
+
+def warned(folder, ranks, callbacks):
+    with capture_logs() as logs:
+        engine(folder, ranks, [each() for each in callbacks]).fit()
+    return [log["weight"] for log in logs if log["event"].startswith("a weight differs between ranks")]
+
+
+def test_a_weight_that_differs_between_replicas_is_reported_at_the_first_save(tmp_path):
+    """A checkpoint has that of one rank, and which one depended on the format."""
+    assert run_ranks(warned, 2, tmp_path / "parts", 2, [Parts]) == [["layers.0.attn_norm.weight"], []]
+    assert run_ranks(warned, 2, tmp_path / "same", 2, []) == [[], []]
 
 
 def skipping(folder, skipped, steps=6, callbacks=(), resume=None, **checkpoint):

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 import structlog
 import torch
+import torch.distributed as dist
 
 from nanotrain_core.checkpoint.saver import CheckpointSaver
 from nanotrain_core.compose import Run
 from nanotrain_core.contracts import Block, TrainState
 from nanotrain_core.errors import Diverged, PluginError
 from nanotrain_core.layout.initialization import changed_buffers
+from nanotrain_core.layout.layout import Span
 from nanotrain_core.layout.mesh import Mesh
+from nanotrain_core.layout.placement import PlacedParameter
+from nanotrain_core.monitors.replicas import hash_bits
+from nanotrain_core.precision.quantized_storage import storage_of
 from nanotrain_core.run.scalar_state import differing_scalar, scalars_of
 from nanotrain_core.run.step_readback import StepFlags
 
@@ -80,6 +86,27 @@ def not_finite(trained: Sequence[Block], mesh: Mesh, step: int) -> str:
     return next((f"after step {step} {name} is not finite on rank {rank}" for name, rank in where), "")
 
 
+def differing_weight(placed: Sequence[PlacedParameter], mesh: Mesh) -> str:
+    """Collective. Return the name of a weight whose bits differ between ranks that sum its gradient.
+
+    Ranks that compute the same gradient each by itself are not compared: on a GPU the order of some sums is
+    not fixed, so that theirs may differ in the last bits. Empty if none differs.
+    """
+    groups = defaultdict[Span, list[PlacedParameter]](list)
+    for each in placed:
+        if span := each.placement.sync_span(mesh.layout):
+            groups[span].append(each)
+    found = ""
+    for span in sorted(groups):
+        hashes = torch.stack([hash_bits(storage_of(each.parameter)) for each in groups[span]])
+        most = torch.stack([hashes, ~hashes])  # ~ reverses the order: the maximum becomes the minimum
+        with mesh.waits.collectives:
+            dist.all_reduce(most, op=dist.ReduceOp.MAX, group=mesh.group_of(span))
+        for index in (most[0] != ~most[1]).nonzero()[:1, 0].tolist():
+            found = found or groups[span][index].placement.name
+    return next(filter(None, mesh.gather(found)), "")
+
+
 def may_save(run: Run, state: TrainState, step: int, saves: CheckpointSaver, *, last: bool) -> bool:
     """Collective. Return whether all trained weights are finite, so that they may be saved.
 
@@ -99,6 +126,12 @@ def may_save(run: Run, state: TrainState, step: int, saves: CheckpointSaver, *, 
         )
     if differs := differing_scalar([scalars for _, scalars in gathered]):
         raise PluginError(differs)
+    if not saves.begun and (name := differing_weight(run.placed, run.mesh)) and run.mesh.rank == 0:
+        structlog.get_logger("nanotrain.checkpoint").warning(
+            "a weight differs between ranks that sum its gradient, and a checkpoint has that of one of them: "
+            "a resumed run is not the same run; the monitor replicas says when they begin to differ",
+            weight=name,
+        )
     blocks = zip(run.placed, state.blocks, strict=False)  # weights come first
     trained = [block for placed, block in blocks if placed.parameter.requires_grad]
     problem = not_finite(trained, run.mesh, step)
