@@ -205,7 +205,7 @@ SMALL = {
     "checkpoint": 923,
     "cli": 1713,
     "compile": 787,
-    "contracts": 670,
+    "contracts": 671,
     "data": 837,
     "hf": 925,
     "launch": 2112,

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import pytest
 import torch
 from torch import nn
 
@@ -19,6 +20,7 @@ def test_modules_are_built_on_meta_and_others_are_initialized_as_ever():
     assert 0.4 < other.mean() < 0.6
 
 
+@pytest.mark.full
 def test_a_model_is_built_without_torch_dynamo():
     """It takes two seconds to import, and `sample` and `convert` compile nothing."""
     code = """
