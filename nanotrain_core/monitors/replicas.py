@@ -17,6 +17,7 @@ from nanotrain_core.builtin.configs import ReplicasConfig
 from nanotrain_core.contracts import EndReport, Monitor, RollbackReport, RunInfo, UpdateReport
 from nanotrain_core.errors import Corrupted
 from nanotrain_core.layout.layout import Span
+from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import PlacedParameter
 from nanotrain_core.precision.quantized_storage import storage_of
 
@@ -50,6 +51,15 @@ def factors(first: int, count: int, device: torch.device) -> torch.Tensor:
     """Return odd factors [count] that depend on the position in all 64 bits, from position ``first`` on."""
     mixed = torch.arange(first, first + count, device=device) * 0x5851F42D4C957F2D
     return (mixed ^ (mixed >> 29)) | 1
+
+
+def differing(parameters: Sequence[PlacedParameter], span: Span, mesh: Mesh) -> torch.Tensor:
+    """Return which of N parameters have other bits on some rank of ``span``: bool [N]. Collective there."""
+    hashes = torch.stack([hash_bits(storage_of(placed.parameter)) for placed in parameters])
+    most = torch.stack([hashes, ~hashes])  # ~ reverses the order: the maximum becomes the minimum
+    with mesh.waits.collectives:
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=mesh.group_of(span))
+    return most[0] != ~most[1]
 
 
 class Replicas(Monitor):
@@ -103,20 +113,12 @@ class Replicas(Monitor):
         self.run.monitor_barrier()
         differs = torch.zeros(1, dtype=torch.int64, device=self.run.device)
         for span in sorted(self.groups):
-            hashes = torch.stack([hash_bits(storage_of(placed.parameter)) for placed in self.groups[span]])
-            most = torch.stack([hashes, ~hashes])  # ~ reverses the order: the maximum becomes the minimum
-            with self.run.mesh.waits.collectives:
-                dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.run.mesh.group_of(span))
-            differs += (most[0] != ~most[1]).any()
+            differs += differing(self.groups[span], span, self.run.mesh).any()
         self.run.mesh.all_reduce(differs, op=dist.ReduceOp.MAX)
         if differs.item():
-            everyone = self.run.mesh.gather(
-                {
-                    held(p): hash_bits(storage_of(p.parameter)).item()
-                    for group in self.groups.values()
-                    for p in group
-                }
-            )
+            placed = [each for group in self.groups.values() for each in group]
+            own = {held(each): hash_bits(storage_of(each.parameter)).item() for each in placed}
+            everyone = self.run.mesh.gather(own)
             raise Corrupted(f"step {step}: {name_the_wrong(everyone)}")
 
     def on_end(self, report: EndReport) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import structlog
 import torch
-import torch.distributed as dist
 
 from nanotrain_core.checkpoint.saver import CheckpointSaver
 from nanotrain_core.compose import Run
@@ -17,8 +16,7 @@ from nanotrain_core.layout.initialization import changed_buffers
 from nanotrain_core.layout.layout import Span
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import PlacedParameter
-from nanotrain_core.monitors.replicas import hash_bits
-from nanotrain_core.precision.quantized_storage import storage_of
+from nanotrain_core.monitors.replicas import differing
 from nanotrain_core.run.scalar_state import differing_scalar, scalars_of
 from nanotrain_core.run.step_readback import StepFlags
 
@@ -98,11 +96,7 @@ def differing_weight(placed: Sequence[PlacedParameter], mesh: Mesh) -> str:
             groups[span].append(each)
     found = ""
     for span in sorted(groups):
-        hashes = torch.stack([hash_bits(storage_of(each.parameter)) for each in groups[span]])
-        most = torch.stack([hashes, ~hashes])  # ~ reverses the order: the maximum becomes the minimum
-        with mesh.waits.collectives:
-            dist.all_reduce(most, op=dist.ReduceOp.MAX, group=mesh.group_of(span))
-        for index in (most[0] != ~most[1]).nonzero()[:1, 0].tolist():
+        for index in differing(groups[span], span, mesh).nonzero()[:1, 0].tolist():
             found = found or groups[span][index].placement.name
     return next(filter(None, mesh.gather(found)), "")
 
