@@ -61,8 +61,9 @@ def _reasons(recipe: Recipe, registry: Registry, layout: Layout, device: str | N
         yield NotCaptured("ranks that share a GPU communicate through host memory")
     if recipe.run.compile_backend == "cudagraphs":
         yield NotCaptured('compile_backend = "cudagraphs" makes its own')
+    replicas = replica_dims(recipe, layout)
     for dim in layout.dims:
-        if dim not in replica_dims(recipe, layout) and layout.size(dim) > 1:
+        if dim not in replicas and layout.size(dim) > 1:
             what = f"topology.{dim} = {layout.size(dim)}"
             yield NotCaptured(f"{what}: passes that communicate are not captured")
     if not _in_turn(actions_of(recipe, registry, layout)[0]):

@@ -9,7 +9,6 @@ import os
 import socket
 import threading
 import time
-import tomllib
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from itertools import count
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import structlog
+import tomli
 
 from nanotrain_core.errors import FolderError, FolderLocked
 from nanotrain_core.run import log
@@ -131,7 +131,7 @@ def _numbered(name: str) -> list[tuple[int, Path]]:
 def _has_other_name(path: Path, name: str) -> bool:
     """Return whether the run in ``path`` is called otherwise: ``gpt-2`` is not the second of ``gpt``."""
     with suppress(OSError, ValueError, LookupError, TypeError):
-        return bool(tomllib.loads((path / "recipe.toml").read_text(encoding="utf-8"))["run"]["name"] != name)
+        return bool(tomli.loads((path / "recipe.toml").read_text(encoding="utf-8"))["run"]["name"] != name)
     return False
 
 

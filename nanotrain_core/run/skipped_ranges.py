@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 
-class SkipsRanges:
+
+class SkipsRanges(ABC):
     """What the feeds of recipes and of scripts have in common: a position, and ranges that are left out.
 
     Both count the same items: sequences of the whole run, or batches of a script's loader.
@@ -14,9 +16,9 @@ class SkipsRanges:
     skipped: list[tuple[int, int]]
     """Ranges of these that are not trained on."""
 
+    @abstractmethod
     def size_before(self, position: int) -> int:
         """Return how many items the step used that ends at a position."""
-        raise NotImplementedError
 
     def is_skipped(self, position: int, size: int) -> bool:
         """Return whether any of the items of a step at ``position`` is in a skipped range."""
