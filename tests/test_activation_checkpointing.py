@@ -28,6 +28,7 @@ test_conformance = conformance(
     case(1),
     # The first tier has them of ddp and zero12.
     slow=pytest.mark.full,
+    marks=dict.fromkeys(("monitors_see_gradients", "weights_equal[adamw]"), pytest.mark.full),
 )
 test_exhaustively = pytest.mark.full(
     conformance(case(1, granularity="selective"), case(2), case(2, schedule={"use": "accumulate"}))

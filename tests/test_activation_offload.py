@@ -26,7 +26,7 @@ def case(topology, model, schedule, wrappers):
     return Case("topology", use="grid", topology=topology, overrides=overrides)
 
 
-@pytest.mark.full_cases("recompute")
+@pytest.mark.full_cases("experts", "recompute")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_it_trains_as_one_process(layout):
     assert_trains_as_one_process(case(*LAYOUTS[layout]))

@@ -40,7 +40,9 @@ def train(case, changes, flip):
     return None, flip and flip.flipped
 
 
-@pytest.mark.full_cases("masters-the last one", "weights-a step follows")
+@pytest.mark.full_cases(
+    "optimizer state-the last one", "masters-a step follows", "masters-the last one", "weights-a step follows"
+)
 @pytest.mark.parametrize("step", [1, 4], ids=["a step follows", "the last one"])
 @pytest.mark.parametrize(
     ("case", "changes", "prefix"),
@@ -63,7 +65,7 @@ def test_it_is_looked_for_in_every_so_many_steps_alone():
     assert name in said
 
 
-@pytest.mark.full_cases("bf16 moments", "weights on their way", "tp")
+@pytest.mark.full_cases("zero2", "bf16 moments", "weights on their way", "tp")
 @pytest.mark.parametrize(
     ("case", "changes"),
     [

@@ -205,6 +205,7 @@ def test_a_resume_from_what_another_kind_wrote_or_from_a_whole_run_is_refused(ru
     assert sorted((run / "run").rglob("*")) == before
 
 
+@pytest.mark.full
 def test_a_name_that_no_terminal_can_show_is_no_traceback(tmp_path):
     ended = subprocess.run(
         [*map(os.fsencode, COMMAND), b"ckpt", b"verify", b"\xff\xfe"],

@@ -54,6 +54,7 @@ def check(cell):
             assert compiled == pytest.approx(eager, rel=1e-3)
 
 
+@pytest.mark.full_cases("llama-bf16")
 @pytest.mark.parametrize(
     "cell",
     [

@@ -159,6 +159,7 @@ def test_a_graph_quantizes_as_often_as_eager_layers_do(wrappers, seen):
     assert seen == eager
 
 
+@pytest.mark.full
 def test_layers_run_eager_in_steps_that_a_monitor_counts_in(seen, capsys):
     monitors = [{"use": "fp8", "every": 2}]
     emulated = {"backend": "emulated"}

@@ -19,16 +19,12 @@ test_conformance = conformance(
     Case("topology", use="grid", config={"pp": 2, "tp": 2, "ep": 4}, world_size=8),
     Case("kernels", use="torch"),
     Case("model", use="transformer", config={"kv_heads": 2, "layers": 3}),
-    Case("model", use="transformer", config={**LEARNED, "tied": True}),
     Case("model", use="routed"),
     Case("schedule", use="accumulate"),
     Case("optimizer", use="adamw", config={"weight_decay": 0.1}),
-    Case("precision", use="fp64"),
-    Case("precision", use="fp32"),
     Case("precision", use="bf16"),
-    Case("precision", use="fp16"),
     Case("checkpoint", use="simple", topology={"dp": 2}, overrides={"parallel": [{"use": "summed"}]}),
-    Case("monitor", use="sample", config={"tokens": 4, "every": 1}, overrides=TEXT),
+    Case("monitor", use="stragglers", config={"every": 1}),
     Case("data", use="text", overrides=TEXT),
     marks=dict.fromkeys(
         (
@@ -61,7 +57,11 @@ test_conformance = conformance(
 )
 
 test_the_second_of_a_kind = conformance(
+    Case("model", use="transformer", config={**LEARNED, "tied": True}),
     Case("optimizer", use="sgd", config={"momentum": 0.9}),
+    Case("precision", use="fp64"),
+    Case("precision", use="fp32"),
+    Case("precision", use="fp16"),
     Case("data", use="synthetic"),
     slow=pytest.mark.full,
 )
@@ -71,8 +71,8 @@ test_monitors = conformance(
     Case("monitor", use="replicas"),
     Case("monitor", use="bit_flips"),
     Case("monitor", use="guard"),
-    Case("monitor", use="stragglers", config={"every": 1}),
-    # The first tier has them of `sample`, above.
+    Case("monitor", use="sample", config={"tokens": 4, "every": 1}, overrides=TEXT),
+    # The first tier has them of `stragglers`, above.
     slow=pytest.mark.full,
 )
 

@@ -324,6 +324,14 @@ def collectives_compared(monkeypatch):
 
 # One kills a rank at every write of a save, others fail checks of many steps: up to 15 s each.
 @pytest.mark.full_cases(
+    "mixes_heads",
+    "forgets_inner",
+    "ignores_other_ranks",
+    "asks_the_module_for_its_size",
+    "drops_them_after_steps",
+    "writes_in_place",
+    "never_falls_back",
+    "waits_to_publish",
     "sums_all_but_the_last",
     "sums_in_its_step",
     *("adds_eps_to_the_root", "as_long_as_its_piece", "counts_on_one_rank", "draws_before_saving"),

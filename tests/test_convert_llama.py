@@ -72,6 +72,7 @@ def test_an_export_means_the_same_to_older_versions(theirs, tmp_path):
     assert there.selection == ours.selection
 
 
+@pytest.mark.full_cases("mlp-bias", "yarn")
 def test_what_a_run_makes_of_it_is_what_transformers_computes(theirs, tmp_path):
     (tmp_path / "recipe.toml").write_text(recipe_from(tmp_path / "theirs"))
     RuntimeEngine.from_recipe(tmp_path / "recipe.toml", folder=tmp_path / "run").fit()

@@ -151,6 +151,7 @@ def split_blocks(path, rank_count):
     return {p.placement.name: (p.placement.slices, p.parameter.detach()) for p in placed}
 
 
+@pytest.mark.full
 def test_each_rank_reads_its_own_block_of_a_fused_and_transposed_matrix(tmp_path):
     from hf_models import gpt2
 

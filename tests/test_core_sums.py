@@ -52,7 +52,7 @@ def test_every_dimension_at_once_trains_as_one_process():
     assert_trains_as_one_process(EVERYTHING)
 
 
-@pytest.mark.full_cases("fewer key heads than ranks", "further tokens over stages")
+@pytest.mark.full_cases("experts under tp", "fewer key heads than ranks", "further tokens over stages")
 @pytest.mark.parametrize("composed", CASES.values(), ids=CASES)
 def test_layouts_without_a_gradient_sync_train_as_one_process(composed):
     assert_trains_as_one_process(composed)

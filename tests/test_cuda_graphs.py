@@ -20,7 +20,7 @@ from nanotrain_core.compile import captured_executor
 from nanotrain_core.testing import probe, run_ranks
 
 
-@pytest.mark.full_cases("deepseek-bf16", "deepseek-fp16")
+@pytest.mark.full_cases("llama-fp32", "gpt-bf16", "gpt-fp16", "deepseek-bf16", "deepseek-fp16")
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("model", MODELS)
 def test_replayed_microbatches_train_as_eager_ones_do(model, precision):
@@ -92,6 +92,7 @@ def halve(made):
     made.run.stages[0].norm.register_forward_hook(lambda module, args, output: output * 0.5)
 
 
+@pytest.mark.full_cases("halve")
 @pytest.mark.parametrize("change", [freeze, halve])
 def test_what_a_script_changes_between_two_fits_is_noticed(change):
     expected = fitted_twice(change)
@@ -106,6 +107,7 @@ def test_a_second_fit_goes_on_with_the_graph():
     assert made[0].replays == 4 * 3 - 2
 
 
+@pytest.mark.full
 def test_only_steps_in_which_a_monitor_reads_its_taps_are_not_replayed():
     """``health`` reads the first 20, and then every 20th."""
     differ, replays = differences(case(monitor=[{"use": "health"}], run={"steps": 24}))
@@ -113,6 +115,7 @@ def test_only_steps_in_which_a_monitor_reads_its_taps_are_not_replayed():
     assert replays == 4 * 3 - 2
 
 
+@pytest.mark.full
 def test_a_run_in_which_nothing_is_replayed_says_why():
     monitor = [{"use": "health", "every": 1}]
     with recorded_graphs() as made, capture_logs() as logs:

@@ -415,7 +415,7 @@ SHORT = ("--set", "run.steps=2", "--set", "evaluation.every=0", "--set", "evalua
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("words", runnable())
+@pytest.mark.parametrize("words", list(runnable()))
 def test_commands_do_what_they_say(words, workplace):
     if ">" in words:
         words = words[: words.index(">")]

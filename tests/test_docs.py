@@ -185,6 +185,7 @@ def test_what_an_example_shows_first(tmp_path, kind, use, topology, label):
 WITH_SUMMED = {"overrides": {"parallel": [{"use": "summed"}]}}
 
 
+@pytest.mark.full_cases("topology-flat-topology0-options0")
 @pytest.mark.parametrize(
     ("kind", "use", "topology", "options"),
     [

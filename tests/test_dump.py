@@ -40,6 +40,7 @@ def test_on_eight_ranks_with_zero_they_are_those_of_one_process(tmp_path):
             assert all(name.startswith(tuple(MODULES)) for name in ours)
 
 
+@pytest.mark.full
 def test_they_are_what_the_run_had(tmp_path):
     """Against the harness's own copies: gradients of the first step, and weights after the last."""
     case = Case("parallel", use="ddp", topology={"dp": 2})

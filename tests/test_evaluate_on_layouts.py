@@ -59,6 +59,7 @@ def texts(case, until, caches):
     return list(generate(writer, asked, Letters()))
 
 
+@pytest.mark.full_cases("llama-dp2-tp2")
 @pytest.mark.parametrize("name", ["llama-dp2-tp2", "v3-dp2-pp2-ep2"])
 def test_generated_texts_are_those_of_one_process(name):
     """One of three ends after a few tokens, at a string that it contains, while other replicas go on."""

@@ -145,6 +145,7 @@ def test_frozen_parameters_may_hold_an_infinity(tmp_path):
     assert saved == [0]
 
 
+@pytest.mark.full_cases("skipped1-saved1-the last step, 6, was skipped")
 @pytest.mark.parametrize(
     ("skipped", "saved", "message"),
     [
@@ -193,6 +194,7 @@ def test_a_checkpoint_with_what_is_not_finite_is_not_whole(tmp_path, monkeypatch
     assert not any("exp_avg" in problem for problem in problems)
 
 
+@pytest.mark.full_cases("simple-kept0")
 @pytest.mark.parametrize(("use", "kept"), [("simple", [4, 10]), ("sharded_v2", [4, 8, 10])])
 def test_the_newest_checkpoint_that_was_evaluated_stays(tmp_path, monkeypatch, use, kept):
     """Weights may be finite and worth nothing: then those before would be rotated out, as NaN once did."""
@@ -244,6 +246,7 @@ ODD = {
 }
 
 
+@pytest.mark.full_cases("simple")
 @pytest.mark.parametrize("use", ODD)
 def test_odd_entries_beside_checkpoints_are_left_out_by_name(tmp_path, use, capfd):
     engine(tmp_path, use=use).fit(steps=2)

@@ -129,6 +129,7 @@ def first_steps(case):
     return trace.weights
 
 
+@pytest.mark.full_cases("zero2-eco-nvfp4")
 @pytest.mark.parametrize(
     ("layout", "variant", "form"),
     [
@@ -176,6 +177,7 @@ def refused(case):
     return ""
 
 
+@pytest.mark.full_cases("zero2-tp2-changes3--")
 @pytest.mark.parametrize(
     ("layout", "changes", "name", "nearest"),
     [

@@ -79,6 +79,7 @@ QUICK = ("alone", "tp2-sockets", "ep2", "pp2-zb_h1", "dp2-zero2")
 ROUNDED = [pytest.param(name, marks=[pytest.mark.full] * (name not in QUICK)) for name in ROUNDING]
 
 
+@pytest.mark.full_cases("fp8_deepseek_v3-tp2-sockets", "fp8_deepseek_v3-ep2")
 @pytest.mark.parametrize("layout", ROUNDED)
 @pytest.mark.parametrize("precision", ["fp8_deepseek_v3", pytest.param("fp8_hybrid", marks=pytest.mark.full)])
 def test_no_gradient_of_a_weight_that_fp8_multiplies_is_rounded_to_bfloat16(precision, layout):

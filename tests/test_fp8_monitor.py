@@ -58,7 +58,7 @@ def as_counted(figures):
     return {name: round(x, 12) if name in SHARES else x for name, x in figures.items()}
 
 
-@pytest.mark.full_cases("fp8_hybrid")
+@pytest.mark.full_cases("fp8_deepseek_v3", "fp8_hybrid")
 @pytest.mark.parametrize("precision", ["fp8_deepseek_v3", "fp8_hybrid"])
 def test_over_pipeline_stages_it_is_the_table_of_one_process(precision):
     found, alone = (first_table(layout, precision) for layout in ("pp2", "one"))

@@ -65,6 +65,12 @@ def assert_same(ours, theirs):
         assert all(torch.equal(a.tensor, b.tensor) for a, b in pairs)
 
 
+@pytest.mark.full_cases(
+    "llama-fp8_deepseek_v3-kept",
+    "llama-fp8_hybrid-kept",
+    "deepseek-fp8_deepseek_v3-kept",
+    "deepseek-fp8_hybrid-kept",
+)
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("precision", ["fp8_deepseek_v3", "fp8_hybrid"])
 @pytest.mark.parametrize("name", COUNTS)

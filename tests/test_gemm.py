@@ -44,7 +44,7 @@ def case_of(layout, precision):
     return Case("precision", use=precision, topology=topology, overrides=around, plugins=[PLUGIN])
 
 
-@pytest.mark.full_cases("ep", "tp", "etp")
+@pytest.mark.full_cases("tp-biases", "routed", "ep", "tp", "etp")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradients_are_those_of_plain_layers_on_one_process(layout):
     ranks, (alone,) = traces(case_of(layout, "exact")), traces(case_of(layout, "fp64").alone())

@@ -164,6 +164,7 @@ def test_a_one_step_lr_multiplier_is_rolled_back_and_its_data_left_out(tmp_path)
         assert meta["taken"] == (40 + back["step"] - 22) * sequences
 
 
+@pytest.mark.full
 def test_a_rollback_comes_with_the_next_step_however_long_the_next_save_is_away(tmp_path):
     """The guard requests to go back at every bad step: also at the one with which all ranks have agreed."""
     run_ranks(train, 2, tmp_path, spike_at=21)  # shows at 22 and 23; saves are at 20 and 25
@@ -184,6 +185,7 @@ def test_a_second_request_takes_nothing_from_the_first():
     assert stop.rollback is None
 
 
+@pytest.mark.full
 def test_a_resume_after_a_rollback_leaves_the_same_data_out(tmp_path):
     hurt = run_ranks(train, 2, tmp_path / "hurt", spike_at=23)
     whole = str(tmp_path / "hurt/checkpoints/step-00000030.safetensors")

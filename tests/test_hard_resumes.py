@@ -228,6 +228,7 @@ def train_with_everything(folder, resume=None):
     return rates
 
 
+@pytest.mark.full
 def test_two_runs_one_of_them_resumed_leave_the_same_bytes(tmp_path):
     """Manifests hold loss scale, data position, guard history and recipe; files state and random streams."""
     through = run_ranks(train_with_everything, 2, tmp_path / "a")
@@ -273,6 +274,7 @@ def streams_on(folder, topology, kind, resume=None):
     return torch.get_rng_state().tolist()
 
 
+@pytest.mark.full_cases("simple")
 @pytest.mark.parametrize("kind", ["simple", "sharded_v2"])
 def test_as_many_ranks_in_another_layout_do_not_take_each_others_streams(tmp_path, kind):
     saved = run_ranks(streams_on, 2, tmp_path, {"dp": 2}, kind)
@@ -302,6 +304,7 @@ def evaluate_or_stop(folder, stop_at=None, resume=None):
     return engine.fit().reason, [(row["step"], row["loss"]) for row in metrics(folder, "evaluation")]
 
 
+@pytest.mark.full_cases("4")
 @pytest.mark.parametrize("stop_at", [2, 4])
 def test_an_evaluation_that_a_stop_cut_short_is_made_when_the_run_is_resumed(tmp_path, stop_at):
     """The last one was never made: the next launch said that all was done."""

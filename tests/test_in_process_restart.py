@@ -137,6 +137,7 @@ def test_a_rank_that_sleeps_is_interrupted_and_one_that_leaves_something_is_repl
     assert f"rank 2 gets a new process: its attempt has left {named}\n" in err
 
 
+@pytest.mark.full
 def test_by_default_all_ranks_get_new_processes_and_one_that_exits_while_others_are_busy_is_named(run):
     processes, _, err = run("run.in_process_restart=false", "monitor.0.busy=true", "monitor.0.exits=true")
     assert [before == after for before, after in processes] == [False, False, False]

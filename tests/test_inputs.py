@@ -316,7 +316,7 @@ def survey(config, length):
 """
 
 
-@pytest.mark.full_cases("torch")
+@pytest.mark.full_cases("vocabulary", "held out", "torch")
 @pytest.mark.parametrize(
     ("says", "text"),
     [

@@ -238,6 +238,7 @@ def test_ranks_that_torchrun_starts_again_without_counting_go_on_in_their_folder
     assert [row["first_step"] for row in metrics(tmp_path / "runs/small", "start")] == [0, 3]
 
 
+@pytest.mark.full
 def test_ranks_with_different_recipes_are_told_so_before_they_train(tmp_path):
     for outcome in run_both(tmp_path, torchrun, (), ("--set", "optimizer.lr=0.5")):
         assert outcome.code == Exit.USER

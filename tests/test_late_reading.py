@@ -169,7 +169,7 @@ def given_up(steps, first, last, late):
         return "", engine.step
 
 
-@pytest.mark.full_cases("False")
+@pytest.mark.full_cases("True", "False")
 @pytest.mark.parametrize("late", [False, True])
 def test_after_thirty_skipped_steps_in_a_row_a_run_is_given_up(late):
     text, step = given_up(50, 3, 50, late)
@@ -263,6 +263,7 @@ MODELS = {
 }
 
 
+@pytest.mark.full_cases("dense-fp32-optimizer0")
 @pytest.mark.parametrize("optimizer", [ADAMW, pytest.param(SGD, marks=pytest.mark.full)])
 @pytest.mark.parametrize(
     ("model", "precision"),

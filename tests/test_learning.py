@@ -153,6 +153,7 @@ def test_text_that_would_be_read_twice_is_refused():
         ours.opened(recipe("run.steps=1000000"))
 
 
+@pytest.mark.full
 def test_the_peer_is_seeded_and_its_saved_model_judged_on_our_held_out_text(tmp_path, clone):
     small = recipe()
     data = ours.opened(small)

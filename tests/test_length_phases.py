@@ -100,6 +100,7 @@ def test_it_equals_runs_of_each_phases_own_recipe_resumed(tmp_path, straight):
     assert_equal(found, straight[1], atol=0.0)
 
 
+@pytest.mark.full_cases("tp2-pp2")
 @pytest.mark.parametrize("name", [FIRST, *(pytest.param(n, marks=pytest.mark.full) for n in MORE)])
 def test_every_layout_trains_as_one_process(straight, name):
     found = run(LAYOUTS[name])

@@ -143,6 +143,7 @@ def test_what_some_ranks_say_is_not_told_as_if_it_were_of_all(told):
     assert found[4]["one/rank"] == 1.0  # no other rank ever said anything
 
 
+@pytest.mark.full
 def test_publishing_sends_nothing_more_but_in_a_step_with_new_names():
     """All monitors share the two all-reduces of a logged step; steps 1 and 3 bring names, and are reduced
     anew."""

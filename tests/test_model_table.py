@@ -80,7 +80,13 @@ def selection(table):
     return Selection("model", "transformer", TransformerConfig(**table))
 
 
-@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize(
+    "base",
+    [
+        pytest.param(name, marks=[pytest.mark.full] * (name not in ("llama", "gpt2", "yarn")))
+        for name in BASES
+    ],
+)
 @pytest.mark.parametrize(
     ("key", "value"), [(key, value) for key, values in OTHERS.items() for value in values]
 )

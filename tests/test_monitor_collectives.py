@@ -96,6 +96,7 @@ def alone():
     return [losses for _, losses, _, _ in run_ranks(watched, 2, DDP, [])]
 
 
+@pytest.mark.full_cases("gather-on_step", "norms-on_before_update", "group-on_before_update")
 @pytest.mark.parametrize(
     ("how", "event"),
     [

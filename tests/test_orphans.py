@@ -23,6 +23,7 @@ def state_of(pid):
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
+@pytest.mark.full
 def test_ranks_of_a_launcher_that_is_a_zombie_end_and_the_folder_is_free(tmp_path):
     """As in a container whose first process waits for nobody. They trained on, beside whoever came next."""
     (tmp_path / "small.toml").write_text(SMALL)

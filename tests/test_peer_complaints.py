@@ -91,7 +91,9 @@ def test_megatron_7452_3768_and_3672_a_balance_loss_weighs_the_same_on_every_lay
         assert ratio.item() == pytest.approx(1.0, abs=1e-9), name
 
 
-@pytest.mark.full_cases("{'tp': 4, 'ep': 2, 'sp': True}", "{'tp': 2, 'dp': 2, 'etp': 2}")
+@pytest.mark.full_cases(
+    "{'tp': 2, 'dp': 2, 'ep': 2}", "{'tp': 4, 'ep': 2, 'sp': True}", "{'tp': 2, 'dp': 2, 'etp': 2}"
+)
 @pytest.mark.parametrize(
     "layout",
     [{"tp": 2, "dp": 2, "ep": 2}, {"tp": 2, "dp": 2, "etp": 2}, {"tp": 4, "ep": 2, "sp": True}],
@@ -147,7 +149,7 @@ def test_deepspeed_1488_and_966_stages_and_plain_data_parallelism_agree():
         assert_same(weights[zero], weights[0], f"stage {zero}", atol=1e-9)
 
 
-@pytest.mark.full_cases("interleaved_1f1b")
+@pytest.mark.full_cases("1f1b", "interleaved_1f1b")
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b"])
 def test_deepspeed_1629_823_and_1110_sharded_gradients_meet_a_pipeline(schedule):
     """ZeRO-2 was refused with pipelines, or gave other gradients."""

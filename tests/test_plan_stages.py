@@ -117,6 +117,7 @@ batch.microbatch = 1
 """
 
 
+@pytest.mark.full
 def test_memory_is_that_of_the_phase_with_the_highest_peak(tmp_path):
     """Microbatches of the second phase are half as large, and four times as many are in flight."""
     path, alone = tmp_path / "phases.toml", tmp_path / "many.toml"
@@ -276,6 +277,7 @@ def synced(tmp_path):
     return plan_of
 
 
+@pytest.mark.full
 def test_few_microbatches_beside_many_have_the_gradient_sync_of_their_last_one(synced):
     """With 3 microbatches on 4 ranks DualPipe-V has other W passes than with 24, which are measured."""
     phases, alone = synced(DDP + FEW_AND_MANY), synced(DDP)
@@ -307,6 +309,7 @@ def test_gradient_sync_after_all_passes_is_not_hidden(synced):
     assert told == pytest.approx(sums[""])
 
 
+@pytest.mark.full_cases('[[parallel]]\\nuse = "zero12"')
 @pytest.mark.parametrize("use", ['[optimizer]\nuse = "zero12"', '[[parallel]]\nuse = "zero12"'])
 def test_gradient_sync_that_does_not_overlap_is_waited_for(synced, use):
     """The sums of ``zero12`` follow the last backward pass, and its all-gathers the update."""

@@ -122,6 +122,10 @@ use = "adamw"
 """
 
 
+@pytest.mark.full_cases(
+    '8-2-dualpipe_v-4-\\n[[parallel]]\\nuse = "ddp"\\n[optimizer]\\nuse = "adamw"\\n',
+    '8-1-accumulate-2-\\n[[parallel]]\\nuse = "ddp"\\n[optimizer]\\nuse = "adamw"\\n',
+)
 @pytest.mark.parametrize(
     ("dp", "pp", "schedule", "microbatches", "sync"),
     [
@@ -371,6 +375,7 @@ def test_a_model_of_too_few_layers_is_planned_whole():
     assert (pieces.singles, pieces.pair) == ((0, 3), 1)
 
 
+@pytest.mark.full
 def test_a_sweep_tells_what_it_leaves_out_and_plans_the_best_whole(dense, monkeypatch):
     monkeypatch.setattr("nanotrain_plan.sweep.WHOLE", 1)
     plan = try_plan(dense.recipe, dense.registry, find_hardware("h100"))
@@ -391,6 +396,7 @@ def test_a_sweep_tells_what_it_leaves_out_and_plans_the_best_whole(dense, monkey
     assert swept.planned == swept.examined - swept.refused - swept.bounded > 0
 
 
+@pytest.mark.full
 def test_layouts_whose_layers_stay_eager_are_marked(dense):
     plans = [
         try_plan(changed(dense, schedule=each), dense.registry, find_hardware("h100"))
@@ -419,6 +425,7 @@ def test_bounds_leave_out_no_layout_that_is_among_the_fastest(dense, monkeypatch
     assert fastest[0] == fastest[1]
 
 
+@pytest.mark.full
 def test_gradients_that_a_wrapper_shards_need_not_fit(dense):
     """With ``zero12`` beside ``adamw`` in stage 2, weights alone fit where gradients beside them do not."""
     config = dense.registry.get("parallel", "zero12").config(stage=2)

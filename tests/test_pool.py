@@ -206,6 +206,7 @@ def holds(condition, seconds=120.0):
     return found
 
 
+@pytest.mark.full
 def test_ranks_end_with_the_process_that_has_the_pool(tmp_path):
     script = tmp_path / "pool_of_two.py"
     script.write_text(POOL)

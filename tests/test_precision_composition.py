@@ -102,7 +102,7 @@ def alone(cut, adamw):
     return trace
 
 
-@pytest.mark.full_cases("pp2-zb_h1")
+@pytest.mark.full_cases("ep2", "pp2-zb_h1")
 @LAYOUT
 def test_fp8_is_that_of_one_process(name):
     topology, around, apart = LAYOUTS[name]

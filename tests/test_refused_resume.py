@@ -19,6 +19,13 @@ def engine(folder, kind, changes, **options):
     return make_engine(CASE, tables, folder=folder, **options)
 
 
+@pytest.mark.full_cases(
+    "changes0-another model: model.norm_eps is-simple",
+    "changes1-the checkpoint was trained on other data-sharded_v2",
+    "changes2-the checkpoint was trained on other data-simple",
+    "changes3-expected BF16-sharded_v2",
+    "changes4-exp_avg-simple",
+)
 @pytest.mark.parametrize("kind", ["simple", "sharded_v2"])
 @pytest.mark.parametrize(
     ("changes", "text"),

@@ -29,7 +29,7 @@ def said(found):
     return re.sub(r" \([^)]*\)", "", found[0])
 
 
-@pytest.mark.full_cases("transformer-tp2-dp3-sp-mb6--")
+@pytest.mark.full_cases("transformer-dp4-mb6--", "transformer-dp2-mb6--1", "transformer-tp2-dp3-sp-mb6--")
 @pytest.mark.parametrize(
     ("found", "fault", "text"),
     [
@@ -96,7 +96,7 @@ def assert_left_alone(found, case):
         assert one.meta == other.meta
 
 
-@pytest.mark.full_cases("deepseek_v3-pp2-dp2-dualpipe_v-tied-zero2-mb2")
+@pytest.mark.full_cases("deepseek_v3-dp4-ep2-mb6", "deepseek_v3-pp2-dp2-dualpipe_v-tied-zero2-mb2")
 @pytest.mark.parametrize(
     "found",
     [

@@ -78,13 +78,14 @@ def assert_named(found, step, culprit):
     assert [each.text for each in found] == [text] * len(found)
 
 
+@pytest.mark.full_cases("2")
 @pytest.mark.parametrize("culprit", [0, 2])
 def test_one_flipped_bit_stops_every_rank_with_the_name_of_the_wrong_one(culprit):
     found = run_ranks(train_flipped, 4, DDP, watched(3, run={"steps": 4}), Flip(1, culprit))
     assert_named(found, 3, culprit)
 
 
-@pytest.mark.full_cases("zero12")
+@pytest.mark.full_cases("ddp", "zero12")
 @pytest.mark.parametrize("case", [DDP, ZERO], ids=lambda case: case.use)
 def test_the_first_step_is_compared_whatever_the_interval(case, tmp_path):
     """What was initialized or restored is as much at risk as what was trained."""
@@ -114,12 +115,14 @@ def test_steps_that_are_not_logged_are_compared():
     assert_named(found, 3, 1)
 
 
+@pytest.mark.full_cases("fp16")
 @pytest.mark.parametrize("use", ["bf16", "fp16"])
 def test_a_flip_that_a_master_weight_would_overwrite_is_found(use):
     changes = watched(precision={"use": use})
     assert_named(run_ranks(train_flipped, 4, DDP, changes, Flip(1, 2)), 2, 2)
 
 
+@pytest.mark.full_cases("zero12")
 @pytest.mark.parametrize("case", [DDP, ZERO], ids=lambda case: case.use)
 def test_a_flip_that_makes_the_gradient_infinite_is_named_before_the_step_is_skipped(case):
     """The top bit of an exponent: the weight becomes about 1e307."""
@@ -135,6 +138,7 @@ def test_in_a_pipeline_all_stages_end():
     assert [each.text for each in found] == [text] * 4
 
 
+@pytest.mark.full
 def test_blocks_that_differ_by_right_are_not_compared():
     case = Case("parallel", use="tp", topology={"tp": 2, "dp": 2}, overrides={"parallel": [{"use": "ddp"}]})
     found = run_ranks(train_flipped, 4, case, watched(), Flip(0, -1))

@@ -221,6 +221,7 @@ def test_resuming_from_an_older_step_leaves_the_later_branch_aside(tmp_path):
     assert (tmp_path / "a/recipe-2.toml").exists()
 
 
+@pytest.mark.full
 def test_a_checkpoint_of_another_model_or_precision_is_refused_by_name(tmp_path):
     write_small(tmp_path)
     nanotrain("run", "small.toml", "--folder", "a", cwd=tmp_path)

@@ -61,7 +61,11 @@ EACH = [pytest.param(name, marks=[pytest.mark.full] * (name == "same")) for name
 
 
 @pytest.mark.full_cases(
-    "sharded_v2-one rank", "simple-one rank", "simple-zero2-dp4-ep2-etp2", "simple-tp2-pp2"
+    "sharded_v2-zero2-dp4-ep2-etp2",
+    "sharded_v2-one rank",
+    "simple-one rank",
+    "simple-zero2-dp4-ep2-etp2",
+    "simple-tp2-pp2",
 )
 @pytest.mark.parametrize("target", EACH)
 def test_goes_on_from_step_two(saved, target):

@@ -29,6 +29,7 @@ def test_ranks_write_what_one_process_does(tmp_path):
     assert [prompt for prompt, _ in sampled(one)] == ["one two", "t"]
 
 
+@pytest.mark.full
 def test_ranks_score_what_one_process_does(tmp_path):
     (tmp_path / "text.txt").write_text("one two three " * 40)
     data = {"use": "text", "paths": [str(tmp_path / "text.txt")], "suffixes": [".txt"]}

@@ -162,6 +162,7 @@ def test_a_command_that_trains_handles_signals_before_it_imports_anything(words,
 QUICK = {("1", 0.4), ("1", 1.5), ("4", 1.6)}
 
 
+@pytest.mark.full_cases("4-1.6")
 @pytest.mark.parametrize(
     ("ranks", "seconds"),
     [

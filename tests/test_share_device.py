@@ -55,6 +55,7 @@ def assert_as_one_process(case, ranks, alone):
         assert_same(found, whole([getattr(alone, part)]), part, atol=TOLERANCE)
 
 
+@pytest.mark.full_cases("tp", "ep", "ddp")
 @pytest.mark.parametrize("name", CASES)
 def test_staged_ranks_train_as_one_process(name):
     case, changes = CASES[name], {"kernels": {"use": "torch"}}

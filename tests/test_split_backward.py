@@ -67,7 +67,7 @@ def started_in_the_last_w_pass(case):
     return started[-1], len(sync.buckets)
 
 
-@pytest.mark.full_cases("False")
+@pytest.mark.full_cases("True", "False")
 @pytest.mark.parametrize("tied", [False, True])
 def test_all_reduces_start_in_the_last_w_pass(tied):
     base = case("zb_h1", tied=tied)

@@ -53,6 +53,7 @@ def test_modules_that_every_command_imports_are_torch_free():
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.full_cases("plugins --json", "check laptop", "recipes")
 @pytest.mark.parametrize(
     "words",
     [

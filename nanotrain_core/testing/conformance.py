@@ -134,6 +134,7 @@ def failures(listed: Iterable[Trial]) -> dict[str, Exception]:
 #: The checks of a kind that run many steps, or go through the core alone.
 SLOW: Mapping[str, tuple[str, ...]] = {
     "data": ("every_process_has_the_same_epochs",),
+    "model": ("roles_are_true", "sequence_parallel_is_exact"),
     "monitor": (
         "its_failure_does_not_stop_training",
         "publishes_what_it_declares",
@@ -154,6 +155,7 @@ SLOW: Mapping[str, tuple[str, ...]] = {
         "collectives_in_one_order",
         "twenty_steps_are_those_of_one_process",
     ),
+    "precision": ("evaluation_changes_nothing", "going_back_is_bit_equal", "loss_follows_float32"),
 }
 
 

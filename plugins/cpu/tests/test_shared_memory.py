@@ -10,6 +10,7 @@ from random import Random
 from time import sleep
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from nanotrain_cpu import shared_memory
@@ -95,6 +96,7 @@ time.sleep(1000)
 """
 
 
+@pytest.mark.full
 def test_the_file_of_a_killed_rank_is_swept_at_the_next_start_and_that_of_a_living_one_never(tmp_path):
     def start():
         command = [sys.executable, "-c", RANK, str(tmp_path)]

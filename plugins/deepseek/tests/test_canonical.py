@@ -85,7 +85,9 @@ def refused(saved, ours):
     return ""
 
 
-@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize(
+    "base", [pytest.param(name, marks=[pytest.mark.full] * (name not in ("v3", "v2"))) for name in BASES]
+)
 @pytest.mark.parametrize(
     ("key", "value"), [(key, value) for key, values in OTHERS.items() for value in values]
 )

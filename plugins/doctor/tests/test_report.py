@@ -139,6 +139,7 @@ def test_mistakes_are_told_in_a_line(words, told, capsys):
     assert code == 2
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("threads", "code"), [pytest.param("1", 7, marks=pytest.mark.full), ("0", 1)])
 def test_a_command_follows_if_the_host_is_fit(tmp_path, threads, code):
     """Its words are not the doctor's, though they look like them; its exit code is the caller's."""

@@ -42,7 +42,7 @@ def test_four_bits_miss_the_band_of_the_harness_with_a_float32_master_too(monkey
     assert sum(away) / len(away) > MEAN_LOSS
 
 
-@pytest.mark.parametrize("variant", ["remainder", "residual"])
+@pytest.mark.parametrize("variant", ["remainder", pytest.param("residual", marks=pytest.mark.full)])
 def test_losses_of_bfloat16_follow_float32s(variant):
     """The component does not promise it for all its formats."""
     loss_follows_float32(case("bf16", variant))
@@ -69,13 +69,15 @@ def test_a_variant_says_what_it_does_not_promise(form, variant, word):
     assert lost & checks == (set() if word == "keeps_small_updates" else lost)
 
 
-test_bfloat16 = conformance(case("bf16", "remainder"), case("bf16", "residual"))
+test_bfloat16 = conformance(case("bf16", "remainder"))
+test_bfloat16_with_residuals = conformance(case("bf16", "residual"), slow=pytest.mark.full)
 test_nvfp4 = conformance(
     case("nvfp4", "residual"),
     marks={"master_keeps_small_updates": pytest.mark.full},
 )
 test_nvfp4_in_the_momentum = conformance(
     case("nvfp4", "eco"),
+    slow=pytest.mark.full,
     marks={"master_keeps_small_updates": pytest.mark.full},
 )
 test_bfloat16_in_the_momentum = pytest.mark.full(conformance(case("bf16", "eco")))

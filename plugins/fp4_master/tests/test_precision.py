@@ -285,7 +285,7 @@ def held_by(case):
     }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.full), "int8"])
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.form}-{row.variant}".strip("-"))
 def test_a_parameter_takes_the_bytes_of_the_table(row, dtype):
     """Two percent for all else that is alive in the process, however it came there."""

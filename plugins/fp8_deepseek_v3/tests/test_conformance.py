@@ -6,6 +6,8 @@ and nothing rounded that DeepSeek-V3 leaves wide: weights rounded alone move a l
 6.6%. Nor are tiles too long: at a width of 32 they are shorter than DeepSeek-V3's.
 """
 
+import pytest
+
 from nanotrain_core.testing import Case, conformance
 from nanotrain_core.testing.checks.precision_losses import every_weight_has_its_gradient
 
@@ -14,7 +16,8 @@ TILED = Case(
 )
 HYBRID = Case("precision", use="fp8_hybrid")
 
-test_conformance = conformance(TILED, HYBRID)
+test_conformance = conformance(TILED)
+test_hybrid = conformance(HYBRID, slow=pytest.mark.full)
 
 
 def test_gradients_are_there_though_tokens_go_to_other_experts():

@@ -61,6 +61,14 @@ def not_finite(rows, columns):
     return x
 
 
+#: Rows and columns: less than a tile, a tile, and tiles that the shape cuts.
+SHAPES = [
+    (1, 1),
+    (128, 128),
+    (130, 257),
+    pytest.param((3, 127), marks=pytest.mark.full),
+    pytest.param((200, 129), marks=pytest.mark.full),
+]
 CORPUS = {
     "normal": normal,
     "every_exponent": every_exponent,
@@ -75,7 +83,7 @@ CORPUS = {
 
 
 @FORMATS
-@pytest.mark.parametrize("shape", [(1, 1), (128, 128), (130, 257), (3, 127), (200, 129)], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("power_of_two", [False, True], ids=["float32", "power_of_two"])
 @pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize("corpus", CORPUS)

@@ -271,6 +271,7 @@ def test_gradients_on_their_way_to_experts_are_counted_and_rows_that_are_recompu
     assert counted() == 2 * rows.numel()
 
 
+@pytest.mark.full
 def test_ranks_talk_at_the_start_alone_and_publish_in_watched_steps():
     around = {**WITH_FP8, "parallel": [{"use": "summed"}]}
     case = Case("monitor", use="fp8", config={"every": 2}, topology={"dp": 2}, overrides=around)

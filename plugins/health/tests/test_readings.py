@@ -1,5 +1,6 @@
 """In which steps tensors are read."""
 
+import pytest
 from health_runs import Told, run
 from health_troubles import sharpen
 
@@ -38,6 +39,7 @@ def collapse(engine, begin, end):
     engine.executor.run = planted
 
 
+@pytest.mark.full
 def test_what_a_reading_finds_is_read_in_each_step_until_it_is_reported():
     """Two bad values are reported, in 1 step and not in 10; and so are five good ones, which end it."""
     told = run({}, lambda engine: collapse(engine, 22, 43), steps=60, every=10)

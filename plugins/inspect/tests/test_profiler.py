@@ -63,6 +63,7 @@ def fit_two(folder, **config):
     return fit(folder, 2, steps="2:3", **config)
 
 
+@pytest.mark.full
 def test_one_file_has_all_ranks(tmp_path):
     run_ranks(fit_two, 2, tmp_path)
     folder = tmp_path / "profile" / "steps-2-3"

@@ -70,7 +70,13 @@ def test_a_job_that_is_cancelled_is_told_once_and_stays_out_of_the_queue(cluster
 
 @pytest.mark.parametrize(
     ("code", "requeued"),
-    [(1, True), (5, True), (137, True), (143, True), (129, True), (2, False), (3, False), (6, False)],
+    [
+        (1, True),
+        (137, True),
+        (2, False),
+        *(pytest.param(code, True, marks=pytest.mark.full) for code in (5, 143, 129)),
+        *(pytest.param(code, False, marks=pytest.mark.full) for code in (3, 6)),
+    ],
 )
 def test_which_codes_bring_a_job_back(cluster, code, requeued):
     write(cluster, "slurm")
@@ -78,6 +84,7 @@ def test_which_codes_bring_a_job_back(cluster, code, requeued):
     assert (ended, cluster.requeued()) == (code, requeued)
 
 
+@pytest.mark.full
 def test_crashes_are_counted_and_not_other_restarts(cluster):
     write(cluster, "slurm", "--option", "requeues=1", "--folder", "of a run")
     told = []

@@ -158,6 +158,7 @@ def test_a_checkpoint_that_is_gathered_takes_the_memory_and_the_time_of_one_host
         assert ("too little; a checkpoint of which every rank writes a share" in out) == (code == 2)
 
 
+@pytest.mark.full
 def test_a_checkpoint_has_the_weights_that_are_packed_in_memory(recipe, capsys):
     """Each in 2 bytes, beside what the precision and the optimizer keep."""
     pytest.importorskip("nanotrain_fp4_master")
@@ -318,6 +319,7 @@ def test_advice_that_leaves_too_little_host_memory_does_not_fit(recipe, tmp_path
     assert "too little host memory" in " ".join(told.split())
 
 
+@pytest.mark.full
 def test_advice_changes_the_component_that_a_recipe_has(recipe, tmp_path, capsys):
     """A second table of it would be refused. What is advised is what `--set` takes, and has that peak."""
     small = tmp_path / "small.toml"
@@ -363,6 +365,7 @@ def test_a_node_has_as_many_ranks_as_nproc_says(recipe, capsys):
     assert seconds[1] > seconds[0]
 
 
+@pytest.mark.full
 def test_advice_that_is_not_enough_says_so_and_cuts_no_number(recipe, tmp_path, capsys):
     small = tmp_path / "small.toml"
     small.write_text(

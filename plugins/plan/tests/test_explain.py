@@ -226,6 +226,7 @@ def _told_by_ranks(recipe):
     return told
 
 
+@pytest.mark.full
 def test_a_trace_tells_what_it_does_meanwhile(recipe, capsys):
     """Its ranks are forked from a server, which has another stderr than a test."""
     assert main(["explain", recipe, "--trace", "--set", "model.layers=1"]) == 0
@@ -327,6 +328,7 @@ until_tokens = 20_000_000
 """
 
 
+@pytest.mark.full
 def test_a_step_is_that_of_the_largest_batch_of_the_phases(tmp_path, capsys):
     path = tmp_path / "phases.toml"
     path.write_text(TINY.replace("steps = 10\n", "") + PHASES.replace("60_000", "16"))

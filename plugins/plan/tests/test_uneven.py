@@ -116,6 +116,7 @@ name = "rest"
 """
 
 
+@pytest.mark.full
 def test_a_phase_with_less_than_a_microbatch_takes_as_long_as_by_itself(plan):
     ramp = plan(24, 8, ranks=2, more=RAMP)
     alone = {size: plan(size, 8, ranks=2).time.seconds for size in range(2, 26, 2)}
@@ -155,6 +156,7 @@ batch.sequences = {start = 8, end = 16, by = 1}
 """
 
 
+@pytest.mark.full
 def test_a_growing_batch_may_need_most_memory_between_its_ends(plan):
     """Interleaved stages hold most with microbatches that are no multiple of the pipeline ranks: 11, on 4."""
     more = PIPELINE.format(schedule="interleaved_1f1b").replace("pp = 2", "pp = 4")

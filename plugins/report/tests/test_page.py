@@ -128,6 +128,7 @@ def test_shares_of_the_time_since_the_start_are_the_newest(tmp_path):
     assert "down 25%" in found
 
 
+@pytest.mark.full
 def test_an_attempt_began_again_because_of_an_error_and_no_warning(tmp_path):
     run = MadeUp(tmp_path, steps=8)
     run.start()
@@ -216,6 +217,7 @@ def test_it_fetches_nothing_and_runs_no_script_of_a_run(full):
     assert "<b>plugin</b>" in "".join(found.sections.values())
 
 
+@pytest.mark.full
 def test_several_runs_lie_over_each_other(tmp_path, full):
     short = full_run(tmp_path / "short", 40)
     text = page([full[0], open_run(short)])

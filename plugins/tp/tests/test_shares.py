@@ -52,7 +52,9 @@ def test_any_key_heads_that_divide_the_query_heads(tp, heads, kv_heads):
     gradients_equal(case(tp, **shape), "fp64")
 
 
-@pytest.mark.parametrize("sequence_parallel", [True, False], ids=["shares", "whole"])
+@pytest.mark.parametrize(
+    "sequence_parallel", [True, pytest.param(False, marks=pytest.mark.full)], ids=["shares", "whole"]
+)
 @pytest.mark.parametrize("kv_heads", [1, 2])
 def test_gradients_are_those_of_one_process(kv_heads, sequence_parallel):
     options = {"kv_heads": kv_heads, "bias": True, "tied": kv_heads == 1}

@@ -37,6 +37,7 @@ def activations_sent(model, width, *, sequence_parallel=True):
     return {operator: numbers / whole for operator, numbers in found.items()}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("sequence_parallel", "each"),
     [

@@ -82,6 +82,7 @@ def sink(tmp_path, monkeypatch):
 HISTOGRAM = Histogram((0.0, 1.0, 3.0), (2.0, 4.0), 0.0, 5.0, 0.0)
 
 
+@pytest.mark.full
 def test_the_file_holds_what_was_published_through_a_resume_and_a_rollback(sink, tmp_path):
     run = sink()
     run.write(MetricsReport(1, {"loss": 2.5, "a/b.c": math.nan}, {"h": HISTOGRAM}, {"health": "good"}))

@@ -49,6 +49,7 @@ def test_a_run_goes_on_with_the_other_optimizer_on_other_ranks(before, saver, af
     assert prefixes == {"exp_avg", "exp_avg_sq", "step"}
 
 
+@pytest.mark.full
 def test_deepspeed_2898_and_5405_state_of_four_ranks_goes_on_with_three():
     sharded = {**ZERO, "stage": 2}
     with tempfile.TemporaryDirectory() as folder:

@@ -15,8 +15,15 @@ WATCHED = {
 }
 
 
-@pytest.mark.parametrize("own", [True, False], ids=["own", "another's"])
-@pytest.mark.parametrize("culprit", [0, 3])
+@pytest.mark.parametrize(
+    ("culprit", "own"),
+    [
+        pytest.param(0, True, id="0-own"),
+        pytest.param(3, False, id="3-another's"),
+        pytest.param(0, False, id="0-another's", marks=pytest.mark.full),
+        pytest.param(3, True, id="3-own", marks=pytest.mark.full),
+    ],
+)
 @pytest.mark.parametrize(
     ("stage", "kernels"),
     [

@@ -246,7 +246,14 @@ def rounded_weights(case, steps):
     return [placed.parameter.detach().clone() for placed in run.placed]
 
 
-@pytest.mark.parametrize("config", [{}, {"kernels": "torch"}, {"moment_dtype": "bfloat16"}])
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        pytest.param({"kernels": "torch"}, marks=pytest.mark.full),
+        pytest.param({"moment_dtype": "bfloat16"}, marks=pytest.mark.full),
+    ],
+)
 def test_what_masters_round_reaches_all_ranks_before_the_first_step_too(config):
     one = attrs.evolve(case(**config), topology={}, world_size=1)
     for steps in (0, 3):
