@@ -54,14 +54,8 @@ def check(cell):
             assert compiled == pytest.approx(eager, rel=1e-3)
 
 
-@pytest.mark.full_cases("llama-bf16")
-@pytest.mark.parametrize(
-    "cell",
-    [
-        pytest.param(cell, id=cell.id, marks=() if cell.id == "llama-bf16" else pytest.mark.full)
-        for cell in TABLE
-    ],
-)
+@pytest.mark.full
+@pytest.mark.parametrize("cell", TABLE, ids=lambda cell: cell.id)
 def test_one_graph_each_and_the_eager_numbers(cell):
     check(cell)
 
