@@ -25,7 +25,7 @@ LEVELS = (
         "moe moe.grouped_mm models models.cache models.cross_entropy models.feed_forward "
         "models.head models.norms models.ops optim "
         "pipeline pipeline.actions pipeline.passes pipeline.weight_gradients precision precision.dtypes "
-        "recipe.cached_token recipe.secrets "
+        "recipe.model_config recipe.secrets "
         "recipe.divisibility run run.files run.suggest_run run.owner run.log run.plain_json run.random_state "
         "run.stop run.throughput run.upload run.progress_bar",
     ),
@@ -220,7 +220,7 @@ SMALL = {
     "phases": 372,
     "pipeline": 625,
     "precision": 680,
-    "recipe": 1731,
+    "recipe": 1735,
     "registry": 600,
     "run": 2517,
     "script": 790,

@@ -11,6 +11,7 @@ from nanotrain_core.builtin.transformer_config import RopeScalingConfig, Transfo
 from nanotrain_core.errors import CheckpointError
 from nanotrain_core.models.transformer import Transformer
 from nanotrain_core.pipeline.actions import Part
+from nanotrain_core.recipe.model_config import ModelConfig
 from nanotrain_core.recipe.model_table import model_table, refuse_other_model, training_keys
 from nanotrain_core.recipe.tree import Selection
 from nanotrain_core.testing import Case
@@ -130,7 +131,7 @@ def test_a_table_of_another_version_has_its_defaults_and_no_keys_that_are_gone()
 
 
 @attrs.define(frozen=True, kw_only=True)
-class PlainConfig:
+class PlainConfig(ModelConfig):
     """Of a plugin that does not say which keys are one model."""
 
     layers: int = 2

@@ -82,6 +82,10 @@ def test_registered_component_is_found_with_its_owner(site):
             PLUGIN.replace("register_monitor", "register_optimizer"),
             "must derive from nanotrain_core.api.OptimizerConfig",
         ),
+        (
+            PLUGIN.replace("register_monitor", "register_model"),
+            "must derive from nanotrain_core.api.ModelConfig",
+        ),
         (PLUGIN.replace("size: int", "size: list[int]"), "Config.size: list[int] is no type of a recipe"),
         (PLUGIN.replace("json:Thing", "json.Thing"), "'module:attribute'"),
         (PLUGIN.replace("{name}", "Not A Name"), "lower-case"),

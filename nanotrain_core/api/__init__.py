@@ -84,7 +84,6 @@ from nanotrain_core.phases.timeline import PhaseTimeline
 from nanotrain_core.phases.timeline import Stretch as PhaseStretch
 from nanotrain_core.pipeline.actions import Action, Costs, Part, parts_between
 from nanotrain_core.pipeline.simulator import Durations, TimedAction, Timeline, needs, simulate
-from nanotrain_core.recipe.cached_token import CachedToken, cached_token_of
 from nanotrain_core.recipe.divisibility import (
     Divisible,
     divisibility_of,
@@ -95,6 +94,7 @@ from nanotrain_core.recipe.divisibility import (
     undivided,
 )
 from nanotrain_core.recipe.load import Resolution, resolve_recipe
+from nanotrain_core.recipe.model_config import CachedToken, ModelConfig, cached_token_of
 from nanotrain_core.recipe.phase import CHANGES
 from nanotrain_core.recipe.range_validator import LARGEST_SIZE, MOST_LAYERS, Range
 from nanotrain_core.recipe.secrets import is_secret, without_secrets
@@ -158,6 +158,7 @@ __all__ = [
     "Layout",
     "Metric",
     "MetricNames",
+    "ModelConfig",
     "NanotrainError",
     "NotCaptured",
     "OptimizerConfig",

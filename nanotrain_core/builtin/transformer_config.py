@@ -10,8 +10,8 @@ import attrs
 
 from nanotrain_core.errors import Problem
 from nanotrain_core.layout.roles import Role
-from nanotrain_core.recipe.cached_token import CachedToken
 from nanotrain_core.recipe.divisibility import Divisible
+from nanotrain_core.recipe.model_config import CachedToken, ModelConfig
 from nanotrain_core.recipe.phase import CHANGES
 from nanotrain_core.recipe.range_validator import LARGEST_SIZE, MOST_LAYERS, Range
 from nanotrain_core.recipe.tree import TRAINING
@@ -82,7 +82,7 @@ def yarn_magnitude(factor: float, weight: float = 1.0) -> float:
 
 
 @attrs.define(frozen=True, kw_only=True)
-class TransformerConfig:
+class TransformerConfig(ModelConfig):
     """``[model] use = "transformer"``: a decoder of GPT-2 or Llama shape."""
 
     layers: int = attrs.field(validator=Range(1, MOST_LAYERS))

@@ -1,23 +1,18 @@
-"""How finely a model can be sharded, from its config alone: for checks before any process starts.
-
-A config class may define::
-
-    def divisibility(self):
-        yield Divisible((Role.COLUMN, Role.ROW), "model.heads", self.heads, "heads")
-
-Checks of wrappers, which refer to roles and not to models, read it with :func:`divisibility_of`.
-"""
+"""How finely a model can be sharded, from its config alone: for checks before any process starts."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from math import gcd
-from typing import Any
+from typing import TYPE_CHECKING
 
 import attrs
 
 from nanotrain_core.errors import Problem
 from nanotrain_core.layout.roles import Role
+
+if TYPE_CHECKING:
+    from nanotrain_core.recipe.model_config import ModelConfig
 
 
 @attrs.define(frozen=True)
@@ -60,10 +55,10 @@ class Divisible:
         )
 
 
-def divisibility_of(config: Any) -> tuple[Divisible, ...] | None:
-    """Return the result of ``divisibility()`` of a model's config; None if the config has no such method."""
-    tell = getattr(config, "divisibility", None)
-    return tuple(tell()) if callable(tell) else None
+def divisibility_of(config: ModelConfig) -> tuple[Divisible, ...] | None:
+    """Return the result of ``divisibility()`` of a model's config; None if it is not known."""
+    told = config.divisibility()
+    return None if told is None else tuple(told)
 
 
 def divisors_near(length: int, degree: int) -> list[int]:
@@ -92,7 +87,7 @@ def either(numbers: Sequence[int]) -> str:
     return " or ".join(map(str, numbers))
 
 
-def too_few(config: Any, roles: Iterable[Role], dim: str, degree: int) -> Iterator[Problem]:
+def too_few(config: ModelConfig, roles: Iterable[Role], dim: str, degree: int) -> Iterator[Problem]:
     """Yield a problem for each extent of ``roles`` with fewer units than ranks: shards may be uneven."""
     wanted = {*roles}
     for extent in divisibility_of(config) or ():
@@ -101,7 +96,7 @@ def too_few(config: Any, roles: Iterable[Role], dim: str, degree: int) -> Iterat
 
 
 def undivided(
-    config: Any, roles: Iterable[Role], dim: str, degree: int, *, width: bool = False
+    config: ModelConfig, roles: Iterable[Role], dim: str, degree: int, *, width: bool = False
 ) -> Iterator[Problem]:
     """Yield a problem for each extent of any of ``roles`` that ``degree`` does not divide."""
     wanted = {*roles}

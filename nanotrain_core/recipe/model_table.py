@@ -21,11 +21,9 @@ def model_table(model: Selection) -> dict[str, Any]:
 def canonical_table(model: Selection) -> dict[str, Any]:
     """Return the keys that define what a model computes, in the canonical form shared by all its recipes.
 
-    This is the result of the config's method ``canonical()``, where it has one: an unset value is replaced by
-    the value it implies, and a key that nothing reads is removed. Otherwise it is every key unchanged.
+    See :meth:`~nanotrain_core.recipe.model_config.ModelConfig.canonical`.
     """
-    own = getattr(model.config, "canonical", None)
-    return {"use": model.use, **(own() if own else attrs.asdict(model.config))}
+    return {"use": model.use, **model.config.canonical()}
 
 
 def training_keys(config: Any) -> frozenset[str]:

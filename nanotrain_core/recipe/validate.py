@@ -197,7 +197,7 @@ def _stages(
     pp, microbatches = layout.degree("pp"), microbatches_of(recipe, layout)
     refusal = _refusal if isinstance(schedule, Hashable) else _refusal.__wrapped__
     try:
-        wrong = refusal(schedule, None if between else model_layers(recipe), pp, microbatches, between)
+        wrong = refusal(schedule, None if between else recipe.model.config.layers, pp, microbatches, between)
     except Exception as error:
         raise PluginError(f"schedule '{recipe.schedule.use}' raised {describe(error)}") from error
     if wrong is not None:
@@ -221,12 +221,6 @@ def microbatches_of(recipe: Recipe, layout: Layout) -> int:
     """Return how many microbatches one rank runs in a step."""
     dp = layout.size(*layout.row_dims)
     return recipe.batch.microbatches(dp)
-
-
-def model_layers(recipe: Recipe) -> int | None:
-    """Return the number of layers of a model whose table has ``layers``; others know it only when built."""
-    layers = getattr(recipe.model.config, "layers", None)
-    return layers if isinstance(layers, int) else None
 
 
 def _lr_schedule(recipe: Recipe) -> Iterator[Problem]:

@@ -27,12 +27,15 @@ from nanotrain_core import hookspecs
 from nanotrain_core.command import CORE_COMMANDS, Command
 from nanotrain_core.component import KINDS, Component
 from nanotrain_core.errors import PluginError, describe, did_you_mean
+from nanotrain_core.recipe.model_config import ModelConfig
 from nanotrain_core.recipe.tree import OptimizerConfig
 from nanotrain_core.recipe.types import check_config_types
 from nanotrain_core.registry.local_plugins import local_plugins
 
 #: Entry-point group in which a distribution lists its plugins.
 GROUP = "nanotrain.plugins"
+#: Kind -> the base class of its tables, of which the core reads more than the keys.
+CONFIG_BASES = {"model": ModelConfig, "optimizer": OptimizerConfig}
 
 
 def _absolute(paths: Iterable[str]) -> tuple[str, ...]:
@@ -280,8 +283,9 @@ def _check_component(kind: str, component: Component, earlier: list[tuple[str, C
         raise PluginError(f"{label} is registered twice")
     if not _is_frozen(config):
         raise PluginError(f"{label}: config must be a frozen attrs class: @attrs.define(frozen=True)")
-    if kind == "optimizer" and not issubclass(config, OptimizerConfig):
-        raise PluginError(f"{label}: {config.__name__} must derive from nanotrain_core.api.OptimizerConfig")
+    base = CONFIG_BASES.get(kind, object)
+    if not issubclass(config, base):
+        raise PluginError(f"{label}: {config.__name__} must derive from nanotrain_core.api.{base.__name__}")
     try:
         check_config_types(config)
     except (TypeError, NameError) as error:

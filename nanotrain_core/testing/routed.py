@@ -15,10 +15,11 @@ from nanotrain_core.component import Component
 from nanotrain_core.hookspecs import Register
 from nanotrain_core.layout.roles import Role
 from nanotrain_core.recipe.divisibility import Divisible
+from nanotrain_core.recipe.model_config import ModelConfig
 
 
 @attrs.define(frozen=True, kw_only=True)
-class RoutedConfig:
+class RoutedConfig(ModelConfig):
     """``[model] use = "routed"``."""
 
     layers: int = 2

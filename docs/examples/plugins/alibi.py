@@ -6,11 +6,11 @@ rank has those of its own heads.
 
 import attrs
 
-from nanotrain_core.api import Component, Divisible, Range, Role, hookimpl
+from nanotrain_core.api import Component, Divisible, ModelConfig, Range, Role, hookimpl
 
 
 @attrs.define(frozen=True, kw_only=True)
-class AlibiConfig:
+class AlibiConfig(ModelConfig):
     """`[model] use = "alibi"`."""
 
     layers: int = attrs.field(default=4, validator=Range(1))

@@ -14,6 +14,7 @@ from nanotrain_core.api import (
     TRAINING,
     CachedToken,
     Divisible,
+    ModelConfig,
     NotCaptured,
     Problem,
     Range,
@@ -68,7 +69,7 @@ _OF_EXPERTS = {
 
 
 @attrs.define(frozen=True, kw_only=True)
-class DeepSeekConfig:
+class DeepSeekConfig(ModelConfig):
     """``[model] use = "deepseek"``: defaults are V3's, except dimensions."""
 
     layers: int = attrs.field(validator=Range(1, MOST_LAYERS))

@@ -91,10 +91,10 @@ def test_short_sequences_will_do_where_they_stay_whole():
 
 SHIFTS = """
 import attrs
-from nanotrain_core.api import Component, Support, hookimpl
+from nanotrain_core.api import Component, ModelConfig, Support, hookimpl
 
 @attrs.define(frozen=True)
-class Config:
+class Config(ModelConfig):
     pass
 
 @hookimpl
