@@ -48,6 +48,7 @@ from nanotrain_core.pipeline.passes import Passes
 from nanotrain_core.precision.gemm import GEMMBackend, gemm_parameters, gemms_of, use_gemm
 from nanotrain_core.precision.quantized_storage import release_unquantized
 from nanotrain_core.recipe.tree import EvaluationConfig, OptimizerConfig, Recipe, Selection
+from nanotrain_core.registry.contract_checks import check_part
 from nanotrain_core.registry.registry import Registry
 from nanotrain_core.run.current_device import make_current
 from nanotrain_core.run.feed import DataFeed, Feed
@@ -198,6 +199,8 @@ def compose(
     stages = build_stages(
         model, parts, mesh, wrap_ops(kernels.ops(mesh.device), *(w.around(mesh) for _, w in wrappers))
     )
+    for part in stages.values():
+        check_part(f"model '{recipe.model.use}'", part)
     placements = share_between_stages(place(stages.values(), layout), mesh)
     stages = wrap(stages, placements, mesh, wrappers)
     stages = {stage: precision.convert(part) for stage, part in stages.items()}

@@ -3,12 +3,13 @@
 import pytest
 import torch
 
-from nanotrain_core.contracts import Initializer
+from nanotrain_core.contracts import Initializer, ModelPart
 from nanotrain_core.errors import PluginError
 from nanotrain_core.layout import initialization
 from nanotrain_core.layout.initialization import initial_block
 from nanotrain_core.layout.layout import Layout, View
-from nanotrain_core.layout.placement import Placement
+from nanotrain_core.layout.placement import Placement, place
+from nanotrain_core.registry.contract_checks import check_part
 
 NORMAL = Initializer("normal", 0.02)
 LAYOUT = Layout({"dense": View(("dp", "tp"), (1, 4))})
@@ -60,3 +61,34 @@ def test_a_part_with_a_buffer_is_refused():
 
     with pytest.raises(PluginError, match="cache"):
         initialization.materialize([Bad()], {}, 0, torch.device("cpu"))
+
+
+def test_what_a_part_lacks_is_told_with_its_base():
+    class Plain(torch.nn.Linear):
+        """Has no buffers, and needs no ``constant``."""
+
+        def initializer(self, name):
+            return Initializer("constant", 0.0)
+
+    part = Plain(1, 1)
+    check_part("model 'mine'", part)
+    part.register_buffer("cache", torch.zeros(1))
+    inherit = r"\(inherit from nanotrain_core.api.torch.ModelPart\)"
+    with pytest.raises(PluginError, match=f"model 'mine': build returned a Plain without constant {inherit}"):
+        check_part("model 'mine'", part)
+    with pytest.raises(PluginError, match=f"returned a Linear without initializer {inherit}"):
+        check_part("model 'mine'", torch.nn.Linear(1, 1))
+    with pytest.raises(PluginError, match=f"returned a NoneType without initializer {inherit}"):
+        check_part("model 'mine'", None)
+
+
+def test_a_part_knows_no_parameter_and_no_buffer_unless_it_says_so():
+    part = ModelPart()
+    part.weight = torch.nn.Parameter(torch.empty(1, device="meta"))
+    placements = place([part], LAYOUT)
+    with pytest.raises(PluginError, match="no initializer for parameter weight"):
+        initialization.materialize([part], placements, 0, torch.device("cpu"))
+    with pytest.raises(
+        PluginError, match=r"buffer cache would be .* give the part a method constant\(name\)"
+    ):
+        part.constant("cache")

@@ -3,7 +3,8 @@
 ``Component.factory`` is called with the component's config and returns one of these. Inherit from
 :class:`Kernels`, :class:`Monitor`, :class:`Optimizer`, :class:`Parallel` and :class:`Precision`: base
 classes, of which a plugin overrides only the methods it needs. The same holds for :class:`MasterWeight`
-and :class:`ErrorFeedback`, which a precision creates. The others are structural protocols.
+and :class:`ErrorFeedback`, which a precision creates, and for :class:`ModelPart`, which a model builds. The
+others are structural protocols.
 """
 
 from nanotrain_core.contracts.checkpoint import Checkpoint, SavedWeights, TrainState, WeightReader

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from nanotrain_core.batch import Batch
+from nanotrain_core.errors import PluginError
 from nanotrain_core.models.ops import TORCH, Ops
 from nanotrain_core.pipeline.actions import Costs, Part
 
@@ -33,20 +34,40 @@ class Initializer:
     value: float
 
 
-class ModelPart(Protocol):
-    """An ``nn.Module`` built on ``meta``, with parameters under their global names and tagged roles."""
+class ModelPart(nn.Module):
+    """A base class: a module built on ``meta``, with parameters under their global names and tagged roles.
 
-    def __call__(self, inputs: torch.Tensor, batch: Batch) -> PartOutput:
+    Another ``nn.Module`` with :meth:`initializer` and, if it has buffers, :meth:`constant` is accepted too.
+    """
+
+    def forward(self, inputs: torch.Tensor, batch: Batch) -> PartOutput:
         """``inputs`` is tokens [B, S] for the part with the embedding, otherwise hidden states [B, S, D]."""
-        ...
+        raise NotImplementedError(f"{type(self).__name__} has no forward(inputs, batch)")
 
     def initializer(self, name: str) -> Initializer:
-        """Return how the parameter with that global name is initialized."""
-        ...
+        """Return how the parameter with that global name is initialized.
 
-    # A part with buffers also has ``constant(name) -> torch.Tensor``: the values of the whole model's buffer
-    # of that global name, of which each rank keeps the block given by its placement. Buffers never change
-    # during training, and checkpoints omit them.
+        Raises:
+            KeyError: there is no such parameter: by default, none is known.
+        """
+        raise KeyError(name)
+
+    def constant(self, name: str) -> torch.Tensor:
+        """Return the values of the whole model's buffer of that global name: by default there is none.
+
+        Each rank keeps the block given by its placement. Buffers never change during training, and
+        checkpoints omit them.
+        """
+        raise uninitialized(name)
+
+
+def uninitialized(buffer: str) -> PluginError:
+    """Return the error of a buffer built on ``meta`` whose values nobody gives."""
+    return PluginError(
+        f"model buffer {buffer} would be uninitialized: give the part a method constant(name), which "
+        "returns the whole model's tensor of that name, or compute it in forward; what training changes "
+        "is a parameter with requires_grad=False"
+    )
 
 
 class Model(Protocol):

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from nanotrain_core.contracts import Initializer
+from nanotrain_core.contracts.model import uninitialized
 from nanotrain_core.errors import PluginError
 from nanotrain_core.layout.dtensors import local_of
 from nanotrain_core.layout.mesh import Mesh
@@ -82,15 +83,11 @@ def materialize(parts: Iterable[nn.Module], placements: Placements, seed: int, d
 
 def _constant(part: nn.Module, name: str, placements: Placements) -> torch.Tensor:
     """Return this rank's block of a buffer."""
-    placement, known = placements.get(name), getattr(part, "constant", None)
-    if placement is None or known is None:
-        raise PluginError(
-            f"model buffer {name} would be uninitialized: give the part a method constant(name), which "
-            "returns the whole model's tensor of that name, or compute it in forward; what training changes "
-            "is a parameter with requires_grad=False"
-        )
+    placement = placements.get(name)
+    if placement is None:  # added after the model was built
+        raise uninitialized(name)
     with torch.device("cpu"):  # another default device would be used otherwise
-        whole = known(name)
+        whole = part.constant(name)  # type: ignore[operator]
     if not isinstance(whole, torch.Tensor) or tuple(whole.shape) != placement.global_shape:
         got = f"shape {tuple(whole.shape)}" if isinstance(whole, torch.Tensor) else type(whole).__name__
         raise PluginError(f"constant('{name}') returned {got}; expected a tensor {placement.global_shape}")

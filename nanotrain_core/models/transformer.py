@@ -18,7 +18,7 @@ from torch import nn
 
 from nanotrain_core.batch import Batch
 from nanotrain_core.builtin.transformer_config import TransformerConfig
-from nanotrain_core.contracts import Initializer, PartOutput
+from nanotrain_core.contracts import Initializer, ModelPart, PartOutput
 from nanotrain_core.layout.roles import Role, tag
 from nanotrain_core.models.cache import LayerCache
 from nanotrain_core.models.feed_forward import SwiGLU
@@ -75,8 +75,8 @@ class Transformer:
         return Costs(layers=(layer,) * c.layers, head=3.0 * 2 * c.vocab * c.width)
 
 
-class TransformerPart(nn.Module):
-    """Consecutive layers, numbered as in the whole model. See :class:`~nanotrain_core.contracts.ModelPart`.
+class TransformerPart(ModelPart):
+    """Consecutive layers, numbered as in the whole model.
 
     The last part of a tied model needs the embedding table for the head. It holds its own copy when
     the first part is on another rank, under the same name.

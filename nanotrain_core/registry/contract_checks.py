@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from difflib import SequenceMatcher
 from typing import Any
 
+from torch import nn
+
 from nanotrain_core import contracts
 from nanotrain_core.component import Component
 from nanotrain_core.errors import PluginError
@@ -56,6 +58,30 @@ def check_contract(label: str, component: Component, kind: str, built: Any) -> N
                 f"{label}: {type(built).__name__} has a method {mine}, which nobody ever calls, and not "
                 f"{meant} of {contract.__name__}: rename it, or begin its name with an underscore"
             )
+
+
+def missing_of_part(part: Any) -> list[str]:
+    """Return the methods of :class:`~nanotrain_core.contracts.ModelPart` that a part of a model lacks.
+
+    A plain module needs ``constant`` only for its buffers.
+    """
+    if not isinstance(part, nn.Module):
+        return ["initializer"]
+    missing = missing_members(contracts.ModelPart, part)
+    return [name for name in missing if name != "constant" or [*part.buffers()]]
+
+
+def check_part(label: str, part: Any) -> None:
+    """Check what a model's ``build`` returned.
+
+    Raises:
+        PluginError: it is no module, or lacks a method of a part: the text says to inherit.
+    """
+    if missing := missing_of_part(part):
+        raise PluginError(
+            f"{label}: build returned a {type(part).__name__} without {', '.join(missing)} (inherit from "
+            "nanotrain_core.api.torch.ModelPart)"
+        )
 
 
 def misspelt_methods(contract: type, built: Any) -> Iterator[tuple[str, str]]:

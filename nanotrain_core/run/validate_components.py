@@ -19,6 +19,7 @@ from nanotrain_core.layout.roles import Role, shared_tokens, tagged, taken_over_
 from nanotrain_core.phases.timeline import PhaseTimeline
 from nanotrain_core.pipeline.actions import Costs
 from nanotrain_core.recipe.tree import Recipe, Selection
+from nanotrain_core.registry.contract_checks import missing_of_part
 from nanotrain_core.registry.registry import Registry
 
 
@@ -69,10 +70,11 @@ def check_costs(costs: Costs, model: Model, recipe: Recipe) -> None:
 def check_wrapped(selection: Selection, parts: Iterable[nn.Module], placements: Placements) -> None:
     """Reject the result of a parallel wrapper if it does not match the placements it left."""
     for part in parts:
-        if not isinstance(part, nn.Module) or not hasattr(part, "initializer"):
+        if missing := missing_of_part(part):
+            passed = " and ".join(f"{name}(name)" for name in missing)
             raise PluginError(
                 f"parallel '{selection.use}': apply returned a {type(part).__name__}, which is no model "
-                "part: return the part, or a module that passes its initializer(name) on"
+                f"part: return the part, or a module that passes its {passed} on"
             )
     placed_by(f"parallel '{selection.use}'", parts, placements)
 

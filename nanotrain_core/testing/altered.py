@@ -136,7 +136,7 @@ def train_with_more_roles(case: Case, changes: Mapping[str, Any]) -> Trace:
 
 
 def _add_roles_and_biases(part: Any) -> None:
-    before = set(dict(part.named_parameters()))
+    before, had_buffers = set(dict(part.named_parameters())), any(True for _ in part.buffers())
     renamed: dict[str, str] = {}
     for name, module, found in list(tagged(part)):
         if found.role not in (Role.COLUMN, Role.ROW, Role.REPLICATED):
@@ -155,7 +155,7 @@ def _add_roles_and_biases(part: Any) -> None:
 
     part.initializer = initializer
     slopes = {name: len(buffer) for name, buffer in part.named_buffers() if name.endswith(".scales.slopes")}
-    own: Any = getattr(part, "constant", None)
+    own: Any = part.constant if had_buffers else None
 
     def constant(name: str) -> torch.Tensor:
         found: torch.Tensor = torch.linspace(0.5, 1.5, slopes[name]) if name in slopes else own(name)

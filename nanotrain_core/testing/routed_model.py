@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanotrain_core.batch import Batch
-from nanotrain_core.contracts import Initializer, PartOutput
+from nanotrain_core.contracts import Initializer, ModelPart, PartOutput
 from nanotrain_core.layout.roles import Role, tag
 from nanotrain_core.models.head import Head
 from nanotrain_core.models.norms import RMSNorm
@@ -133,7 +133,7 @@ class Layer(nn.Module):
         return out_BSD, routing.losses["balance"], routing.load
 
 
-class RoutedPart(nn.Module):
+class RoutedPart(ModelPart):
     """See :class:`~nanotrain_core.contracts.ModelPart`."""
 
     def __init__(self, config: Any, part: Part, ops: Ops) -> None:

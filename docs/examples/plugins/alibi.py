@@ -39,7 +39,7 @@ def build(config):
     from torch import nn
 
     from nanotrain_core.api import Costs, tag
-    from nanotrain_core.api.torch import TORCH, Head, Initializer, PartOutput, RMSNorm
+    from nanotrain_core.api.torch import TORCH, Head, Initializer, ModelPart, PartOutput, RMSNorm
 
     size, width = config.head_size, config.heads * config.head_size
 
@@ -74,7 +74,7 @@ def build(config):
             x_BSD = x_BSD + self.out(y_BHSK.transpose(1, 2).flatten(2))
             return x_BSD + self.down(F.gelu(self.up(self.norm_2(x_BSD))))
 
-    class Part(nn.Module):
+    class Part(ModelPart):
         def __init__(self, part):
             super().__init__()
             if part.has_embedding:

@@ -11,15 +11,15 @@ import torch
 from torch import nn
 
 from nanotrain_core.api import Part, Role, tag
-from nanotrain_core.api.torch import Batch, Head, Initializer, Ops, PartOutput, Rotation
+from nanotrain_core.api.torch import Batch, Head, Initializer, ModelPart, Ops, PartOutput, Rotation
 from nanotrain_deepseek.block import Block, Routed, norm
 from nanotrain_deepseek.config import DeepSeekConfig
 from nanotrain_deepseek.mtp import Predictor
 from nanotrain_deepseek.yarn import rotation
 
 
-class DeepSeekPart(nn.Module):
-    """Layers numbered as in the whole model. See :class:`~nanotrain_core.contracts.ModelPart`.
+class DeepSeekPart(ModelPart):
+    """Layers numbered as in the whole model.
 
     The part with the head needs the embedding table too if it is tied, or if further tokens are predicted. It
     holds its own copy when the first part is on another rank, under the same name.
