@@ -207,7 +207,7 @@ SMALL = {
     "checkpoint": 923,
     "cli": 1713,
     "compile": 787,
-    "contracts": 680,
+    "contracts": 682,
     "data": 837,
     "hf": 925,
     "launch": 2112,

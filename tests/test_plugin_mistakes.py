@@ -14,9 +14,10 @@ import attrs
 from nanotrain_core import hookimpl
 from nanotrain_core.component import Component
 from nanotrain_core.errors import DataError, Problem
+from nanotrain_core.recipe.model_config import ModelConfig
 
 @attrs.define(frozen=True, kw_only=True)
-class Config:
+class Config({base}):
     """No keys."""
 
 def check(recipe, config, layout):
@@ -33,7 +34,7 @@ def build(config):
 
 def plugin(folder, build="return object()", kind="monitor", name="mistake.py", **changes):
     """Write a plugin; ``changes`` replaces its texts: ``old=new`` with old one of the keys below."""
-    text = PLUGIN.format(build=build, kind=kind)
+    text = PLUGIN.format(build=build, kind=kind, base="ModelConfig" if kind == "model" else "object")
     olds = {
         "factory": 'f"{__name__}:build"',
         "check": "    return ()\n",
@@ -110,6 +111,21 @@ def test_a_mistake_told_on_purpose_is_passed_on_unchanged(tmp_path):
 def test_an_object_that_lacks_part_of_its_contract(tmp_path, kind, text):
     with pytest.raises(PluginError, match=text):
         build(plugin(tmp_path, kind=kind), kind)
+
+
+def test_a_gradient_sync_of_its_own_says_what_it_needs_of_autograd(tmp_path):
+    """``LocalGradients`` says it for all others."""
+    methods = "{name: print for name, each in vars(GradientSync).items() if callable(each)}"
+    text = (
+        "from nanotrain_core.api.torch import GradientSync, Parallel; "
+        f"return type('Mine', (Parallel,), {methods})()"
+    )
+    register = 'Component(name="mine", provides={"gradient_sync"}, config=Config, '
+    wanted = (
+        r"Mine without needs_gradient_hooks, reads_dtensors \(see nanotrain_core.api.torch.GradientSync\)"
+    )
+    with pytest.raises(PluginError, match=wanted):
+        build(plugin(tmp_path, kind="parallel", build=text, register=register), "parallel")
 
 
 def test_an_heir_that_leaves_out_what_has_no_default_is_told_what(tmp_path):

@@ -123,7 +123,7 @@ class CapturingExecutor(Executor):
         self.weights_ready = weights_ready
         self._own_gradients: dict[nn.Parameter, torch.Tensor] = {}
         self._routers = counting_routers(self.stages.values())
-        self._last_is_eager = getattr(self.gradients, "needs_gradient_hooks", True)
+        self._last_is_eager = self.gradients.needs_gradient_hooks
         """Whether gradients are reduced while the last microbatch's backward pass runs."""
         self._captured: Captured | None = None
         self._factors = torch.empty(0)

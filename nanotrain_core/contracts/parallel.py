@@ -63,10 +63,6 @@ class Parallel:
 class GradientSync(Protocol):
     """Owns every parameter's gradient between backward and the optimizer.
 
-    Where parameters are DTensors, autograd accumulates gradients in ``PlacedParameter.dtensor``. A gradient
-    sync that reads them there, as :class:`~nanotrain_core.layout.gradients.AllReduceGradients` does, has an
-    attribute ``reads_dtensors``, which is True.
-
     Provided by the one component of a run that provides ``gradient_sync``; without one the core uses its own
     :class:`~nanotrain_core.layout.gradients.AllReduceGradients`, which reduces after backward.
 
@@ -75,6 +71,13 @@ class GradientSync(Protocol):
     accumulates it; :meth:`backward_done` after it. Then, for all stages: :meth:`finish`, the optimizer's
     :meth:`gradient_of` for each of :meth:`pieces`, and :meth:`zero`.
     """
+
+    needs_gradient_hooks: bool = True
+    """Whether Python code runs when autograd has accumulated a gradient, as to reduce it during backward: a
+    step's last microbatch is then not replayed from a CUDA graph. May be set until :meth:`attach` returns."""
+    reads_dtensors: bool = False
+    """Whether it finds the gradients of DTensors, which autograd accumulates in ``PlacedParameter.dtensor``,
+    as :class:`~nanotrain_core.layout.gradients.AllReduceGradients` does."""
 
     def attach(
         self,

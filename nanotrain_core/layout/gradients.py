@@ -54,6 +54,8 @@ class LocalGradients:
     needs_gradient_hooks = True
     """Whether autograd calls :meth:`on_gradient` for each parameter in each microbatch, at the cost of one
     Python call each. A class that does nothing before a stage's last microbatch is done sets it to False."""
+    reads_dtensors = False
+    """Whether gradients of DTensors are found in ``PlacedParameter.dtensor``."""
     reduces = False
     """Whether :meth:`finish` completes gradients that are partial. A class that does this sets it to True."""
 

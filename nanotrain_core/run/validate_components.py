@@ -125,7 +125,7 @@ def check_ranges(gradients: GradientSync, optimizer: object, recipe: Recipe, reg
 def check_dtensors(placed: Iterable[PlacedParameter], gradients: GradientSync) -> None:
     """Reject a gradient sync that would never find the gradients of DTensors, which are stored elsewhere."""
     found = next((each for each in placed if each.dtensor is not None), None)
-    if found is not None and not getattr(gradients, "reads_dtensors", False):
+    if found is not None and not gradients.reads_dtensors:
         raise PluginError(
             f"parameter {found.placement.name} is a DTensor, and {type(gradients).__name__}, the run's "
             "gradient sync, reads no gradients of DTensors: expected the wrapper that makes them to provide "

@@ -264,7 +264,7 @@ def dry_rank(
         owned=owned,
         copied=sum(each.weights for each in owned.values()),
         phases=recorder.phases[first:-1],
-        overlapped=getattr(run.gradients, "needs_gradient_hooks", True),
+        overlapped=run.gradients.needs_gradient_hooks,
         looked=looked,
     )
 
