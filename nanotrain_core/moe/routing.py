@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import nn
@@ -246,42 +246,36 @@ def dispatch_codec(experts: nn.Module) -> DispatchCodec | None:
     return getattr(experts, _CODEC, None)
 
 
+@runtime_checkable
+class CountsBytes(Protocol):
+    """Optional interface of the function with which a wrapper takes over EXPERTS that it shards."""
+
+    bytes_sent: int
+    """Bytes that this rank has sent to others for these experts, both ways, since the beginning: in training
+    passes, including their backward passes and recomputations, but not in evaluation. Can be set."""
+
+
 def bytes_sent(parts: Iterable[nn.Module]) -> dict[str, int]:
     """Return the bytes this rank has sent to others for its experts, both ways, by module name.
 
-    Total since the beginning, over training passes, including their backward passes and recomputations but
-    not evaluation. Known only for experts sharded over ranks whose wrapper counts them: the function that
-    takes over their module has ``bytes_sent``, which can be set.
+    Known only for experts sharded over ranks whose wrapper counts them: see :class:`CountsBytes`.
     """
-    return _counted(parts, "bytes_sent")
+    experts: list[tuple[str, object]] = [
+        (name, taken_over_by(module))
+        for part in parts
+        for name, module, tag in tagged(part)
+        if tag.role is Role.EXPERTS
+    ]
+    return {name: taker.bytes_sent for name, taker in experts if isinstance(taker, CountsBytes)}
 
 
 @contextmanager
 def bytes_not_counted(parts: Iterable[nn.Module]) -> Iterator[None]:
     """Leave :func:`bytes_sent` as it was before the block."""
-    takers = (taken_over_by(module) for part in parts for module in part.modules())
-    counting = [(each, sent) for each in takers if (sent := getattr(each, "bytes_sent", None)) is not None]
+    takers: list[object] = [taken_over_by(module) for part in parts for module in part.modules()]
+    counting = [(each, each.bytes_sent) for each in takers if isinstance(each, CountsBytes)]
     try:
         yield
     finally:
         for each, sent in counting:
-            each.bytes_sent = sent  # type: ignore[union-attr]
-
-
-def rows_computed(parts: Iterable[nn.Module]) -> dict[str, int]:
-    """Return the number of rows that this rank's experts computed in their last pass, by module name.
-
-    Known only for experts sharded over ranks: their load determines how long ranks wait.
-    """
-    return _counted(parts, "rows")
-
-
-def _counted(parts: Iterable[nn.Module], what: str) -> dict[str, int]:
-    """Return an attribute, a counter, of the functions that take over experts' modules, by module name."""
-    experts = (
-        (name, getattr(taken_over_by(module), what, None))
-        for part in parts
-        for name, module, tag in tagged(part)
-        if tag.role is Role.EXPERTS
-    )
-    return {name: count for name, count in experts if count is not None}
+            each.bytes_sent = sent

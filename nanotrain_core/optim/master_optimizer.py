@@ -55,11 +55,11 @@ class MasterOptimizer(Optimizer):
     def options(self, slot: Slot) -> dict[str, Any]:
         """Return the options of the parameter group of a slot: slots with equal options share a group.
 
-        By default matrices have the config's ``weight_decay``, if it has that key, and everything else has 0.
+        By default matrices have the config's ``weight_decay``, which is 0 unless it is a key, all others 0.
         ``slot.placement`` has the name, the global shape, and the role: embeddings are ``Role.VOCAB``.
         """
         matrix = len(slot.placement.global_shape) > 1
-        return {"weight_decay": getattr(self.config, "weight_decay", 0.0) if matrix else 0.0}
+        return {"weight_decay": self.config.weight_decay if matrix else 0.0}
 
     def precondition(self, gradients: list[torch.Tensor]) -> None:
         """Replace gradients, in the order of ``slots``, after clipping and before any update.

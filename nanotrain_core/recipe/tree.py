@@ -212,6 +212,9 @@ class OptimizerConfig:
     lr_schedule: LRScheduleConfig = attrs.field(factory=LRScheduleConfig)
     """Learning rate over the steps of the run."""
 
+    weight_decay = 0.0
+    """No key, unless an optimizer's table has it: decay of matrices, for ``MasterOptimizer``."""
+
 
 def _frozen(versions: Mapping[str, str]) -> Mapping[str, str]:
     return FrozenMapping(versions)

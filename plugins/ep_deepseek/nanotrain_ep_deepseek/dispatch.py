@@ -76,7 +76,7 @@ class Dispatcher:
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes sent to other ranks in training: see :func:`nanotrain_core.moe.routing.bytes_sent`."""
+        """Bytes sent to other ranks in training: see :class:`nanotrain_core.moe.routing.CountsBytes`."""
         return self.traffic.sent
 
     @bytes_sent.setter

@@ -18,8 +18,8 @@ from nanotrain_core.layout.grid import Grid
 from nanotrain_core.layout.layout import Layout, View
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import place
-from nanotrain_core.layout.roles import Role, replace, tag
-from nanotrain_core.moe.routing import Routing, rows_computed, use_dispatch_codec
+from nanotrain_core.layout.roles import Role, replace, tag, taken_over_by
+from nanotrain_core.moe.routing import Routing, use_dispatch_codec
 from nanotrain_core.pipeline.actions import Part
 from nanotrain_core.testing import run_ranks
 from nanotrain_core.testing.collectives import CollectiveLog
@@ -123,7 +123,7 @@ def run_layer(degrees, tokens_by_rank, route, options=()):
         "weights": weights.grad,
         "experts": {name: gradient(getattr(experts, name)) for name in NAMES},
         "slices": {name: placements[f"layers.0.experts.{name}"].slices for name in NAMES},
-        "rows": rows_computed([part])["layers.0.experts"],
+        "rows": taken_over_by(experts).rows,
         "encoded": codec.rows if codec else 0,
     }
 
