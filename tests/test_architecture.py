@@ -220,7 +220,7 @@ SMALL = {
     "phases": 372,
     "pipeline": 625,
     "precision": 680,
-    "recipe": 1736,
+    "recipe": 1739,
     "registry": 607,
     "run": 2517,
     "script": 790,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from nanotrain_core.cli.argument_types import positive_int
@@ -80,15 +81,15 @@ def _of_name(args: argparse.Namespace) -> tuple[str, Schedule, int, int, Costs |
     schedule: Schedule = registry.build(Selection("schedule", args.subject, config))
     if pp > 1 and "pp" not in component.mesh_dims:
         raise NanotrainError(f"schedule '{args.subject}' has no pipeline: expected --pp 1, got {pp}")
-    layers = args.layers or _listed_layers(config)
+    layers = args.layers or _listed_layers(table)
     costs = Costs.alike(layers) if layers else None
     return args.subject, schedule, pp, args.microbatches or 8, costs
 
 
-def _listed_layers(config: Any) -> int:
+def _listed_layers(table: Mapping[str, Any]) -> int:
     """Return how many layers the key ``layers`` of a schedule's table splits, 0 if it has none."""
-    layers = getattr(config, "layers", None)
-    return sum(layers) if isinstance(layers, tuple) and all(type(n) is int for n in layers) else 0
+    layers = table.get("layers")
+    return sum(layers) if isinstance(layers, list) and all(type(n) is int for n in layers) else 0
 
 
 def _of_recipe(args: argparse.Namespace) -> tuple[str, Schedule, int, int, Costs]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import os
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
-from typing import Any, get_args
+from typing import Any, Protocol, get_args, runtime_checkable
 
 import attrs
 from cattrs import ClassValidationError, Converter, ForbiddenExtraKeysError, IterableValidationError
@@ -31,6 +31,14 @@ from nanotrain_core.recipe.types import (
 
 #: Python's integers are unbounded: values beyond these are not valid in a recipe.
 LARGEST_FLOAT, LARGEST_INTEGER = 10**300, 2**63
+
+
+@runtime_checkable
+class ExplainsKeys(Protocol):
+    """Optional interface of a config class, in any table: the class, not its instances, has the attribute."""
+
+    NOT_KEYS: Mapping[str, str]
+    """Why names that users are likely to try are not keys: name -> a clause of the error."""
 
 
 def structure(table: Any, config: type, key: str) -> tuple[Any, list[Problem]]:
@@ -182,7 +190,7 @@ def _problems(error: BaseException, key: str, config: type | None = None) -> Ite
         names = [field.name for field in attrs.fields(error.cl)]
         for name in sorted(error.extra_fields):
             valid = f"valid: {', '.join(names)}" if names else "this table has no keys"
-            said = getattr(error.cl, "NOT_KEYS", {}).get(name)
+            said = error.cl.NOT_KEYS.get(name) if isinstance(error.cl, ExplainsKeys) else None
             hint = f": {said}" if said else did_you_mean(name, names)
             yield Problem(join(key, name), f"unknown key '{name}'{hint}; {valid}")
     elif config is not None and isinstance(error, KeyError):

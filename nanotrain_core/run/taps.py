@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import fields
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import attrs
 import torch
@@ -265,9 +265,16 @@ class Taps:
             self.collectives.forbidden = ""
 
 
+@runtime_checkable
+class NamesFromInside(Protocol):
+    """A part around a plain model, by whose names its modules and parameters are known: that of a script."""
+
+    named_root: nn.Module
+
+
 def named_modules(part: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules of a part under the prefixes of their parameters' names."""
-    root = getattr(part, "named_root", part)
+    root = part.named_root if isinstance(part, NamesFromInside) else part
     yield from ((name, module) for name, module in root.named_modules() if name)
 
 
