@@ -221,7 +221,7 @@ SMALL = {
     "pipeline": 625,
     "precision": 680,
     "recipe": 1739,
-    "registry": 607,
+    "registry": 612,
     "run": 2517,
     "script": 790,
     "watch": 454,

@@ -80,6 +80,8 @@ def test_what_a_part_lacks_is_told_with_its_base():
         check_part("model 'mine'", torch.nn.Linear(1, 1))
     with pytest.raises(PluginError, match=f"returned a NoneType without initializer {inherit}"):
         check_part("model 'mine'", None)
+    with pytest.raises(PluginError, match=r"Misspelt has a method constants, .* not constant of ModelPart"):
+        check_part("model 'mine'", type("Misspelt", (ModelPart,), {"constants": print})())
 
 
 def test_a_part_knows_no_parameter_and_no_buffer_unless_it_says_so():

@@ -157,6 +157,19 @@ def test_a_method_that_overrides_none_but_looks_like_it_is_told(tmp_path, kind, 
         build(plugin(tmp_path, kind=kind, build=text), kind)
 
 
+def test_a_misspelt_method_of_a_models_config_is_told(tmp_path):
+    text = 'Component(name="mine", config=type("Own", (Config,), {"divisibilitys": print}), '
+    members = "'layers vocab_size max_length loss_weights build loss_counts flops'.split()"
+    path = plugin(
+        tmp_path,
+        kind="model",
+        build=f"return type('Mine', (), dict.fromkeys({members}))()",
+        register=text,
+    )
+    with pytest.raises(PluginError, match=r"Own has a method divisibilitys, .* not divisibility of ModelCon"):
+        build(path, "model")
+
+
 def test_methods_of_ones_own_are_nobodys_business(tmp_path):
     methods = (
         "{'on_steps_': 1, '_on_steps': lambda self: 1, 'on_step': lambda self, r: None, 'publish': print}"

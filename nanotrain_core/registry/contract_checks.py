@@ -11,6 +11,7 @@ from torch import nn
 from nanotrain_core import contracts
 from nanotrain_core.component import Component
 from nanotrain_core.errors import PluginError
+from nanotrain_core.recipe.model_config import ModelConfig
 
 #: Kind -> its contract.
 CONTRACTS: dict[str, type] = {
@@ -53,11 +54,9 @@ def check_contract(label: str, component: Component, kind: str, built: Any) -> N
             base = not getattr(contract, "_is_protocol", False) and not isinstance(built, contract)
             see = f"{'inherit from' if base else 'see'} nanotrain_core.api.torch.{contract.__name__}"
             raise PluginError(f"{label}: its factory returned {returned} ({see})")
-        for mine, meant in misspelt_methods(contract, built):
-            raise PluginError(
-                f"{label}: {type(built).__name__} has a method {mine}, which nobody ever calls, and not "
-                f"{meant} of {contract.__name__}: rename it, or begin its name with an underscore"
-            )
+        expect_spelling(label, contract, type(built))
+    if kind == "model":
+        expect_spelling(label, ModelConfig, component.config)
 
 
 def missing_of_part(part: Any) -> list[str]:
@@ -75,21 +74,31 @@ def check_part(label: str, part: Any) -> None:
     """Check what a model's ``build`` returned.
 
     Raises:
-        PluginError: it is no module, or lacks a method of a part: the text says to inherit.
+        PluginError: it is no module, lacks a method of a part, or has one that is misspelt.
     """
     if missing := missing_of_part(part):
         raise PluginError(
             f"{label}: build returned a {type(part).__name__} without {', '.join(missing)} (inherit from "
             "nanotrain_core.api.torch.ModelPart)"
         )
+    expect_spelling(label, contracts.ModelPart, type(part))
 
 
-def misspelt_methods(contract: type, built: Any) -> Iterator[tuple[str, str]]:
-    """Yield public methods of ``built`` that resemble methods of a base class of which it overrides none.
+def expect_spelling(label: str, contract: type, kind: type) -> None:
+    """Reject a class with a misspelt override of a base class, whose defaults would hide it.
 
-    A base class's defaults hide a misspelt override: it would silently never be called.
+    Raises:
+        PluginError: naming both methods.
     """
-    kind = type(built)
+    for mine, meant in misspelt_methods(contract, kind):
+        raise PluginError(
+            f"{label}: {kind.__name__} has a method {mine}, which nobody ever calls, and not "
+            f"{meant} of {contract.__name__}: rename it, or begin its name with an underscore"
+        )
+
+
+def misspelt_methods(contract: type, kind: type) -> Iterator[tuple[str, str]]:
+    """Yield public methods of ``kind`` that resemble methods of a base class of which it overrides none."""
     if getattr(contract, "_is_protocol", False) or contract not in kind.__mro__:
         return
     inherited = {
