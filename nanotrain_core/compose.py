@@ -23,10 +23,6 @@ from nanotrain_core.contracts import (
     Model,
     Monitor,
     Optimizer,
-    Parallel,
-    Precision,
-    Schedule,
-    Topology,
 )
 from nanotrain_core.errors import PluginError
 from nanotrain_core.hf.open_weights import load_weights
@@ -37,7 +33,6 @@ from nanotrain_core.layout.meta_device import meta_device
 from nanotrain_core.layout.placement import PlacedParameter, Placement, Placements, place, placed_parameters
 from nanotrain_core.layout.roles import Role, tagged
 from nanotrain_core.layout.staging import StagedTransport
-from nanotrain_core.models.kernels import kernels_for
 from nanotrain_core.models.ops import TORCH, Ops, wrap_ops
 from nanotrain_core.moe.routing import any_routers
 from nanotrain_core.optim.gathering import GatheringOptimizer
@@ -50,6 +45,7 @@ from nanotrain_core.precision.quantized_storage import release_unquantized
 from nanotrain_core.recipe.tree import EvaluationConfig, OptimizerConfig, Recipe, Selection
 from nanotrain_core.registry.contract_checks import check_part
 from nanotrain_core.registry.registry import Registry
+from nanotrain_core.run.components import Components
 from nanotrain_core.run.current_device import make_current
 from nanotrain_core.run.feed import DataFeed, Feed
 from nanotrain_core.run.memory import expect_training_to_fit
@@ -119,38 +115,6 @@ class Run:
         return tuple(line for lines in self.descriptions.values() for line in lines)
 
 
-@attrs.define(frozen=True, eq=False, kw_only=True)
-class Components:
-    """The components that a recipe selects, built from their configs."""
-
-    topology: Topology
-    model: Model
-    wrappers: Sequence[tuple[Selection, Parallel]]
-    """In the order of the recipe."""
-    precision: Precision
-    optimizer: Optimizer
-    schedule: Schedule
-    checkpoint: Checkpoint
-    data: Data
-    monitors: Sequence[Monitor]
-
-    @classmethod
-    def of(cls, recipe: Recipe, registry: Registry) -> Components:
-        """Build the components of a recipe, without its kernels."""
-        build = registry.build
-        return cls(
-            topology=build(recipe.topology),
-            model=build(recipe.model),
-            wrappers=[(each, build(each)) for each in recipe.parallel],
-            precision=build(recipe.precision),
-            optimizer=build(recipe.optimizer),
-            schedule=build(recipe.schedule),
-            checkpoint=build(recipe.checkpoint),
-            data=build(recipe.data),
-            monitors=[_monitor(selection, registry) for selection in recipe.monitor],
-        )
-
-
 def compose(
     recipe: Recipe,
     registry: Registry,
@@ -173,65 +137,50 @@ def compose(
         trains: false omits gradients and the optimizer's state, where only forward passes are wanted.
     """
     device = make_current(device)
-    built = Components.of(recipe, registry)
-    model, wrappers, precision, optimizer = built.model, built.wrappers, built.precision, built.optimizer
-    _open(built.data, model, recipe)
-
-    layout = built.topology.layout(recipe.run.ranks)
-    kernels_used, kernels = kernels_for(recipe.kernels, registry, device)
-    passes = Passes()
-    kernels.prepare(device)
-    precision.setup(recipe.run.seed, passes, kernels.gemm())
+    built, passes = Components.of(recipe, registry, device), Passes()
+    _open(built.data, built.model, recipe)
+    built.kernels.prepare(device)
+    built.precision.setup(recipe.run.seed, passes, built.kernels.gemm())
     mesh = (make_mesh or Mesh)(
-        layout,
+        built.topology.layout(recipe.run.ranks),
         rank=rank,
         device=device,
         timeout=group_timeout(recipe, device.type),
-        transport=StagedTransport() if recipe.run.share_device else kernels.transport(),
+        transport=StagedTransport() if recipe.run.share_device else built.kernels.transport(),
     )
     check_meta(built.data, mesh, recipe)
 
+    # The parts of the model that each rank owns during the whole run, and what it does with them in a step.
     pp, pp_rank = mesh.degree("pp"), pipeline_rank(mesh)
-    # The stages are fixed for the whole run.
-    costs = model.flops(PhaseTimeline(recipe).largest().batch.length)
-    check_costs(costs, model, recipe)
+    costs = built.model.flops(PhaseTimeline(recipe).largest().batch.length)
+    check_costs(costs, built.model, recipe)
     parts = built.schedule.parts(costs, pp)
-    stages = build_stages(
-        model, parts, mesh, wrap_ops(kernels.ops(mesh.device), *(w.around(mesh) for _, w in wrappers))
-    )
-    for part in stages.values():
-        check_part(f"model '{recipe.model.use}'", part)
-    placements = share_between_stages(place(stages.values(), layout), mesh)
-    stages = wrap(stages, placements, mesh, wrappers)
-    stages = {stage: precision.convert(part) for stage, part in stages.items()}
-    precision.check_parts(tuple(stages.values()), mesh)
-    rows = Shard(mesh.coordinate(*layout.row_dims), mesh.size(*layout.row_dims))
+    rows = _shard(mesh, mesh.layout.row_dims)
     actions = built.schedule.actions(pp, recipe.batch.microbatches(rows.count))
-    phases = RunPhases(recipe, model, built.schedule, pp, rows.count)
+    phases = RunPhases(recipe, built.model, built.schedule, pp, rows.count)
     passes.splits_backward = phases.split_backward(actions)
-    for part in stages.values():
-        if passes.splits_backward or any(wrapper.splits_linear(mesh) for _, wrapper in wrappers):
-            split_linear_layers(part, kernels.gemm(), passes)
-        _apply(kernels_used, kernels, part, passes)
-    compiled = compile_parts(stages.values(), recipe, registry, mesh, placements, passes)
-    shard_and_initialize(stages.values(), placements, mesh, wrappers, recipe)
-    placed = placed_parameters(stages.values(), placements)
-    if weights:
-        load_weights(Path(weights), registry, recipe.model, placed, mesh)
 
-    spans = (Placement.sync_span, Placement.replica_span)
-    mesh.agree_on_groups(span(p.placement, layout) for p in placed for span in spans)
-    equalize(placed, mesh)
-    precision.pack(tuple(stages.values()))
-    placed = placed_by(f"precision '{recipe.precision.use}'", stages.values(), placements)
-    gradients, optimizer = _gradient_sync(recipe, registry, wrappers, optimizer, placed)
+    stages, placements = _wrapped_stages(built, recipe, parts, mesh)
+    stages = _with_precision_and_kernels(built, stages, mesh, passes)
+    compiled = compile_parts(stages.values(), recipe, registry, mesh, placements, passes)
+    placed = _with_weights(built, recipe, registry, stages, placements, mesh, weights)
+    gradients, optimizer = _gradient_sync(recipe, registry, built, placed)
     if trains:
-        gradients.attach(placed, mesh, precision.gradient_dtype, passes)
+        gradients.attach(placed, mesh, built.precision.gradient_dtype, passes)
         check_ranges(gradients, optimizer, recipe, registry)
-        optimizer.setup(placed, precision, gradients, mesh)
-        expect_training_to_fit(placed, gradients, optimizer, precision, recipe, mesh)
+        optimizer.setup(placed, built.precision, gradients, mesh)
+        expect_training_to_fit(placed, gradients, optimizer, built.precision, recipe, mesh)
     for parameter in placed:
         release_unquantized(parameter.parameter)
+    feed = DataFeed(
+        built.data,
+        built.model,
+        recipe.batch,
+        recipe.evaluation,
+        rows,
+        mesh.device,
+        part=_shard(mesh, mesh.layout.sequence_dims),
+    )
 
     return Run(
         name=recipe.run.name,
@@ -244,26 +193,18 @@ def compose(
         placed=placed,
         placements=placements,
         model=recipe.model,
-        loss_weights=model.loss_weights,
+        loss_weights=built.model.loss_weights,
         flops_per_token=costs.total,
         gradients=gradients,
         optimizer=optimizer,
         optimizer_config=recipe.optimizer.config,
-        loss_scale=precision.loss_scale,
+        loss_scale=built.precision.loss_scale,
         actions=actions[pp_rank],
         schedule=actions,
         pipeline_share=pp * sum(costs.of(part) for part in parts if part.rank == pp_rank) / costs.total,
         passes=passes,
         cuda_graphs=recipe.run.cuda_graphs,
-        feed=DataFeed(
-            built.data,
-            model,
-            recipe.batch,
-            recipe.evaluation,
-            rows,
-            mesh.device,
-            part=Shard(mesh.coordinate(*layout.sequence_dims), mesh.size(*layout.sequence_dims)),
-        ),
+        feed=feed,
         phases=phases,
         evaluation=recipe.evaluation,
         checkpoint=built.checkpoint,
@@ -272,8 +213,8 @@ def compose(
         log_every=recipe.run.log_every,
         descriptions={
             "schedule": [describe_stages(parts, costs)] if pp > 1 else [],
-            "kernels": [f"kernels: {kernels_used}"] if recipe.kernels.use != kernels_used else [],
-            "precision": precision.describe(),
+            "kernels": [f"kernels: {built.kernels_name}"] if recipe.kernels.use != built.kernels_name else [],
+            "precision": built.precision.describe(),
             "compile": compiled,
         },
     )
@@ -286,16 +227,57 @@ def _open(data: Data, model: Model, recipe: Recipe) -> None:
     check_vocabulary(data, model, recipe)
 
 
-def _monitor(selection: Selection, registry: Registry) -> Monitor:
-    """Build a monitor and give it the metrics that its component declares."""
-    monitor: Monitor = registry.build(selection)
-    monitor.declared = registry.get("monitor", selection.use).metrics or monitor.declared
-    return monitor
-
-
 def pipeline_rank(mesh: Mesh) -> int:
     """Return this rank's index among the pipeline ranks; 0 without a pipeline."""
     return mesh.coordinate("pp") if "pp" in mesh.layout.dims else 0
+
+
+def _shard(mesh: Mesh, dims: Sequence[str]) -> Shard:
+    """Return this rank's share of what is divided along ``dims``."""
+    return Shard(mesh.coordinate(*dims), mesh.size(*dims))
+
+
+def _wrapped_stages(
+    built: Components, recipe: Recipe, parts: Sequence[Part], mesh: Mesh
+) -> tuple[dict[int, nn.Module], Placements]:
+    """Build this rank's parts of the model with the functions of the kernels, and let the wrappers transform
+    them. Collective."""
+    ops = wrap_ops(built.kernels.ops(mesh.device), *(wrapper.around(mesh) for _, wrapper in built.wrappers))
+    stages = build_stages(built.model, parts, mesh, ops)
+    for part in stages.values():
+        check_part(f"model '{recipe.model.use}'", part)
+    placements = share_between_stages(place(stages.values(), mesh.layout), mesh)
+    return wrap(stages, placements, mesh, built.wrappers), placements
+
+
+def build_stages(model: Model, parts: Sequence[Part], mesh: Mesh, ops: Ops = TORCH) -> dict[int, nn.Module]:
+    """Build this rank's parts of the model on ``meta``, numbered along the model."""
+    rank = pipeline_rank(mesh)
+    with meta_device():
+        return {stage: model.build(part, ops) for stage, part in enumerate(parts) if part.rank == rank}
+
+
+def share_between_stages(placements: Placements, mesh: Mesh) -> Placements:
+    """Record which parameters several pipeline ranks hold, such as a tied embedding. Collective along pp."""
+    held = mesh.gather(set(placements), "pp") if "pp" in mesh.layout.dims else [set(placements)]
+    for name, placement in placements.items():
+        holders = tuple(rank for rank, names in enumerate(held) if name in names)
+        if len(holders) > 1:
+            placements[name] = attrs.evolve(placement, stages=holders)
+    return placements
+
+
+def _with_precision_and_kernels(
+    built: Components, stages: Mapping[int, nn.Module], mesh: Mesh, passes: Passes
+) -> dict[int, nn.Module]:
+    """Give the parts, still on ``meta``, the precision's dtypes and GEMM backends, then the kernels'."""
+    converted = {stage: built.precision.convert(part) for stage, part in stages.items()}
+    built.precision.check_parts(tuple(converted.values()), mesh)
+    for part in converted.values():
+        if passes.splits_backward or any(wrapper.splits_linear(mesh) for _, wrapper in built.wrappers):
+            split_linear_layers(part, built.kernels.gemm(), passes)
+        _apply(built.kernels_name, built.kernels, part, passes)
+    return converted
 
 
 def split_linear_layers(part: nn.Module, gemm: GEMMBackend, passes: Passes) -> None:
@@ -312,13 +294,6 @@ def split_linear_layers(part: nn.Module, gemm: GEMMBackend, passes: Passes) -> N
             use_gemm(module, dict.fromkeys(names, gemm), passes)
 
 
-def build_stages(model: Model, parts: Sequence[Part], mesh: Mesh, ops: Ops = TORCH) -> dict[int, nn.Module]:
-    """Build this rank's parts of the model on ``meta``, numbered along the model."""
-    rank = pipeline_rank(mesh)
-    with meta_device():
-        return {stage: model.build(part, ops) for stage, part in enumerate(parts) if part.rank == rank}
-
-
 def _apply(use: str, kernels: Kernels, part: nn.Module, passes: Passes) -> None:
     """Apply the kernels; reject those that remove a precision's GEMM backend, such as FP8's, from a layer."""
     backends = {name: gemms_of(module) for name, module, _ in tagged(part)}
@@ -332,29 +307,39 @@ def _apply(use: str, kernels: Kernels, part: nn.Module, passes: Passes) -> None:
             )
 
 
-def share_between_stages(placements: Placements, mesh: Mesh) -> Placements:
-    """Record which parameters several pipeline ranks hold, such as a tied embedding. Collective along pp."""
-    held = mesh.gather(set(placements), "pp") if "pp" in mesh.layout.dims else [set(placements)]
-    for name, placement in placements.items():
-        holders = tuple(rank for rank, names in enumerate(held) if name in names)
-        if len(holders) > 1:
-            placements[name] = attrs.evolve(placement, stages=holders)
-    return placements
+def _with_weights(
+    built: Components,
+    recipe: Recipe,
+    registry: Registry,
+    stages: Mapping[int, nn.Module],
+    placements: Placements,
+    mesh: Mesh,
+    weights: str | None,
+) -> list[PlacedParameter]:
+    """Allocate the parameters, and give them their initial weights or ``weights``, the same on all ranks that
+    hold the same block; then quantize them, if the precision stores them so. Collective."""
+    parts = tuple(stages.values())
+    shard_and_initialize(parts, placements, mesh, built.wrappers, recipe)
+    placed = placed_parameters(parts, placements)
+    if weights:
+        load_weights(Path(weights), registry, recipe.model, placed, mesh)
+    spans = (Placement.sync_span, Placement.replica_span)
+    mesh.agree_on_groups(span(p.placement, mesh.layout) for p in placed for span in spans)
+    equalize(placed, mesh)
+    built.precision.pack(parts)
+    return placed_by(f"precision '{recipe.precision.use}'", parts, placements)
 
 
 def _gradient_sync(
-    recipe: Recipe,
-    registry: Registry,
-    wrappers: Sequence[tuple[Selection, Any]],
-    optimizer: Optimizer,
-    placed: Sequence[PlacedParameter],
+    recipe: Recipe, registry: Registry, built: Components, placed: Sequence[PlacedParameter]
 ) -> tuple[GradientSync, Optimizer]:
     """Return the component that provides gradient sync, or the core's default, and the optimizer.
 
     A gradient sync that shards gathers weights after each step of an optimizer that is unaware of sharding.
     """
-    built: Sequence[tuple[Selection, Any]] = [*wrappers, (recipe.optimizer, optimizer)]
-    for selection, component in built:
+    optimizer = built.optimizer
+    components: Sequence[tuple[Selection, Any]] = [*built.wrappers, (recipe.optimizer, optimizer)]
+    for selection, component in components:
         if "gradient_sync" in registry.get(selection.kind, selection.use).provides:
             check_dtensors(placed, component)
             apart = component is not optimizer and isinstance(component, GathersWeights)

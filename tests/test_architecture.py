@@ -201,7 +201,7 @@ def code_lines(path: Path) -> int:
 ROOMS = {path.parent.name for path in CORE.glob("*/__init__.py")}
 #: What each room of the core may have of code, in lines; "": all that is in none. Not the harness.
 SMALL = {
-    "": 995,
+    "": 975,
     "api": 652,
     "builtin": 490,
     "checkpoint": 923,
@@ -222,7 +222,7 @@ SMALL = {
     "precision": 680,
     "recipe": 1739,
     "registry": 612,
-    "run": 2517,
+    "run": 2570,
     "script": 790,
     "watch": 454,
 }
