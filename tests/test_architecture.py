@@ -202,7 +202,7 @@ ROOMS = {path.parent.name for path in CORE.glob("*/__init__.py")}
 #: What each room of the core may have of code, in lines; "": all that is in none. Not the harness.
 SMALL = {
     "": 975,
-    "api": 652,
+    "api": 653,
     "builtin": 490,
     "checkpoint": 923,
     "cli": 1713,
@@ -211,7 +211,7 @@ SMALL = {
     "data": 837,
     "hf": 925,
     "launch": 2112,
-    "layout": 1180,
+    "layout": 1209,
     "models": 690,
     "moe": 360,
     "metrics": 1346,

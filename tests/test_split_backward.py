@@ -59,12 +59,12 @@ def started_in_the_last_w_pass(case):
     done = type(sync).microbatch_done
 
     def note(parameters):
-        started.append(sync.started)
+        started.append(sync.queue.sent)
         done(sync, parameters)
 
     sync.microbatch_done = note
     engine.fit()
-    return started[-1], len(sync.buckets)
+    return started[-1], len(sync.queue.buckets)
 
 
 @pytest.mark.full_cases("True", "False")

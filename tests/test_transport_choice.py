@@ -18,7 +18,7 @@ def in_a_recipe(kernels):
     """Return the transport of a run, and what its first bucket of gradients lies in."""
     case = Case("parallel", use="ddp", topology={"dp": 2}, overrides={"kernels": kernels})
     run = make_run(case, {})
-    return type(run.mesh.transport), type(run.gradients.buckets[0].buffer.behind)
+    return type(run.mesh.transport), type(run.gradients.queue.buckets[0].buffer.behind)
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def in_a_script():
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     run = adapt(model, optimizer, gradient_sync=DataParallel(DataParallelConfig()))
-    return type(run.mesh.transport), type(run.gradients.buckets[0].buffer.behind)
+    return type(run.mesh.transport), type(run.gradients.queue.buckets[0].buffer.behind)
 
 
 def test_a_script_gets_what_auto_would_take():

@@ -55,7 +55,7 @@ from nanotrain_core.data.order import SequenceData
 from nanotrain_core.deprecated import attribute_of
 from nanotrain_core.engine import RuntimeEngine
 from nanotrain_core.hf.open_weights import Weights, open_weights
-from nanotrain_core.layout.buckets import BucketExchange, Pending, Write
+from nanotrain_core.layout.buckets import BucketExchange, BucketQueue, Pending, Write
 from nanotrain_core.layout.exchange import Buffer, Exchange, GlooExchange
 from nanotrain_core.layout.gradients import AllReduceGradients, LocalGradients
 from nanotrain_core.layout.initialization import hold
@@ -147,6 +147,7 @@ __all__ = [
     "Batch",
     "Block",
     "BucketExchange",
+    "BucketQueue",
     "Buffer",
     "Cache",
     "ChangesInRun",

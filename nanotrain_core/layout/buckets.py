@@ -1,12 +1,13 @@
-"""Reduce-scatters and all-gathers of flat buckets, one after the other, through reused buffers."""
+"""Flat buckets of gradients and weights: the order in which they are sent, and their collectives."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import torch
+from torch import nn
 
 if TYPE_CHECKING:
     from nanotrain_core.layout.exchange import Exchange
@@ -110,3 +111,64 @@ class GroupBuckets(BucketExchange):
     def forget(self) -> None:
         """Discard all reduce-scatters."""
         self._flying.clear()
+
+
+class HasParameters(Protocol):
+    """A bucket, as far as its place in the queue depends on it."""
+
+    @property
+    def parameters(self) -> Sequence[nn.Parameter]:
+        """Parameters with gradients in this bucket."""
+        ...
+
+
+B = TypeVar("B", bound=HasParameters)
+
+
+class BucketQueue(Generic[B]):
+    """Buckets that are sent in a fixed order, each once the gradients of all its parameters have arrived.
+
+    A complete bucket waits for those before it. All ranks therefore issue the same collectives in the same
+    order, even if gradients arrive in different orders.
+    """
+
+    def __init__(self, buckets: Sequence[B], early: int | None = None) -> None:
+        """Queue ``buckets`` in this order; a parameter may be in several of them.
+
+        Args:
+            buckets: hashable.
+            early: only the first so many are :meth:`ready` before :meth:`rest` yields them; all by default.
+        """
+        self.buckets, self.early = buckets, len(buckets) if early is None else early
+        self.buckets_of: dict[nn.Parameter, list[B]] = {}
+        for bucket in buckets:
+            for parameter in bucket.parameters:
+                self.buckets_of.setdefault(parameter, []).append(bucket)
+        self.rewind()
+
+    def rewind(self) -> None:
+        """Begin again: no gradient has arrived, and no bucket was sent."""
+        self.sent = 0
+        """How many buckets were sent."""
+        self.missing = {bucket: set(bucket.parameters) for bucket in self.buckets}
+        """Parameters of each bucket whose gradient has not arrived."""
+
+    def awaits(self, parameter: nn.Parameter) -> bool:
+        """Return whether a bucket waits for the gradient of ``parameter``."""
+        return any(parameter in self.missing[bucket] for bucket in self.buckets_of.get(parameter, ()))
+
+    def arrived(self, parameter: nn.Parameter) -> None:
+        """Record that the gradient of ``parameter`` is complete."""
+        for bucket in self.buckets_of[parameter]:
+            self.missing[bucket].discard(parameter)
+
+    def ready(self) -> Iterator[B]:
+        """Yield the next buckets in order, as far as they are complete."""
+        while self.sent < self.early and not self.missing[self.buckets[self.sent]]:
+            self.sent += 1
+            yield self.buckets[self.sent - 1]
+
+    def rest(self) -> Iterator[B]:
+        """Yield all buckets that were not sent, complete or not, then begin again."""
+        yield from self.buckets[self.sent :]
+        self.rewind()

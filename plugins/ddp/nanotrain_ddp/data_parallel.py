@@ -1,8 +1,7 @@
 """All-reduces gradients over the ranks with partial gradients, in buckets, overlapped with backward.
 
 Buckets are filled in the order in which backward reaches parameters, last layers first. A bucket's
-all-reduce starts when its last gradient has arrived *and* every earlier bucket has started, so all
-ranks issue the same collectives in the same order even if gradients arrive in different orders. The ranks
+all-reduce starts when its last gradient has arrived *and* every earlier bucket has started. The ranks
 to sum over are read from placements: this code is independent of data parallelism and experts.
 
 Source: bucketing and overlap of Li et al., arXiv 2006.15704, sections 3.2.2 and 3.2.3, with sums instead of
@@ -18,6 +17,7 @@ from torch import nn
 
 from nanotrain_core.api import NanotrainError, Span
 from nanotrain_core.api.torch import (
+    BucketQueue,
     Buffer,
     LocalGradients,
     Mesh,
@@ -36,27 +36,21 @@ class Bucket:
         self.parameters, self.buffer = parameters, buffer
         ranges = torch.split(buffer.flat, [p.numel() for p in parameters])
         self.views = {p: piece.view_as(p) for p, piece in zip(parameters, ranges, strict=True)}
-        self.missing = set(parameters)
         self.pending: Pending | None = None
 
     def put(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
         """Copy one gradient into its range."""
         self.views[parameter].copy_(gradient)
-        self.missing.discard(parameter)
 
     def start(self) -> None:
         """Begin to add up the gradients of this bucket over the ranks of its group."""
         self.pending = self.buffer.all_reduce()
 
     def wait(self) -> None:
-        """Return when the sum is available, and reset for the next step."""
+        """Return when the sum is available."""
         assert self.pending is not None
         self.pending()
-        self.reset()
-
-    def reset(self) -> None:
-        """Drop a pending all-reduce, and mark the gradients of all parameters as missing."""
-        self.pending, self.missing = None, set(self.parameters)
+        self.pending = None
 
 
 class DataParallel(LocalGradients, Parallel):
@@ -73,9 +67,7 @@ class DataParallel(LocalGradients, Parallel):
         self.needs_gradient_hooks = (
             config.overlap
         )  # otherwise gradients are copied into their buckets when all are complete
-        self.buckets: list[Bucket] = []
-        self.bucket_of: dict[nn.Parameter, Bucket] = {}
-        self.started = self.early = 0
+        self.queue: BucketQueue[Bucket] = BucketQueue([])
         self.w_pass: Set[nn.Parameter] | None = None
         """The weights of the last W pass in which gradients became final."""
 
@@ -96,23 +88,23 @@ class DataParallel(LocalGradients, Parallel):
         limit = int(self.config.bucket_mb * 2**20)
         # Parameters that other stages also hold come last: all ranks reach them, in whatever order before.
         groups = sorted(group_parameters(parameters, mesh, dtype, limit), key=lambda g: g[1][0].stages)
-        self.buckets = [make_bucket(members, mesh, *key) for members, key in groups]
         # Other stages wait for a stage's gradients before they reach a tied one: it starts after backward.
-        self.early = sum(not key[0].stages for _, key in groups)
-        self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
+        early = sum(not key[0].stages for _, key in groups)
+        self.queue = BucketQueue([make_bucket(members, mesh, *key) for members, key in groups], early)
 
     def on_final_gradient(self, parameter: nn.Parameter) -> None:
         """Copy a gradient into its bucket and start every bucket that is next in order."""
-        if parameter not in self.bucket_of:
+        if parameter not in self.queue.buckets_of:
             return
         if self.passes.computing is not None and self.passes.computing is not self.w_pass:
             self.w_pass = self.passes.computing
             for other in self._in_last_microbatch - self.w_pass:  # theirs came in the B pass
-                if other in self.bucket_of and other in self.bucket_of[other].missing:
+                if self.queue.awaits(other):
                     self._put(other)
         self._put(parameter)
         if self.config.overlap:
-            self.start_complete()
+            for bucket in self.queue.ready():
+                bucket.start()
 
     def _put(self, parameter: nn.Parameter) -> None:
         """Move this rank's gradient into its bucket; :meth:`gradient` is the sum over ranks.
@@ -121,52 +113,48 @@ class DataParallel(LocalGradients, Parallel):
             NanotrainError: it has been moved before in this step: the all-reduce may have begun without this
                 part.
         """
-        bucket = self.bucket_of[parameter]
-        if parameter not in bucket.missing:
+        if not self.queue.awaits(parameter):
             name = next(each.placement.name for each in self.placed if each.parameter is parameter)
             raise NanotrainError(
                 f"ddp: autograd completed the gradient of {name} twice in one backward pass, and the second "
                 "part would be lost; expected once. If it is used in several activation-checkpointed calls, "
                 "pass use_reentrant=False to torch.utils.checkpoint, or set overlap = false for ddp"
             )
+        (bucket,) = self.queue.buckets_of[parameter]
         bucket.put(parameter, super().gradient(parameter))
+        self.queue.arrived(parameter)
         self.drop(parameter)
 
     def backward_done(self, parameters: Collection[nn.Parameter]) -> None:
         """Fill in zeros, or what earlier microbatches gave, where the last microbatch gave no gradient."""
         for parameter in parameters:
-            bucket = self.bucket_of.get(parameter)
-            if bucket is not None and parameter in bucket.missing:
+            if self.queue.awaits(parameter):
                 self.on_final_gradient(parameter)
-
-    def start_complete(self) -> None:
-        """Start the next buckets in order, as far as they are complete and not tied between stages."""
-        while self.started < self.early and not self.buckets[self.started].missing:
-            self.buckets[self.started].start()
-            self.started += 1
 
     def finish(self) -> None:
         """Start buckets that backward did not complete, with zeros for missing gradients, and wait."""
-        for bucket in self.buckets[self.started :]:
-            for parameter in tuple(bucket.missing):
+        for bucket in self.queue.rest():
+            for parameter in tuple(self.queue.missing[bucket]):
                 self._put(parameter)
             bucket.start()
-        for bucket in self.buckets:
+        for bucket in self.queue.buckets:
             bucket.wait()
-        self.started, self.w_pass = 0, None
+        self.w_pass = None
         super().finish()
 
     def zero(self) -> None:
-        """Clear all gradients; after an interrupted step, also the contents of its buckets."""
+        """Clear all gradients; after an interrupted step, also those in buckets."""
         super().zero()
-        self.started, self.w_pass = 0, None
-        for bucket in self.buckets:
-            bucket.reset()
+        self.w_pass = None
+        self.queue.rewind()
+        for bucket in self.queue.buckets:
+            bucket.pending = None
 
     def gradient(self, parameter: nn.Parameter) -> torch.Tensor:
         """Return the sum over ranks, a view of a bucket."""
-        bucket = self.bucket_of.get(parameter)
-        return super().gradient(parameter) if bucket is None else bucket.views[parameter]
+        for bucket in self.queue.buckets_of.get(parameter, ()):
+            return bucket.views[parameter]
+        return super().gradient(parameter)
 
 
 #: The common properties of a bucket's members: the ranks to sum over, and the dtype.

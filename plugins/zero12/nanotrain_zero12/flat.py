@@ -64,15 +64,11 @@ class Bucket:
     """The sum of gradients in this rank's range."""
     summed: bool = False
     """Whether :attr:`shard` holds a sum of this step: the next one is accumulated."""
-    missing: set[nn.Parameter] = attrs.field(init=False)
-    """Parameters whose gradient of this microbatch has not arrived."""
 
-    def __attrs_post_init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        """Mark the gradients of all parameters as missing."""
-        self.missing = {fill.parameter for fill in self.fills}
+    @property
+    def parameters(self) -> Sequence[nn.Parameter]:
+        """Those with elements in this bucket."""
+        return [fill.parameter for fill in self.fills]
 
 
 class Flat:

@@ -21,6 +21,7 @@ from torch import nn
 from nanotrain_core.api import NanotrainError, Span
 from nanotrain_core.api.torch import (
     BucketExchange,
+    BucketQueue,
     LocalGradients,
     Mesh,
     Passes,
@@ -42,56 +43,35 @@ TIED = -1
 Key = tuple[int, Span, Span, str]
 
 
-class BucketQueue:
-    """The buckets of one model part, in the order in which they are sent."""
+class PartQueue(BucketQueue[Bucket]):
+    """The buckets of one model part, which are all sent in each round: for a microbatch, or a sum of them."""
 
-    def __init__(self, buckets: Sequence[tuple[Bucket, BucketExchange]]) -> None:
-        self.buckets = buckets
-        self.by_parameter: dict[nn.Parameter, list[Bucket]] = defaultdict(list)
-        for bucket, _ in buckets:
-            for fill in bucket.fills:
-                self.by_parameter[fill.parameter].append(bucket)
-        self.reset()
+    rounds = 0
+    """Rounds of this step that have ended."""
 
     def reset(self) -> None:
         """Begin a step."""
         self.rounds = 0
-        """Number of microbatches, or sums of them, sent in this step."""
-        for bucket, _ in self.buckets:
+        for bucket in self.buckets:
             bucket.summed = False
-        self._rewind()
+        self.rewind()
 
-    def _rewind(self) -> None:
-        self.sent, self.expecting = 0, False
-        for bucket, _ in self.buckets:
-            bucket.reset()
+    def rewind(self) -> None:
+        """Begin a round."""
+        super().rewind()
+        self.expecting = False
 
     def expect(self, parameters: Set[nn.Parameter]) -> None:
         """Expect only gradients of these parameters in this round: those of all others have arrived."""
         if not self.expecting:
             self.expecting = True
-            for bucket, _ in self.buckets:
-                bucket.missing &= parameters
+            for missing in self.missing.values():
+                missing.intersection_update(parameters)
 
-    def arrived(self, parameter: nn.Parameter) -> bool:
-        """Record a gradient; return whether it is the first of this parameter in this round."""
-        buckets = self.by_parameter[parameter]
-        first = parameter in buckets[0].missing
-        for bucket in buckets:
-            bucket.missing.discard(parameter)
-        return first
-
-    def ready(self) -> Iterator[tuple[Bucket, BucketExchange]]:
-        """Yield the next buckets in order, as far as they are complete."""
-        while self.sent < len(self.buckets) and not self.buckets[self.sent][0].missing:
-            self.sent += 1
-            yield self.buckets[self.sent - 1]
-
-    def rest(self) -> Iterator[tuple[Bucket, BucketExchange]]:
+    def rest(self) -> Iterator[Bucket]:
         """Yield all buckets not yet sent, complete or not, and end the round."""
-        yield from self.buckets[self.sent :]
+        yield from super().rest()
         self.rounds += 1
-        self._rewind()
 
 
 class ShardedGradients(LocalGradients):
@@ -115,16 +95,18 @@ class ShardedGradients(LocalGradients):
         flats = [(key, self._flat(key, members, mesh)) for key, members in group(trained, mesh)]
         self.shards = {piece: shard for _, flat in flats for piece, shard in flat.pieces()}
         arrival = {placed.parameter: number for number, placed in enumerate(reversed(trained))}
-        buckets: dict[int, list[tuple[Bucket, BucketExchange]]] = defaultdict(list)
+        buckets: dict[int, list[Bucket]] = defaultdict(list)
+        self.transport_of: dict[Bucket, BucketExchange] = {}
         for (part, span, *_), flat in flats:
             transport = self.transports[mesh.layout.members(mesh.rank, span)]
-            buckets[part] += [(bucket, transport) for bucket in flat.buckets]
+            self.transport_of |= dict.fromkeys(flat.buckets, transport)
+            buckets[part] += flat.buckets
         for part, found in buckets.items():
             if part != TIED:
-                found.sort(key=lambda each: max(arrival[fill.parameter] for fill in each[0].fills))
-        self.tied = BucketQueue(buckets.pop(TIED, []))
-        self.queues = [BucketQueue(buckets[part]) for part in sorted(buckets)]
-        self.queue_of = {p: queue for queue in (*self.queues, self.tied) for p in queue.by_parameter}
+                found.sort(key=lambda bucket: max(arrival[parameter] for parameter in bucket.parameters))
+        self.tied = PartQueue(buckets.pop(TIED, []))
+        self.queues = [PartQueue(buckets[part]) for part in sorted(buckets)]
+        self.queue_of = {p: queue for queue in (*self.queues, self.tied) for p in queue.buckets_of}
         self.gathering: dict[Bucket, Pending] = {}
 
     def _flat(self, key: Key, members: Sequence[PlacedParameter], mesh: Mesh) -> Flat:
@@ -162,15 +144,16 @@ class ShardedGradients(LocalGradients):
             return
         if self.passes.computing is not None:
             queue.expect(self.passes.computing)
-        if not queue.arrived(parameter):
+        if not queue.awaits(parameter):
             name = next(each.placement.name for each in self.placed if each.parameter is parameter)
             raise NanotrainError(
                 f"zero12: autograd completed the gradient of {name} twice in one backward pass, and the "
                 "second part may be lost; expected once. If it is used in several activation-checkpointed "
                 "calls, pass use_reentrant=False to torch.utils.checkpoint, or set overlap = false for zero12"
             )
-        for bucket, transport in queue.ready():
-            self._send(bucket, transport)
+        queue.arrived(parameter)
+        for bucket in queue.ready():
+            self._send(bucket)
 
     def microbatch_done(self, parameters: Collection[nn.Parameter]) -> None:
         """In stage 2, send the remaining gradients of one microbatch."""
@@ -182,19 +165,19 @@ class ShardedGradients(LocalGradients):
         if self.config.stage == 1:
             self._end_round(self._queue(parameters))
 
-    def _queue(self, parameters: Collection[nn.Parameter]) -> BucketQueue:
+    def _queue(self, parameters: Collection[nn.Parameter]) -> PartQueue:
         """Return the queue of one part's parameters: empty if none of them belongs to this part only."""
         queues = (self.queue_of.get(parameter, self.tied) for parameter in parameters)
-        return next((queue for queue in queues if queue is not self.tied), BucketQueue([]))
+        return next((queue for queue in queues if queue is not self.tied), PartQueue([]))
 
-    def _end_round(self, queue: BucketQueue) -> None:
-        for bucket, transport in queue.rest():
-            self._send(bucket, transport)
+    def _end_round(self, queue: PartQueue) -> None:
+        for bucket in queue.rest():
+            self._send(bucket)
 
-    def _send(self, bucket: Bucket, transport: BucketExchange) -> None:
+    def _send(self, bucket: Bucket) -> None:
         """Reduce-scatter one bucket, with zeros for missing gradients; free gradients sent completely."""
         add, bucket.summed = bucket.summed, True
-        transport.reduce_scatter(
+        self.transport_of[bucket].reduce_scatter(
             bucket.length, lambda buffer: self._write(bucket, buffer), bucket.shard, add=add
         )
         for fill in bucket.fills:
@@ -243,8 +226,8 @@ class ShardedGradients(LocalGradients):
     def gather_weights(self) -> None:
         """Begin to all-gather every rank's updated range, first layers first."""
         for queue in (self.tied, *self.queues):
-            for bucket, transport in reversed(queue.buckets):
-                if pending := transport.all_gather(bucket.weights):
+            for bucket in reversed(queue.buckets):
+                if pending := self.transport_of[bucket].all_gather(bucket.weights):
                     self.gathering[bucket] = pending
         for transport in self.transports.values():
             transport.drain()
@@ -256,9 +239,8 @@ class ShardedGradients(LocalGradients):
         if not self.gathering:
             return
         for parameter in parameters:
-            for bucket in (
-                self.queue_of[parameter].by_parameter[parameter] if parameter in self.queue_of else ()
-            ):
+            queue = self.queue_of.get(parameter, self.tied)
+            for bucket in queue.buckets_of.get(parameter, ()):
                 if pending := self.gathering.pop(bucket, None):
                     pending()
 
