@@ -210,7 +210,7 @@ SMALL = {
     "contracts": 682,
     "data": 837,
     "hf": 925,
-    "launch": 2112,
+    "launch": 2134,
     "layout": 1209,
     "models": 690,
     "moe": 360,

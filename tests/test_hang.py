@@ -15,7 +15,7 @@ from test_run import SMALL, metrics
 from torch.distributed import DistBackendError, DistNetworkError, DistStoreError
 
 from nanotrain_core.errors import CheckpointError, DataError, Exit, SaveFailed
-from nanotrain_core.launch import launcher
+from nanotrain_core.launch import host_run
 from nanotrain_core.launch.cause import Cause, first_cause, in_one_line, is_echo, leave_failure
 from nanotrain_core.launch.signal_forwarding import SignalForwarder
 from nanotrain_core.watch import hang
@@ -144,7 +144,7 @@ def test_on_several_hosts_each_launcher_names_the_rank_that_hangs_and_keeps_the_
 @pytest.mark.parametrize(("seen_here", "told"), [(True, ""), (False, "nanotrain: rank 1 hung\n")])
 def test_a_hang_that_another_host_has_detected_is_told(capsys, seen_here, told):
     seen = Hang("rank 1 hung" if seen_here else "no rank goes on, all wait for others", waits=not seen_here)
-    assert launcher._end(Cause("rank 1 hung", Exit.HUNG), seen) == Exit.HUNG
+    assert host_run.end(Cause("rank 1 hung", Exit.HUNG), seen) == Exit.HUNG
     assert capsys.readouterr().err == told
 
 

@@ -81,8 +81,9 @@ def run(args: argparse.Namespace) -> int:
     """Start the ranks, or be one of them under torchrun or srun."""
     end_on_sigterm(_ended, interrupts=True)  # until there are ranks to end, or training
     from nanotrain_core.launch.hosts import Nodes
-    from nanotrain_core.launch.launcher import EXIT_OF, launch, prepare
+    from nanotrain_core.launch.launcher import launch, prepare
     from nanotrain_core.launch.worker import Job, train
+    from nanotrain_core.run.stop import EXIT_OF
 
     use_weights(args)
     plugins = plugin_arguments(args)

@@ -19,40 +19,26 @@ It handles what torch leaves to its caller:
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import multiprocessing
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import os
 import signal
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import attrs
 
-from nanotrain_core.errors import Exit
 from nanotrain_core.launch import temporary
-from nanotrain_core.launch.cause import Cause, first_cause
 from nanotrain_core.launch.cuda import set_allocator
 from nanotrain_core.launch.environment import Ranks, loopback
-from nanotrain_core.launch.hosts import Nodes, rendezvous
-from nanotrain_core.launch.rank_process import serve
-from nanotrain_core.launch.rank_processes import RankProcesses
-from nanotrain_core.launch.restarts import HOST_FAILURES, Restarts
-from nanotrain_core.launch.signal_forwarding import SignalForwarder
-from nanotrain_core.launch.worker import Job, recorded_folder
+from nanotrain_core.launch.hosts import Nodes
+from nanotrain_core.launch.worker import Job
 from nanotrain_core.monitors.terminal import restore_cursor
 from nanotrain_core.recipe import Recipe
 from nanotrain_core.run import log
 from nanotrain_core.run.folder import RunFolder
-from nanotrain_core.run.stop import EXITS, SIGNALS
-from nanotrain_core.watch.hang import PATIENCE, Hang, HangWatch
-
-#: The exit code of ``nanotrain run`` for each final status of a run.
-EXIT_OF = {"done": Exit.DONE, "stopped": Exit.DONE, **EXITS}
+from nanotrain_core.run.stop import EXIT_OF, SIGNALS
 
 
 def launch(job: Job, recipe: Recipe, nodes: Nodes) -> int:
@@ -122,116 +108,7 @@ def _run_agent(job: Job, recipe: Recipe, nodes: Nodes) -> int:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     prepare(nodes.nproc)
 
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousError
+    from nanotrain_core.launch.host_run import HostRun, silence_torch
 
-    from nanotrain_core.launch.agent import Agent
-
-    _silence_torch()
-    scratch = Path(job.scratch or "")
-    forwarder = SignalForwarder(scratch, recipe.run.grace, saves=job.saves)
-    watch = HangWatch(scratch, Path(job.claimed) if job.claimed else None, recipe.run.hang_timeout)
-    agents: list[Agent] = []
-
-    def look() -> None:
-        """Watch; with several hosts rank 0 selects the run folder, so that it is known only now."""
-        if watch.folder is None and (folder := recorded_folder(scratch)) is not None:
-            watch.folder = Path(folder)
-            stack.enter_context(log.kept_in(watch.folder, None))
-        watch.look()
-
-    def stopped() -> bool:
-        return forwarder.received is not None
-
-    def of_all_hosts(cause: Cause) -> Cause:
-        return cause if stopped() else agents[-1].first_of_all(cause)
-
-    def run() -> dict[int, Any]:
-        agents.append(
-            Agent(
-                _what_to_start(job, nodes),
-                RankProcesses(job, PATIENCE * recipe.run.hang_timeout),
-                before_start=watch.forget,
-                start_again=lambda codes, number: restarts.again(codes, number, watch.hang),
-                given_up=lambda codes: of_all_hosts(first_cause(scratch, codes, watch.hang)),
-                stopped=stopped,
-                left=lambda: restarts.left is not None,
-                restarted=restarts.number,
-            )
-        )
-        return agents[-1].results()
-
-    restarts = Restarts(
-        scratch, nodes.max_restarts, stopped, of_all_hosts, may_leave=nodes.can_continue_without_this_host()
-    )
-    with ThreadPoolExecutor(1) as thread, contextlib.ExitStack() as stack:
-        while True:
-            agent = thread.submit(run)
-            try:
-                ends = forwarder.wait(agent, meanwhile=look)
-                return EXIT_OF[next(iter(ends.values()))]
-            except ChildFailedError:
-                if restarts.left is not None:
-                    text = (
-                        f"; this host's ranks were the first to fail {HOST_FAILURES} times: it leaves the run"
-                    )
-                    restarts.left.tell(f"{text}, which continues on the others")
-                    return restarts.left.code
-                cause = agents[-1].ended_by
-                assert cause is not None
-                if forwarder.received is not None and not (cause.mistake and cause.code != Exit.PREEMPTED):
-                    return EXIT_OF[SIGNALS[forwarder.received]]
-                # After a signal: for example a last checkpoint that could not be saved.
-                return _end(cause, watch.hang)
-            except RendezvousError as problem:
-                if forwarder.received is not None:
-                    return EXIT_OF[SIGNALS[forwarder.received]]
-                gone = agents and isinstance(problem, RendezvousConnectionError)
-                if gone and restarts.meet_again(nodes.endpoint):
-                    continue
-                if agents and agents[-1].ended_by is not None:
-                    return _end(agents[-1].ended_by, watch.hang)
-                text = "the hosts of the run do not meet, or one has ended it and its launcher says why"
-                cause = Cause(f"{text}: {problem}", Exit.FAILED, echo=True)
-                return _end(of_all_hosts(cause) if agents else cause, watch.hang)
-
-
-def _silence_torch() -> None:
-    """Silence torch's launcher: failures are printed here."""
-    for name, logger in logging.root.manager.loggerDict.items():  # each has a level of its own
-        if name.startswith(("torch.distributed", "torch.multiprocessing")) and isinstance(
-            logger, logging.Logger
-        ):
-            logger.setLevel(logging.CRITICAL)
-
-
-def _what_to_start(job: Job, nodes: Nodes) -> Any:
-    """Return the agent's ``WorkerSpec``. With several hosts, this connects to their rendezvous.
-
-    Raises:
-        LaunchError: the rendezvous host does not answer.
-    """
-    from torch.distributed.elastic.agent.server.api import WorkerSpec
-
-    return WorkerSpec(
-        role="default",
-        local_world_size=nodes.nproc,
-        entrypoint=serve,
-        rdzv_handler=rendezvous(nodes, Path(job.scratch or "")),
-        max_restarts=nodes.max_restarts,
-        monitor_interval=0.1,
-        local_addr=nodes.local_address,
-    )
-
-
-def _end(cause: Cause, hang: Hang | None) -> int:
-    """Report the first cause and return its exit code. A ``hang`` was reported when it was detected.
-
-    Raises:
-        NanotrainError: the user error that a rank raised.
-    """
-    if cause.mistake:
-        raise cause.error()
-    if hang is None or cause.text != hang.text:
-        cause.tell()
-    return cause.code
+    silence_torch()
+    return HostRun(job, recipe, nodes).run()

@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Any
 
 from nanotrain_core.run.progress_bar import is_live
-from nanotrain_core.run.stop import EXITS, SIGNALS, announce, heeded, is_again
+from nanotrain_core.run.stop import EXIT_OF, SIGNALS, announce, heeded, is_again
 from nanotrain_core.watch.hang import kill, pids_of
 
 POLL = 0.1
@@ -69,7 +69,7 @@ class SignalForwarder:
             kill(pids, signal.SIGKILL)
             if not pids and time.monotonic() > self._deadline + GONE:
                 shutil.rmtree(self.scratch, ignore_errors=True)
-                os._exit(EXITS[SIGNALS[self.received]])
+                os._exit(EXIT_OF[SIGNALS[self.received]])
         else:
             kill(pids - self._told, self.received)
         self._told |= pids

@@ -36,8 +36,14 @@ SIGNALS: dict[signal.Signals, StopReason] = {
 #: notice before its time limit, as `sbatch --signal=USR1@300` is usually written.
 ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
-#: Exit codes of stopped runs.
-EXITS: dict[str, int] = {"preempted": Exit.PREEMPTED, "interrupted": Exit.INTERRUPTED, "lost": Exit.UNSAVED}
+#: The exit code of ``nanotrain run`` for each final status of a run.
+EXIT_OF: dict[str, int] = {
+    "done": Exit.DONE,
+    "stopped": Exit.DONE,
+    "preempted": Exit.PREEMPTED,
+    "interrupted": Exit.INTERRUPTED,
+    "lost": Exit.UNSAVED,
+}
 
 #: Seconds within which consecutive signals of these kinds count as one request.
 ECHO = 1.0
@@ -106,7 +112,7 @@ def end_on_sigterm(before: Callable[[Preempted], object], *, interrupts: bool = 
         try:
             before(Preempted(text))
         finally:
-            os._exit(EXITS[SIGNALS[signal.Signals(number)]])
+            os._exit(EXIT_OF[SIGNALS[signal.Signals(number)]])
 
     handle_ending(end)
     if interrupts and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
@@ -235,4 +241,4 @@ def _end_after(
             number = next(iter(received))
             text = f"ended: a last step and checkpoint took more than {grace:g} seconds (run.grace)"
             log.say(f"{text} after {number.name}")
-            os._exit(EXITS[SIGNALS[number]])
+            os._exit(EXIT_OF[SIGNALS[number]])
