@@ -32,6 +32,7 @@ from nanotrain_core.run.monitor_context import MonitorContext
 from nanotrain_core.run.recovery import Restart, recover
 from nanotrain_core.run.rollback import keep_pending, roll_back
 from nanotrain_core.run.run_info import run_info
+from nanotrain_core.run.run_progress import RunProgress
 from nanotrain_core.run.step_readback import StepFlags, StepReadback
 from nanotrain_core.run.step_report import evaluation, report_step
 from nanotrain_core.run.stop import StopRequest
@@ -116,14 +117,7 @@ class RuntimeEngine:
         self.run, self.steps, self.folder, self.resume = run, steps, folder, resume
         self.restart = Restart()
         """The launcher's information about a restart of the ranks."""
-        self.step = 0
-        """Optimizer steps done, those before a resume included."""
-        self.evaluation_pending = False
-        """Whether a stop request interrupted this step's evaluation: a resumed run repeats it."""
-        self.save_pending = False
-        """Whether a save was due at an earlier step and could not be made then; checkpoints contain it."""
-        self.evaluated: int | None = None
-        """The last step whose validation loss was finite."""
+        self.reached = RunProgress()
         log.ensure(run.mesh.rank)
         self.stop = StopRequest()
         self.weights_ready = install_ready_hooks(run.stages.values(), run.optimizer)
@@ -137,6 +131,11 @@ class RuntimeEngine:
             run.monitors, self.stop, strict=run.strict_monitors, weights_ready=self.weights_ready
         )
         self.throughput, self.progress, self.skipped = Throughput(), Progress(run.mesh.waits), SkippedSteps()
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done, those before a resume included."""
+        return self.reached.step
 
     # --- training -----------------------------------------------------------------------------
 
@@ -184,7 +183,7 @@ class RuntimeEngine:
         self.saves = CheckpointSaver(checkpoint, *tell, self.progress)
         self.monitoring = MonitorContext(self.run, self.events)
         self._restore()
-        self._first, self.run = self.step, begin_step(self.run, again=self.evaluation_pending)
+        self._first, self.run = self.step, begin_step(self.run, again=self.reached.evaluation_pending)
         info = run_info(self)
         self.throughput.restart()
         log.begin(name=self.run.name, steps=self.steps, ranks=info.world_size)
@@ -209,14 +208,14 @@ class RuntimeEngine:
     def _loop(self) -> None:
         run = self.run
         scheduler, scale = self._lr_scheduler(), run.loss_scale.value
-        if self.evaluation_pending or (run.evaluation.every and self.step == 0):
+        if self.reached.evaluation_pending or (run.evaluation.every and self.step == 0):
             self._evaluate()
         while self.step < self.steps and not self.stop.reason:
             run = self.run = begin_step(self.run, scheduler)
             lr, scale = scheduled_rate(run, scheduler), run.loss_scale.value
             losses, counts, stats = self._train_step()
             scheduler.step()
-            self.step += 1
+            self.reached.step += 1
             feed = run.feed
             feed.step_done()
             self.throughput.add(feed.tokens - feed.tokens_before, feed.length, run.flops_per_token)
@@ -227,18 +226,18 @@ class RuntimeEngine:
                 report_step(self, losses, counts, stats, lr=lr, loss_scale=scale, logged=logged)
             if last or (run.evaluation.every and self.step % run.evaluation.every == 0):
                 self._evaluate()
-            due = self.saves.due(self.step) or self.save_pending
+            due = self.saves.due(self.step) or self.reached.save_pending
             if last:
                 self.events.metrics(*self.monitoring.board.rest())
             if last or due:  # a state that a rollback will discard is not worth saving
                 self._handle_flags(self.readback.rest())
                 agree_now(self.stop, self.run.mesh)
             # Skipped steps change no weight: saving them would only rotate older checkpoints out.
-            self.save_pending = due and self.skipped.in_a_row > 0
+            self.reached.save_pending = due and self.skipped.in_a_row > 0
             if self.stop.rollback_agreed:
                 roll_back(self)
                 scheduler = self._lr_scheduler()
-            elif due and not (last or self.save_pending or self.stop.reason):  # the last one: see below
+            elif due and not (last or self.reached.save_pending or self.stop.reason):  # the last: below
                 self._save()
             self.saves.advance(wait=False)
             self.events.step_end(StepEnd(self.step, len(feed.skipped), partial(capture_state, self)))
@@ -347,14 +346,14 @@ class RuntimeEngine:
         for batch, positions in self.run.feed.validation():
             self.note("evaluation")
             agree_now(self.stop, self.run.mesh)
-            self.evaluation_pending = self.stop.reason is not None
-            if self.evaluation_pending:  # there is no time for the rest
+            self.reached.evaluation_pending = self.stop.reason is not None
+            if self.reached.evaluation_pending:  # there is no time for the rest
                 return
             mine += self.executor.forward(batch).get("lm", 0.0)
             counted += self.run.feed.counts(batch)["lm"]
             seen += positions
         if report := evaluation(self, mine, counted, seen):
-            self.evaluated = self.step if isfinite(report.loss) else self.evaluated
+            self.reached.evaluated = self.step if isfinite(report.loss) else self.reached.evaluated
             self.events.evaluation(report)
         self.throughput.restart()
 
@@ -365,8 +364,8 @@ class RuntimeEngine:
         self.note("checkpoint")
         self.events.before_save(self.step)
         state = capture_state(self)
-        self.save_pending = not may_save(self.run, state, self.step, self.saves, last=last)
-        if self.save_pending:
+        self.reached.save_pending = not may_save(self.run, state, self.step, self.saves, last=last)
+        if self.reached.save_pending:
             return
         self.saved_step = self.step
         self.saves.begin(self.step, state, last=last)

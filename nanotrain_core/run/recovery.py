@@ -65,5 +65,5 @@ def recover(engine: RuntimeEngine, restore: Restore) -> bool:
         engine.saved_step = engine.step
     else:
         # The newest first: a format may communicate in `due`, and all ranks find the same step.
-        engine.save_pending |= any(map(engine.saves.due, range(engine.step, newest, -1)))
+        engine.reached.save_pending |= any(map(engine.saves.due, range(engine.step, newest, -1)))
     return True

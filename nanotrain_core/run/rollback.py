@@ -38,8 +38,8 @@ def roll_back(engine: RuntimeEngine) -> None:
         )
     run.feed.skipped = skipped  # also ranges that are newer than the checkpoint
     # A pending stop request stays in force: one more step is taken, with which the range is saved.
-    engine.skipped.in_a_row, engine.evaluation_pending, engine.stop.reason = 0, False, None
-    engine.save_pending = False
+    engine.skipped.in_a_row, engine.stop.reason = 0, None
+    engine.reached.nothing_pending()
     engine.stop.request_rollback(None)
     engine.readback.forget()
     engine.monitoring.board.forget()

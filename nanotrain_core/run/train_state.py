@@ -28,11 +28,7 @@ def capture_state(engine: RuntimeEngine) -> TrainState:
     engine.weights_ready()
     weights = [Block.of("", dequantize(p.parameter), p.placement) for p in run.placed]
     meta = {
-        "step": engine.step,
-        # The key has an older name than the attribute: saved checkpoints have it.
-        "owes_evaluation": engine.evaluation_pending,
-        "save_pending": engine.save_pending,
-        "evaluated": engine.evaluated,
+        **engine.reached.meta(),
         "trusted": engine.step - suspect if (suspect := engine.events.suspect_steps()) else None,
         "skipped_in_a_row": engine.skipped.in_a_row,
         "rollback": engine.stop.meta(),
@@ -61,11 +57,8 @@ def restore_meta(engine: RuntimeEngine, meta: Mapping[str, Any]) -> None:
         run.feed.load_meta(meta["data"])
         run.loss_scale.load_meta(meta["loss_scale"])
         engine.events.load_meta(meta.get("monitors", {}))
-        engine.step, engine.evaluation_pending = int(meta["step"]), bool(meta.get("owes_evaluation"))
-        engine.evaluated = meta.get("evaluated")
-        # Older checkpoints lack these.
-        engine.skipped.in_a_row = int(meta.get("skipped_in_a_row", 0))
-        engine.save_pending = bool(meta.get("save_pending"))
+        engine.reached.load_meta(meta)
+        engine.skipped.in_a_row = int(meta.get("skipped_in_a_row", 0))  # older checkpoints lack it
         engine.stop.load_meta(meta.get("rollback"))
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as problem:
         raise CheckpointError(f"{NO_RUN_STATE}: {problem!r}") from None

@@ -1,0 +1,47 @@
+"""How far a run has come, as its checkpoints keep it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+
+
+@attrs.define
+class RunProgress:
+    """Where the step loop stands between two steps, and what it has to make up for.
+
+    Only the loop advances it. A checkpoint or a monitor's state restores it, and a rollback, which restores
+    an older checkpoint, drops what was pending. The data's position is the feed's.
+    """
+
+    step: int = 0
+    """Optimizer steps done, those before a resume included."""
+    evaluation_pending: bool = False
+    """Whether a stop request interrupted this step's evaluation: a resumed run repeats it."""
+    save_pending: bool = False
+    """Whether a save was due at an earlier step and could not be made then."""
+    evaluated: int | None = None
+    """The last step whose validation loss was finite."""
+
+    def nothing_pending(self) -> None:
+        """Drop what is pending: the run goes back to a step from before it."""
+        self.evaluation_pending = self.save_pending = False
+
+    def meta(self) -> dict[str, Any]:
+        """Return it for a checkpoint."""
+        return {
+            "step": self.step,
+            # The key has an older name than the attribute: saved checkpoints have it.
+            "owes_evaluation": self.evaluation_pending,
+            "save_pending": self.save_pending,
+            "evaluated": self.evaluated,
+        }
+
+    def load_meta(self, meta: Mapping[str, Any]) -> None:
+        """Restore it; older checkpoints have only the step."""
+        self.step = int(meta["step"])
+        self.evaluation_pending = bool(meta.get("owes_evaluation"))
+        self.save_pending = bool(meta.get("save_pending"))
+        self.evaluated = meta.get("evaluated")
