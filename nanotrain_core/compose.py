@@ -12,7 +12,7 @@ from torch import nn
 
 from nanotrain_core.batch import Shard
 from nanotrain_core.compile.apply import compile_parts
-from nanotrain_core.compile.request import group_timeout
+from nanotrain_core.compile.options import group_timeout
 from nanotrain_core.contracts import (
     Checkpoint,
     Data,

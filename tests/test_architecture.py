@@ -39,8 +39,8 @@ LEVELS = (
         "mechanisms",
         "checkpoint.safetensors_files checkpoint.saver layout.initialization optim.lr_schedule "
         "pipeline.annotation pipeline.executor "
-        "pipeline.p2p pipeline.simulator run.derived run.events run.feed run.folder run.skipped_ranges "
-        "run.global_metrics run.monitor_collectives",
+        "pipeline.p2p pipeline.simulator run.derived_metrics run.events run.feed run.folder "
+        "run.skipped_ranges run.global_metrics run.monitor_collectives",
     ),
     (
         "recipe and registry",

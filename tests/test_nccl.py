@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from nanotrain_core.batch import Batch
-from nanotrain_core.compile.request import compiler_options, group_timeout
+from nanotrain_core.compile.options import compiler_options, group_timeout
 from nanotrain_core.launch import worker
 from nanotrain_core.launch.cuda import record_collectives, set_allocator, survive_aborts
 from nanotrain_core.launch.environment import Ranks

@@ -10,7 +10,7 @@ FREE = [
     "nanotrain_core.hookspecs",
     "nanotrain_core.errors",
     "nanotrain_core.recipe.divisibility",
-    "nanotrain_core.launch.inputs",
+    "nanotrain_core.launch.check_inputs",
     "nanotrain_core.layout.layout",
     "nanotrain_core.registry.discovery",
     "nanotrain_core.registry.registry",

@@ -60,7 +60,7 @@ from nanotrain_core.hf.mapping import (
 )
 from nanotrain_core.hf.rope import expect_number, read_rope, write_rope
 from nanotrain_core.hookspecs import Register, RegisterCommand
-from nanotrain_core.launch.inputs import input_problems, survey_of, surveys
+from nanotrain_core.launch.check_inputs import input_problems, survey_of, surveys
 from nanotrain_core.layout.layout import Layout, Span, View, above_one
 from nanotrain_core.layout.roles import (
     Role,

@@ -12,8 +12,8 @@ from nanotrain_core.cli.common import add_recipe_options, resolve
 from nanotrain_core.cli.memory import memory_line
 from nanotrain_core.compile.cuda_graphs import explain_passes
 from nanotrain_core.errors import Exit
-from nanotrain_core.launch.inputs import input_problems
-from nanotrain_core.launch.modules import check_modules
+from nanotrain_core.launch.check_inputs import input_problems
+from nanotrain_core.launch.check_modules import check_modules
 from nanotrain_core.layout.layout import View
 from nanotrain_core.phases.timeline import PhaseTimeline
 from nanotrain_core.recipe.load import refuse

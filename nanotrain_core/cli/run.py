@@ -17,9 +17,9 @@ from nanotrain_core.cli.machines import fewest_machines
 from nanotrain_core.cli.replay import replay
 from nanotrain_core.errors import CheckpointError, Exit, NanotrainError, Preempted
 from nanotrain_core.launch import temporary
+from nanotrain_core.launch.check_inputs import check_inputs
+from nanotrain_core.launch.check_modules import check_modules
 from nanotrain_core.launch.environment import Ranks
-from nanotrain_core.launch.inputs import check_inputs
-from nanotrain_core.launch.modules import check_modules
 from nanotrain_core.run.folder import newest
 from nanotrain_core.run.progress_bar import is_live
 from nanotrain_core.run.stop import end_on_sigterm, keep_code

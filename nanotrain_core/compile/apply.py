@@ -10,7 +10,7 @@ from nanotrain_core.compile.blocks import compile_blocks
 from nanotrain_core.compile.cuda_graphs import not_captured
 from nanotrain_core.compile.eager import describe_compiled, kept_eager, refused
 from nanotrain_core.compile.loss import compile_losses
-from nanotrain_core.compile.request import compiler_options, is_compiled
+from nanotrain_core.compile.options import compiler_options, is_compiled
 from nanotrain_core.errors import Problem, RecipeError
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import Placements

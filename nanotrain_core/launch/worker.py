@@ -101,7 +101,7 @@ def _train(job: Job, ranks: Ranks, last: contextlib.ExitStack) -> str:
 
     from nanotrain_core.engine import RuntimeEngine
     from nanotrain_core.launch.watchers import Mark, add_watchers
-    from nanotrain_core.run.show import show_placements
+    from nanotrain_core.run.show_placements import show_placements
 
     device = prepare(recipe, ranks)
     store, past = join(job, ranks, recipe, device, registry)
@@ -315,7 +315,7 @@ def join(
         return None, past
     import torch.distributed as dist
 
-    from nanotrain_core.compile.request import group_timeout
+    from nanotrain_core.compile.options import group_timeout
     from nanotrain_core.layout import nccl
 
     timeout = group_timeout(recipe, device.type)

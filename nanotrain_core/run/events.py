@@ -33,7 +33,7 @@ from nanotrain_core.metrics.core import CORE
 from nanotrain_core.metrics.declared import Names
 from nanotrain_core.metrics.of_reports import of_checkpoint, of_evaluation
 from nanotrain_core.metrics.publish import Metrics
-from nanotrain_core.run.derived import with_derived
+from nanotrain_core.run.derived_metrics import with_derived
 from nanotrain_core.run.log import record
 from nanotrain_core.run.monitor_collectives import FailedElsewhere, MonitorCollectives
 from nanotrain_core.run.plain_json import as_json

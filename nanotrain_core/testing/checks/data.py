@@ -14,14 +14,14 @@ from nanotrain_core.batch import IGNORE, Batch, Shard
 from nanotrain_core.contracts import ChangesLength, Data
 from nanotrain_core.contracts.data import RESERVED_KEYS
 from nanotrain_core.errors import DataError
-from nanotrain_core.launch.inputs import survey_of
+from nanotrain_core.launch.check_inputs import survey_of
 from nanotrain_core.testing.case import Case
 from nanotrain_core.testing.checks import check
 
 SEQUENCES = 8
 _SURVEY = """
 import sys
-from nanotrain_core.launch.inputs import survey_of
+from nanotrain_core.launch.check_inputs import survey_of
 from nanotrain_core.testing import Case
 case = {case!r}
 print(survey_of(case.recipe(), case.registry()))
