@@ -222,7 +222,7 @@ SMALL = {
     "precision": 680,
     "recipe": 1739,
     "registry": 612,
-    "run": 2580,
+    "run": 2590,
     "script": 790,
     "watch": 454,
 }
