@@ -11,9 +11,9 @@ from nanotrain_core.layout.layout import Layout, View
 from nanotrain_core.layout.roles import Role, tagged
 from nanotrain_core.pipeline.accumulate import Accumulate
 from nanotrain_core.pipeline.actions import Action
-from nanotrain_core.testing.sliced_layers import Sliced
-from nanotrain_core.testing.staged import Staged
-from nanotrain_core.testing.summed_gradients import SummedGradients
+from nanotrain_core.testing.components.all_reduce_gradients import SummedGradients
+from nanotrain_core.testing.components.gpipe import Staged
+from nanotrain_core.testing.components.tensor_parallel_layers import Sliced
 
 # --- topologies that swap two ranks ------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from broken_twins import twin
 
 from nanotrain_core import hookimpl
 from nanotrain_core.pipeline.actions import parts_between
-from nanotrain_core.testing.staged import Staged
+from nanotrain_core.testing.components.gpipe import Staged
 
 # --- plans of an earlier call --------------------------------------------------------------------------
 

@@ -30,10 +30,10 @@ from nanotrain_core.optim.sgd import SGD
 from nanotrain_core.pipeline.accumulate import Accumulate
 from nanotrain_core.pipeline.actions import Action, Costs
 from nanotrain_core.recipe.phase import CHANGES
-from nanotrain_core.testing.routed import RoutedConfig
-from nanotrain_core.testing.routed_model import Routed
-from nanotrain_core.testing.sliced_layers import Sliced
-from nanotrain_core.testing.summed_gradients import SummedGradients
+from nanotrain_core.testing.components.all_reduce_gradients import SummedGradients
+from nanotrain_core.testing.components.moe import RoutedConfig
+from nanotrain_core.testing.components.moe_model import Routed
+from nanotrain_core.testing.components.tensor_parallel_layers import Sliced
 
 
 @attrs.define(frozen=True, kw_only=True)

@@ -37,7 +37,7 @@ def test_alibi_passes_every_check():
 
 def whole_per_head(case):
     """Return what a wrapper is told that leaves what each head has an entry of as it is."""
-    import nanotrain_core.testing.sliced_layers as sliced
+    import nanotrain_core.testing.components.tensor_parallel_layers as sliced
 
     rows = sliced.slice_parameter
     sliced.slice_parameter = lambda module, key, *rest: rows(module, key, *rest) if key != "slopes" else None

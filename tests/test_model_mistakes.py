@@ -12,8 +12,8 @@ from nanotrain_core.layout.roles import tag
 from nanotrain_core.models.transformer import Transformer, TransformerPart
 from nanotrain_core.moe import routing
 from nanotrain_core.testing import Case
+from nanotrain_core.testing.components.moe_model import Router
 from nanotrain_core.testing.probe import make_engine, train, weights
-from nanotrain_core.testing.routed_model import Router
 
 ALONE = Case("schedule", use="accumulate")
 forward = TransformerPart.forward

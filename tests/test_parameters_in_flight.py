@@ -7,7 +7,7 @@ from torch import nn
 from nanotrain_core.contracts import Optimizer
 from nanotrain_core.layout.parameters_in_flight import install_ready_hooks, readers
 from nanotrain_core.layout.roles import Role, tag
-from nanotrain_core.testing.late_weights import LateWeights
+from nanotrain_core.testing.components.late_weights import LateWeights
 
 
 class Untagged(nn.Module):

@@ -149,7 +149,7 @@ def test_a_parameter_without_a_gradient_is_skipped_as_in_a_plain_loop(accumulate
 
 def fit_a_rank():
     """Only rank 1's batches use the second head."""
-    from nanotrain_core.testing.summed_gradients import SummedGradients
+    from nanotrain_core.testing.components.all_reduce_gradients import SummedGradients
 
     model, rank = SometimesTwo(), torch.distributed.get_rank()
     loader = [pair for pair in make_loader(batches=9) if pair[0][0, 0] % 2 == rank]

@@ -243,7 +243,7 @@ def test_validation_leaves_trainings_random_numbers_alone():
 
 
 def two_ranks(folder, seed, stop_after):
-    from nanotrain_core.testing.summed_gradients import SummedGradients
+    from nanotrain_core.testing.components.all_reduce_gradients import SummedGradients
 
     torch.manual_seed(seed)
     model, rank = Net(), torch.distributed.get_rank()

@@ -43,13 +43,19 @@ TINY: Tables = {
 #: what is held out can be told from what is trained on. Whole corpora hold many a line twice.
 CORPUS = str(Path(__file__).with_name("corpus.txt"))
 
-#: Plugins that every case knows: ``summed``, a gradient sync, ``ranged``, one that shards optimizer state,
-#: ``routed``, a model with experts, ``coarse``, a
-#: precision that loses much, ``wide_norms``, one of two dtypes, ``sliced``, tensor parallelism, ``spread``,
-#: expert parallelism, ``staged``, a pipeline.
+#: Plugins that every case knows.
 HARNESS = tuple(
-    str(Path(__file__).with_name(f"{name}.py"))
-    for name in ("summed", "ranged", "routed", "coarse", "wide_norms", "sliced", "spread", "staged")
+    str(Path(__file__).parent / "components" / f"{name}.py")
+    for name in (
+        "all_reduce",  # summed: a gradient sync
+        "zero1",  # ranged: one that shards optimizer state
+        "moe",  # routed: a model with experts
+        "low_precision_masters",  # coarse: a precision that loses much
+        "float64_norms",  # wide_norms: a precision of two dtypes
+        "tensor_parallel",  # sliced
+        "expert_parallel",  # spread
+        "gpipe",  # staged: a pipeline schedule
+    )
 )
 
 #: What to do about a recipe that cannot run.

@@ -29,7 +29,7 @@ from nanotrain_core.recipe.write import plain
 from nanotrain_core.testing.case import Case
 from nanotrain_core.testing.checks import check
 from nanotrain_core.testing.compare import assert_bitwise, assert_numbers, assert_same
-from nanotrain_core.testing.late_weights import LateWeights
+from nanotrain_core.testing.components.late_weights import LateWeights
 
 ONE_RANK = Layout({"dense": View(("dp",), (1,))})
 Losses = dict[str, float]

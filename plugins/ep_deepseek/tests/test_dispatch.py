@@ -23,8 +23,8 @@ from nanotrain_core.moe.routing import Routing, use_dispatch_codec
 from nanotrain_core.pipeline.actions import Part
 from nanotrain_core.testing import run_ranks
 from nanotrain_core.testing.collectives import CollectiveLog
-from nanotrain_core.testing.routed import RoutedConfig
-from nanotrain_core.testing.routed_model import Routed
+from nanotrain_core.testing.components.moe import RoutedConfig
+from nanotrain_core.testing.components.moe_model import Routed
 
 E, D, WIDTH, NAMES = 8, 32, 12, ("gate", "up", "down")
 

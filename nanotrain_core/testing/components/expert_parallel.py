@@ -35,6 +35,6 @@ def nanotrain_register_parallel(register: Register) -> None:
 
 def build(config: SpreadConfig) -> Any:
     """Return the wrapper."""
-    from nanotrain_core.testing.spread_experts import Spread
+    from nanotrain_core.testing.components.expert_parallel_layers import Spread
 
     return Spread()

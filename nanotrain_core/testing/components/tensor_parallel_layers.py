@@ -15,7 +15,7 @@ from nanotrain_core.contracts import Parallel
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import Placements
 from nanotrain_core.layout.roles import Role, share_tokens, tagged
-from nanotrain_core.testing.sliced_tokens import SlicedTokens
+from nanotrain_core.testing.components.sequence_parallel import SlicedTokens
 
 #: The axis along which parameters of a role are split.
 AXES = {Role.COLUMN: {"weight": 0, "bias": 0}, Role.ROW: {"weight": 1}}

@@ -37,6 +37,6 @@ def nanotrain_register_precision(register: Register) -> None:
 
 def build(config: CoarseConfig) -> Any:
     """Return the precision."""
-    from nanotrain_core.testing.coarse_masters import Coarse
+    from nanotrain_core.testing.components.low_precision_master_weights import Coarse
 
     return Coarse(config.step)

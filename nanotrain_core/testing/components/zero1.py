@@ -1,6 +1,6 @@
-"""``summed``: a minimal gradient sync, for plugins tested without other plugins.
+"""``ranged``: minimal optimizer-state sharding, for optimizers tested without other plugins.
 
-Every case of the harness knows it: ``overrides={"parallel": [{"use": "summed"}]}``.
+Every case of the harness knows it: ``overrides={"parallel": [{"use": "ranged"}]}``.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from nanotrain_core.hookspecs import Register
 
 
 @attrs.define(frozen=True, kw_only=True)
-class SummedConfig:
+class RangedConfig:
     """It has no keys."""
 
 
 @hookimpl
 def nanotrain_register_parallel(register: Register) -> None:
-    """Register ``summed``."""
+    """Register ``ranged``."""
     register(
         Component(
-            name="summed",
-            config=SummedConfig,
+            name="ranged",
+            config=RangedConfig,
             factory=f"{__name__}:build",
-            summary="one all-reduce per parameter after backward, for tests",
+            summary="an all-reduce per parameter, of which each rank updates a range, for tests",
             provides={"gradient_sync"},
             mesh_dims={"dp"},
         )
     )
 
 
-def build(config: SummedConfig) -> Any:
+def build(config: RangedConfig) -> Any:
     """Return the gradient sync."""
-    from nanotrain_core.testing.summed_gradients import SummedGradients
+    from nanotrain_core.testing.components.zero1_gradients import RangedGradients
 
-    return SummedGradients()
+    return RangedGradients()

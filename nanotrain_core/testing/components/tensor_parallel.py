@@ -39,6 +39,6 @@ def nanotrain_register_parallel(register: Register) -> None:
 
 def build(config: SlicedConfig) -> Any:
     """Return the wrapper."""
-    from nanotrain_core.testing.sliced_layers import Sliced
+    from nanotrain_core.testing.components.tensor_parallel_layers import Sliced
 
     return Sliced(config.sequence_parallel)

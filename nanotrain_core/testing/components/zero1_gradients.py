@@ -12,7 +12,7 @@ from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import RANGE, Piece, PlacedParameter
 from nanotrain_core.pipeline.passes import Passes
 from nanotrain_core.precision.quantized_storage import PackedWeight
-from nanotrain_core.testing.summed_gradients import SummedGradients
+from nanotrain_core.testing.components.all_reduce_gradients import SummedGradients
 
 
 class RangedGradients(SummedGradients):

@@ -1,6 +1,6 @@
-"""``ranged``: minimal optimizer-state sharding, for optimizers tested without other plugins.
+"""``summed``: a minimal gradient sync, for plugins tested without other plugins.
 
-Every case of the harness knows it: ``overrides={"parallel": [{"use": "ranged"}]}``.
+Every case of the harness knows it: ``overrides={"parallel": [{"use": "summed"}]}``.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from nanotrain_core.hookspecs import Register
 
 
 @attrs.define(frozen=True, kw_only=True)
-class RangedConfig:
+class SummedConfig:
     """It has no keys."""
 
 
 @hookimpl
 def nanotrain_register_parallel(register: Register) -> None:
-    """Register ``ranged``."""
+    """Register ``summed``."""
     register(
         Component(
-            name="ranged",
-            config=RangedConfig,
+            name="summed",
+            config=SummedConfig,
             factory=f"{__name__}:build",
-            summary="an all-reduce per parameter, of which each rank updates a range, for tests",
+            summary="one all-reduce per parameter after backward, for tests",
             provides={"gradient_sync"},
             mesh_dims={"dp"},
         )
     )
 
 
-def build(config: RangedConfig) -> Any:
+def build(config: SummedConfig) -> Any:
     """Return the gradient sync."""
-    from nanotrain_core.testing.ranged_gradients import RangedGradients
+    from nanotrain_core.testing.components.all_reduce_gradients import SummedGradients
 
-    return RangedGradients()
+    return SummedGradients()

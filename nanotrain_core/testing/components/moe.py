@@ -64,6 +64,6 @@ def nanotrain_register_model(register: Register) -> None:
 
 def build(config: RoutedConfig) -> Any:
     """Return the model."""
-    from nanotrain_core.testing.routed_model import Routed
+    from nanotrain_core.testing.components.moe_model import Routed
 
     return Routed(config)

@@ -35,6 +35,6 @@ def nanotrain_register_precision(register: Register) -> None:
 
 def build(config: WideNormsConfig) -> Any:
     """Return the precision."""
-    from nanotrain_core.testing.wide_vectors import WideNorms
+    from nanotrain_core.testing.components.float64_norms_precision import WideNorms
 
     return WideNorms()
