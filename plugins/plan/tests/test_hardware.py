@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from nanotrain_plan.hardware import HardwareError, find_hardware, read_hardware, shipped
 
+from nanotrain_core.api import peak_flops
 from nanotrain_core.cli import main
 
 
@@ -26,6 +27,13 @@ def test_shipped_files_are_whole_and_name_their_sources(name):
 def test_memory_is_that_which_a_run_sees(name, gib):
     """torch says how much a device has in GiB; on paper it has 80, 141 or 180 GB."""
     assert find_hardware(name).memory_gb == pytest.approx(gib * 2**30 / 1e9, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", sorted({*shipped()} - {"cpu", "h100_hbm2e"}))
+def test_the_peak_is_the_one_by_which_a_run_reports_its_mfu(name):
+    """Without `h100_hbm2e`, of which the file has a mean, as its source knows no more than two bounds."""
+    hardware = find_hardware(name)
+    assert hardware.peak("bfloat16") == pytest.approx(peak_flops(hardware.name), rel=1e-3)
 
 
 def test_an_unknown_name_is_told_the_nearest():
