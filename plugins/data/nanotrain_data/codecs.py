@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import re
 from collections.abc import Sequence
@@ -73,11 +74,10 @@ class Tiktoken:
             )
         try:
             import tiktoken
-            from tiktoken.load import load_tiktoken_bpe
         except ImportError:
             raise _needs("tiktoken", path) from None
         try:
-            ranks = load_tiktoken_bpe(str(path))
+            ranks = _ranks(path.read_bytes())
             special = {"<|endoftext|>": known.end_of_text}
             self._encoding = tiktoken.Encoding(
                 path.stem, pat_str=known.pattern, mergeable_ranks=ranks, special_tokens=special
@@ -104,6 +104,18 @@ class Tiktoken:
             return bytes(self._encoding.decode_single_token_bytes(token))
         except KeyError:
             return b"\xff"
+
+
+def _ranks(content: bytes) -> dict[bytes, int]:
+    """Return the rank of each token, of a line for each: the token in base64, a space, its rank.
+
+    tiktoken's own reader keeps what it once read from a path, and returns that when the file has changed.
+
+    Raises:
+        ValueError: a line is none of these.
+    """
+    lines = (line.split() for line in content.splitlines() if line)
+    return {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
 
 
 class SentencePiece:

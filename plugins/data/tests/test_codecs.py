@@ -117,6 +117,17 @@ def test_a_prepared_folder_has_its_tokenizer_in_it(files, corpus, tmp_path, name
         codec_of(tmp_path / "out", manifest.tokenizer)
 
 
+def test_tokens_are_of_the_file_that_is_there_now(files, tmp_path, monkeypatch):
+    """tiktoken's reader keeps files by their path, in all processes: one that was replaced had no effect."""
+    path = tmp_path / "cl100k_base.tiktoken"
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
+    path.write_bytes((files / path.name).read_bytes())
+    assert open_codec(str(path)).encode("A") == [65]
+    ranks = (f"{base64.b64encode(bytes([n])).decode()} {255 - n}\n" for n in range(256))
+    path.write_text("".join(ranks))
+    assert open_codec(str(path)).encode("A") == [255 - 65]
+
+
 def test_a_tokenizer_is_made_of_text_and_reads_any(corpus, tmp_path):
     told = train_tokenizer([str(corpus)], (), "text", 300, tmp_path / "a" / "tokenizer.json", None)
     assert "300 tokens" in told
