@@ -10,8 +10,8 @@ import pytest
 import torch
 from opened_text import opened, refusal, validation
 from tokenizers import Tokenizer, decoders
-from tokenizers.models import BPE, WordLevel
-from tokenizers.pre_tokenizers import ByteLevel, Metaspace, Whitespace
+from tokenizers.models import BPE, Unigram, WordLevel
+from tokenizers.pre_tokenizers import ByteLevel, Metaspace, Whitespace, WhitespaceSplit
 from tokenizers.processors import TemplateProcessing
 from tokenizers.trainers import BpeTrainer
 
@@ -231,6 +231,55 @@ def test_a_special_token_that_a_document_writes_of_is_text(words, tmp_path):
     assert ours.separator in tokenizer.encode(text).ids  # what the library does unless it is told
     assert ours.encode_special(text) == tokenizer.encode(text).ids
     assert ours.encode(text) == plain
+
+
+def unigram():
+    scores = {"<pad>": 0.0, "</s>": 0.0, "<unk>": 0.0, "\u2581a": -2.0, "\u2581": -3.0, "b": -3.0}
+    scores |= dict.fromkeys("a</s>", -4.0)
+    model, cut = Unigram([*scores.items()], unk_id=2), Metaspace()
+    return model, cut, {"a": [3], "</s>": [4, 7, 8, 9, 10], "b": [4, 5], "?": [4, 2]}
+
+
+def merging():
+    pieces = ["<unk>", "</s>", "<", "/", "s", ">", "</", "s>", "a", "b"]
+    merges = [("<", "/"), ("s", ">"), ("</", "s>")]
+    model = BPE({piece: n for n, piece in enumerate(pieces)}, merges, unk_token="<unk>")
+    return model, WhitespaceSplit(), {"a": [8], "</s>": [6, 7], "b": [9], "?": [0]}
+
+
+def word_level():
+    model = WordLevel({"<unk>": 0, "</s>": 1, "a": 2, "b": 3}, unk_token="<unk>")
+    return model, WhitespaceSplit(), {"a": [2], "</s>": [0], "b": [3], "?": [0]}
+
+
+@pytest.mark.parametrize("kind", [unigram, merging, word_level])
+def test_a_special_token_that_is_a_piece_of_the_model_is_text_too(tmp_path, kind):
+    """Unigram prefers it to all other readings: a page of HTML ended T5's document in its middle."""
+    model, cut, words = kind()
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = cut
+    tokenizer.add_special_tokens(["<unk>", "</s>", "<extra>"])
+    tokenizer.add_tokens(["<think>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    ours = make_tokenizer(str(tmp_path / "tokenizer.json"))
+    assert ours.encode("a </s> b ?") == [token for word in words.values() for token in word]
+    assert ours.encode_batch(["b"]) == [words["b"]]
+    assert ours.separator == ours.encode_special("</s>")[-1] == tokenizer.token_to_id("</s>")
+    assert ours.encode("<think>")[-1] == ours.vocab_size - 1 == tokenizer.token_to_id("<think>")
+    assert ours.decode([tokenizer.token_to_id("b")]) == "b"
+    assert ours.name.endswith(" without special pieces")  # else tokens of the cache would be used
+
+
+def test_dropout_of_a_tokenizer_file_is_for_its_training(tmp_path):
+    """Each process would have other tokens, under one fingerprint."""
+    tokenizer, options = byte_level()
+    tokenizer.train_from_iterator(["hello world"] * 9, BpeTrainer(show_progress=False, **options))
+    tokenizer.model.dropout = 0.5
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    ours = make_tokenizer(str(tmp_path / "tokenizer.json"))
+    assert len({tuple(ours.encode("hello world" * n)) for n in [9] * 20}) == 1
+    assert len(ours.encode_special("hello")) == 1
+    assert ours.name.endswith(" without dropout")
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from nanotrain_core.data.documents import Source as TextSource
 from nanotrain_core.data.documents import missing_path
 from nanotrain_core.data.hashed_tokens import HASH, PIECE, HashedTokens, Tokens, piece_hashes
 from nanotrain_core.data.held_out import Split, held_out
+from nanotrain_core.data.tokenizer_files import open_tokenizer_file
 from nanotrain_core.data.tokenizers import END_OF_TEXT, Tokenizer, make_tokenizer
 from nanotrain_core.deprecated import attribute_of
 
@@ -34,6 +35,7 @@ __all__ = [
     "held_out",
     "make_tokenizer",
     "missing_path",
+    "open_tokenizer_file",
     "piece_hashes",
 ]
 

@@ -12,10 +12,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from nanotrain_core.data.codec import TextCodec
-from nanotrain_core.data.documents import Document, missing_path
+from nanotrain_core.data.documents import Document
 from nanotrain_core.data.hashed_tokens import Tokens
 from nanotrain_core.data.token_bytes import bytes_of_tokens
 from nanotrain_core.data.token_cache import CachedTokens, TokenCache
+from nanotrain_core.data.tokenizer_files import parse_tokenizer, read_tokenizer, text_only, unset
 from nanotrain_core.errors import DataError
 from nanotrain_core.run.progress_bar import show_progress
 
@@ -85,20 +86,17 @@ class TokenizerFile:
     DOCUMENTS, BYTES = 64, 2**22
 
     def __init__(self, path: Path) -> None:
-        content = _content(path)
-        self._tokenizer = _parse(path, content)
+        content = read_tokenizer(path)
+        self._tokenizer = parse_tokenizer(path, content)
         vocab = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocab.values()) + 1
         self.separator = next((vocab[word] for word in END_OF_TEXT if word in vocab), None)
-        self.name = f"{path.name} {hashlib.sha256(content).hexdigest()[:12]}"
-        if self._tokenizer.truncation or self._tokenizer.padding:
-            # The file's settings, made for a model's inputs, would truncate long documents and pad short
-            # ones. The name differs from that of earlier versions, which cached truncated tokens.
-            self._tokenizer.no_truncation()
-            self._tokenizer.no_padding()
-            self.name += " whole"
+        # Words behind the hash tell tokens from those that earlier versions made with the same file.
+        self.name = f"{path.name} {hashlib.sha256(content).hexdigest()[:12]}{unset(self._tokenizer)}"
         # <|endoftext|> in a document's text does not end it, and a message cannot begin a turn.
-        self._tokenizer.encode_special_tokens = True
+        self._text_only = text_only(self._tokenizer)
+        if self._text_only is not self._tokenizer:
+            self.name += " without special pieces"
 
     def tokenize(self, documents: Sequence[Document], fingerprint: str) -> Tokens | CachedTokens:
         """Return the tokens of all documents, from the cache if present.
@@ -145,7 +143,7 @@ class TokenizerFile:
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of ``text`` without special ones; the text of a special token stays text."""
-        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        return list(self._text_only.encode(text, add_special_tokens=False).ids)
 
     def encode_special(self, text: str) -> list[int]:
         """Return the tokens of ``text``, in which the text of a special token becomes that token."""
@@ -161,7 +159,7 @@ class TokenizerFile:
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the tokens of each text, using all processors."""
-        found = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        found = self._text_only.encode_batch(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in found]
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -201,28 +199,3 @@ def _text_of(document: Document) -> str:
         raise DataError(
             f"{where}; expected a text: convert it, see iconv, or use tokenizer = 'bytes'"
         ) from None
-
-
-def _content(path: Path) -> bytes:
-    if not path.exists():
-        raise DataError(missing_path(path, "tokenizer"))
-    if path.is_dir():
-        raise DataError(f"tokenizer {path} is a folder; expected a file, such as {path / 'tokenizer.json'}")
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise DataError(f"cannot read tokenizer {path}: {error.strerror}") from None
-
-
-def _parse(path: Path, content: bytes) -> Any:
-    try:
-        from tokenizers import Tokenizer as HuggingFaceTokenizer
-    except ImportError:
-        raise DataError(
-            f"the tokenizer {path} needs the package tokenizers: pip install nanotrain-core[tokenizers], "
-            "or use tokenizer = 'bytes'"
-        ) from None
-    try:
-        return HuggingFaceTokenizer.from_buffer(content)
-    except Exception as error:  # The package raises bare Exception.
-        raise DataError(f"{path} is not a tokenizer.json of Hugging Face: {error}") from None

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nanotrain_core.api import DataError, did_you_mean
+from nanotrain_core.api.text import open_tokenizer_file
 from nanotrain_data.chat_template import (
     ChatTemplate,
     Message,
@@ -208,21 +209,18 @@ class TemplatedConversations:
     """
 
     def __init__(self, template: ChatTemplate, tokenizer: Path) -> None:
-        from tokenizers import AddedToken, Tokenizer
+        from tokenizers import AddedToken
 
         self.template: ChatTemplate | None = template
         self._template = template
-        self._whole, self._ordinary = (Tokenizer.from_file(str(tokenizer)) for _ in range(2))
-        for each in (self._whole, self._ordinary):
-            each.no_truncation()
-            each.no_padding()
+        self._whole = open_tokenizer_file(tokenizer)
         added = self._whole.get_added_tokens_decoder()
         special = {number: token for number, token in added.items() if token.special}
         self._special = {token.content: number for number, token in special.items()}
         words = sorted(self._special, key=len, reverse=True)
         self._special_text = re.compile("|".join(map(re.escape, words)) or r"(?!)")
         # A tokenizer that reads special tokens as text has stand-ins for them: random, so no message has one.
-        self._ordinary.encode_special_tokens = True
+        self._ordinary = open_tokenizer_file(tokenizer, as_text=())
         self._stand_ins = {word: f"<{uuid4().hex}>" for word in words}
         rules = ("lstrip", "rstrip", "normalized")
         self._ordinary.add_tokens(
