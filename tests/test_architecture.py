@@ -208,7 +208,7 @@ SMALL = {
     "cli": 1713,
     "compile": 787,
     "contracts": 682,
-    "data": 892,
+    "data": 897,
     "hf": 925,
     "launch": 2134,
     "layout": 1209,

@@ -233,6 +233,19 @@ def test_a_special_token_that_a_document_writes_of_is_text(words, tmp_path):
     assert ours.encode(text) == plain
 
 
+@pytest.mark.parametrize("special", [["<eos>"], ["<eos>", "</s>"], []])
+def test_a_special_token_ends_documents_before_an_ordinary_one_of_such_a_name(tmp_path, special):
+    """Gemma has <eos>, and among its ordinary tokens </s>, a tag of HTML that pages have in their middle."""
+    tokenizer = Tokenizer(WordLevel({"<eos>": 0, "</s>": 1, "w": 2}, unk_token="w"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    tokenizer.add_tokens(["</s>"])
+    tokenizer.add_special_tokens(special)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    ours = make_tokenizer(str(tmp_path / "tokenizer.json"))
+    assert ours.separator == (0 if special == ["<eos>"] else 1)
+    assert ("ends with" in ours.name) == (special == ["<eos>"])  # others keep their cache
+
+
 def unigram():
     scores = {"<pad>": 0.0, "</s>": 0.0, "<unk>": 0.0, "\u2581a": -2.0, "\u2581": -3.0, "b": -3.0}
     scores |= dict.fromkeys("a</s>", -4.0)

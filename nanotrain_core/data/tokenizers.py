@@ -20,7 +20,7 @@ from nanotrain_core.data.tokenizer_files import parse_tokenizer, read_tokenizer,
 from nanotrain_core.errors import DataError
 from nanotrain_core.run.progress_bar import show_progress
 
-#: Names of the end-of-document token in public tokenizers, in search order.
+#: Names of the end-of-document token in public tokenizers, in search order: first among special tokens.
 END_OF_TEXT = (
     "<|endoftext|>",
     "<|end_of_text|>",
@@ -90,13 +90,19 @@ class TokenizerFile:
         self._tokenizer = parse_tokenizer(path, content)
         vocab = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocab.values()) + 1
-        self.separator = next((vocab[word] for word in END_OF_TEXT if word in vocab), None)
+        named = [vocab[word] for word in END_OF_TEXT if word in vocab]
+        added = self._tokenizer.get_added_tokens_decoder()
+        special = {number for number, token in added.items() if token.special}
+        # Ordinary pieces may be called so, too: </s> is a tag of HTML to a tokenizer that has <eos>.
+        self.separator = next((token for token in named if token in special), next(iter(named), None))
         # Words behind the hash tell tokens from those that earlier versions made with the same file.
         self.name = f"{path.name} {hashlib.sha256(content).hexdigest()[:12]}{unset(self._tokenizer)}"
         # <|endoftext|> in a document's text does not end it, and a message cannot begin a turn.
         self._text_only = text_only(self._tokenizer)
         if self._text_only is not self._tokenizer:
             self.name += " without special pieces"
+        if named and self.separator != named[0]:
+            self.name += f" ends with {self.separator}"
 
     def tokenize(self, documents: Sequence[Document], fingerprint: str) -> Tokens | CachedTokens:
         """Return the tokens of all documents, from the cache if present.
