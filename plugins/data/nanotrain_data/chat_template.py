@@ -29,6 +29,9 @@ _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _GENERATION_TAGS = re.compile(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}")
 #: Files beside a tokenizer.json that may hold its template, the one that counts first.
 FILES = ("chat_template.jinja", "tokenizer_config.json")
+#: Names of templates, where there are several, and the file that may hold that of conversations with tools.
+DEFAULT, TOOL_USE = "default", "tool_use"
+ADDITIONAL = f"additional_chat_templates/{TOOL_USE}.jinja"
 
 
 @attrs.define(frozen=True)
@@ -40,16 +43,18 @@ class ChatTemplate:
     source: str
     words: Mapping[str, Any]
     """Special tokens by their names, as ``eos_token``."""
+    tool_use: str | None = None
+    """The template of conversations with tools; None: ``source`` is of those too."""
 
     @property
     def sha256(self) -> str:
         """Over all that decides what it renders."""
-        return hashlib.sha256(json.dumps([self.source, dict(self.words)]).encode()).hexdigest()
+        known = [self.source, dict(self.words), *([] if self.tool_use is None else [self.tool_use])]
+        return hashlib.sha256(json.dumps(known).encode()).hexdigest()
 
-    @property
-    def marks_answers(self) -> bool:
-        """Whether it says itself what the assistant writes."""
-        return _GENERATION.search(self.source) is not None
+    def of_tools(self, tools: Tools) -> str:
+        """Return the template of conversations with these tools, as transformers chooses it."""
+        return self.source if tools is None or self.tool_use is None else self.tool_use
 
     def render(self, messages: Sequence[Message], tools: Tools = None) -> tuple[str, list[Span]]:
         """Return the text of a conversation, and the stretches of it that the assistant wrote.
@@ -62,7 +67,7 @@ class ChatTemplate:
             ValueError: the template refuses the messages, or an assistant message does not follow its prompt.
         """
         text, spans = self._text(messages, tools)
-        if self.marks_answers:
+        if _marks_answers(self.of_tools(tools)):
             return text, [(begin, end) for begin, end in spans if begin < end]
         found = []
         for number, message in enumerate(messages):
@@ -89,13 +94,14 @@ class ChatTemplate:
         from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
 
+        source = self.of_tools(tools)
         render: Any = render_jinja_template  # which is said to return a string, and returns two lists
         try:
             texts, spans = render(
                 [list(messages)],
                 None if tools is None else list(tools),
-                chat_template=self.source,
-                return_assistant_tokens_mask=self.marks_answers,
+                chat_template=source,
+                return_assistant_tokens_mask=_marks_answers(source),
                 **options,
                 **self.words,
             )
@@ -128,20 +134,24 @@ def find_template(tokenizer: str, given: str | None) -> ChatTemplate | None:
     words = _special_words(config) if tokenizer != "bytes" else {}
     if path.suffix == ".json":
         config, words = path, {**words, **_special_words(path)}
-        source = _of_config(path)
-        if source is None:
+        sources = _of_config(path)
+        if not sources:
             raise DataError(f"{path} has no chat_template; expected one, or '--chat-template plain'")
     else:
-        source = _read(path)
+        sources = {DEFAULT: _read(path)}
+    if given is None and (more := beside / ADDITIONAL).is_file():
+        sources[TOOL_USE] = _read(more)
+    source, tool_use = sources[DEFAULT], sources.get(TOOL_USE)
     _check_renderer(path)
-    missing = _unknown_words(source) - words.keys()
+    missing = (_unknown_words(source) | _unknown_words(tool_use or "")) - words.keys()
     if missing and kind_of(tokenizer) == "huggingface":
         name = min(missing)
         raise DataError(
             f"the chat template {path} writes {name}, which would be empty, since no file names it: put "
             f'"{name}": "..." into {config}, or null if the tokenizer has none'
         )
-    return ChatTemplate(path.name, source, {name: word for name, word in words.items() if word is not None})
+    words = {name: word for name, word in words.items() if word is not None}
+    return ChatTemplate(path.name, source, words, tool_use)
 
 
 def strings_of(value: Any) -> Iterator[str]:
@@ -169,27 +179,32 @@ def with_strings(value: Any, change: Callable[[str], str]) -> Any:
 def _with_template(folder: Path) -> Path | None:
     for name in FILES:
         path = folder / name
-        if path.is_file() and (path.suffix != ".json" or _of_config(path) is not None):
+        if path.is_file() and (path.suffix != ".json" or _of_config(path)):
             return path
     return None
 
 
-def _of_config(path: Path) -> str | None:
-    """Return the template of a ``tokenizer_config.json``; of several by name, that called ``default``.
+def _of_config(path: Path) -> dict[str, str]:
+    """Return the templates of a ``tokenizer_config.json`` by name, one that has none as ``default``.
 
     Raises:
         DataError: of several none is called so, as transformers refuses it too.
     """
     found = _json(path).get("chat_template")
-    if isinstance(found, list) and found:
-        named = {str(each.get("name")): each.get("template") for each in found if isinstance(each, dict)}
-        if "default" not in named:
-            raise DataError(
-                f"{path} has several chat templates ({', '.join(named)}), and none is called default: write "
-                "the one that is meant into a file, and name that with --chat-template"
-            )
-        found = named["default"]
-    return found if isinstance(found, str) else None
+    if not isinstance(found, list):
+        return {DEFAULT: found} if isinstance(found, str) else {}
+    named = {str(each.get("name")): each.get("template") for each in found if isinstance(each, dict)}
+    if named and DEFAULT not in named:
+        raise DataError(
+            f"{path} has several chat templates ({', '.join(named)}), and none is called default: write "
+            "the one that is meant into a file, and name that with --chat-template"
+        )
+    return {name: source for name, source in named.items() if isinstance(source, str)}
+
+
+def _marks_answers(source: str) -> bool:
+    """Return whether a template says itself what the assistant writes."""
+    return _GENERATION.search(source) is not None
 
 
 def _special_words(path: Path) -> dict[str, str | None]:

@@ -117,7 +117,7 @@ def known_conversations(folder: Path, manifest: Manifest) -> ConversationCodec:
         raise DataError(f"{folder} does not keep its chat template: prepare it again")
     if chat.source is None:
         return PlainConversations(codec)
-    template = ChatTemplate(chat.template, chat.source, chat.words or {})
+    template = ChatTemplate(chat.template, chat.source, chat.words or {}, chat.tool_use)
     return TemplatedConversations(template, folder / str(manifest.tokenizer.file))
 
 

@@ -68,11 +68,13 @@ class ChatInfo:
     template: str
     """The name of its file; ``plain``: the form without one."""
     sha256: str
-    """Of the template and the special tokens that it was given."""
+    """Of the templates and the special tokens that they were given."""
     source: str | None = None
     """The template itself; None: the plain form, or prepared before it was kept."""
     words: dict[str, str] | None = None
     """The special tokens that it was given, by their names."""
+    tool_use: str | None = None
+    """The template of conversations with tools; None: the same as that of others."""
 
 
 @attrs.define(frozen=True, kw_only=True)

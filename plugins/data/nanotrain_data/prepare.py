@@ -115,6 +115,7 @@ def _chat_info(request: Request, codec: Codec) -> ChatInfo | None:
         sha256=template.sha256,
         source=template.source,
         words=dict(template.words),
+        tool_use=template.tool_use,
     )
 
 
