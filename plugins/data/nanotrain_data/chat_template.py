@@ -9,6 +9,8 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +47,15 @@ class ChatTemplate:
     """Special tokens by their names, as ``eos_token``."""
     tool_use: str | None = None
     """The template of conversations with tools; None: ``source`` is of those too."""
+    date: str | None = None
+    """The day that ``strftime_now`` tells, as 2026-11-29; None: no template asks."""
 
     @property
     def sha256(self) -> str:
         """Over all that decides what it renders."""
-        known = [self.source, dict(self.words), *([] if self.tool_use is None else [self.tool_use])]
+        known: list[Any] = [self.source, dict(self.words)]
+        if (self.tool_use, self.date) != (None, None):
+            known += [self.tool_use, self.date]
         return hashlib.sha256(json.dumps(known).encode()).hexdigest()
 
     def of_tools(self, tools: Tools) -> str:
@@ -100,7 +106,7 @@ class ChatTemplate:
             texts, spans = render(
                 [list(messages)],
                 None if tools is None else list(tools),
-                chat_template=source,
+                chat_template=source if self.date is None else _dated(source, self.date),
                 return_assistant_tokens_mask=_marks_answers(source),
                 **options,
                 **self.words,
@@ -110,16 +116,17 @@ class ChatTemplate:
         return texts[0], spans[0] if spans else []
 
 
-def find_template(tokenizer: str, given: str | None) -> ChatTemplate | None:
+def find_template(tokenizer: str, given: str | None, date: str | None = None) -> ChatTemplate | None:
     """Return the template that was given, or that lies beside the tokenizer; None: there is none.
 
     Args:
         tokenizer: ``bytes``, or the file of one.
         given: a file of Jinja, or a ``tokenizer_config.json``; ``plain`` for none.
+        date: that the template is told if it asks; None: today's.
 
     Raises:
         DataError: the file is missing or has no template, or the package is that renders it; or the template
-            writes a special token that no file names.
+            writes a special token that no file names, or the day in a form that it computes.
     """
     if given == "plain":
         return None
@@ -151,7 +158,19 @@ def find_template(tokenizer: str, given: str | None) -> ChatTemplate | None:
             f'"{name}": "..." into {config}, or null if the tokenizer has none'
         )
     words = {name: word for name, word in words.items() if word is not None}
-    return ChatTemplate(path.name, source, words, tool_use)
+    try:
+        asks = _formats(source) | _formats(tool_use or "")
+    except ValueError:
+        raise DataError(
+            f"the chat template {path} gives strftime_now what is no string: expected a format such as "
+            "'%d %b %Y', for which one day is kept for all conversations"
+        ) from None
+    return ChatTemplate(path.name, source, words, tool_use, (date or today()) if asks else None)
+
+
+def today() -> str:
+    """Return the date of this machine."""
+    return datetime.now().date().isoformat()
 
 
 def strings_of(value: Any) -> Iterator[str]:
@@ -228,16 +247,53 @@ def _special_words(path: Path) -> dict[str, str | None]:
 
 def _unknown_words(source: str) -> set[str]:
     """Return the special tokens that a template reads and does not set itself."""
-    from jinja2 import Environment, TemplateError, meta
+    from jinja2 import meta
 
-    plain = _GENERATION_TAGS.sub("", source)
-    try:
-        names = meta.find_undeclared_variables(
-            Environment(extensions=["jinja2.ext.loopcontrols"]).parse(plain)
-        )
-    except TemplateError:
-        return set()  # rendering says what is wrong with it
+    parsed = _parsed(source)
+    names = meta.find_undeclared_variables(parsed) if parsed is not None else set()
     return {name for name in names if name.endswith("_token")}
+
+
+def _formats(source: str) -> set[str]:
+    """Return the formats that a template calls ``strftime_now`` with.
+
+    Raises:
+        ValueError: one is no string that the template has.
+    """
+    from jinja2 import nodes
+
+    found = set()
+    parsed = _parsed(source)
+    for call in parsed.find_all(nodes.Call) if parsed is not None else ():
+        if isinstance(call.node, nodes.Name) and call.node.name == "strftime_now":
+            for given in [*call.args, *(each.value for each in call.kwargs)]:
+                try:
+                    found.add(str(given.as_const()))
+                except nodes.Impossible:
+                    raise ValueError from None
+    return found
+
+
+@cache
+def _dated(source: str, date: str) -> str:
+    """Return a template whose ``strftime_now`` tells a day, where transformers' tells that of the call.
+
+    A macro stands for it, since transformers gives functions to no template. It is a line that Jinja takes
+    out: the template's own first line is still at the beginning of one.
+    """
+    day = datetime.fromisoformat(date)
+    said = json.dumps({form: day.strftime(form) for form in _formats(source)})
+    return f"{{% macro strftime_now(format) %}}{{{{ {said}[format] }}}}{{% endmacro %}}\n{source}"
+
+
+def _parsed(source: str) -> Any:
+    """Return a template as Jinja parses it; None: it does not, and rendering says what is wrong with it."""
+    from jinja2 import Environment, TemplateError
+
+    try:
+        return Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_GENERATION_TAGS.sub("", source))
+    except TemplateError:
+        return None
 
 
 def _json(path: Path) -> dict[str, Any]:

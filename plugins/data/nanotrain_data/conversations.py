@@ -78,19 +78,22 @@ class ConversationCodec(Protocol):
         ...
 
 
-def open_conversation_codec(codec: Codec, tokenizer: str, template: str | None) -> ConversationCodec:
+def open_conversation_codec(
+    codec: Codec, tokenizer: str, template: str | None, date: str | None = None
+) -> ConversationCodec:
     """Return who makes tokens of conversations, for a tokenizer that is open.
 
     Args:
         codec: the tokenizer.
         tokenizer: its name: ``bytes``, or a file.
         template: a file, ``plain``, or None for what lies beside the tokenizer, or else the plain form.
+        date: that the template is told if it asks; None: today's.
 
     Raises:
         DataError: the template cannot be read, is for another kind of tokenizer, or the plain form has no
             token to end an answer with.
     """
-    found = find_template(tokenizer, template)
+    found = find_template(tokenizer, template, date)
     if found is None:
         if codec.separator is None:
             raise DataError(
@@ -117,7 +120,7 @@ def known_conversations(folder: Path, manifest: Manifest) -> ConversationCodec:
         raise DataError(f"{folder} does not keep its chat template: prepare it again")
     if chat.source is None:
         return PlainConversations(codec)
-    template = ChatTemplate(chat.template, chat.source, chat.words or {}, chat.tool_use)
+    template = ChatTemplate(chat.template, chat.source, chat.words or {}, chat.tool_use, chat.date)
     return TemplatedConversations(template, folder / str(manifest.tokenizer.file))
 
 

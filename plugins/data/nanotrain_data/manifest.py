@@ -75,6 +75,8 @@ class ChatInfo:
     """The special tokens that it was given, by their names."""
     tool_use: str | None = None
     """The template of conversations with tools; None: the same as that of others."""
+    date: str | None = None
+    """The day that the templates were told; None: they do not ask."""
 
 
 @attrs.define(frozen=True, kw_only=True)

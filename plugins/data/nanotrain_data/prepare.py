@@ -57,6 +57,8 @@ def prepare(request: Request, workers: int) -> Prepared:
     codec = open_codec(request.tokenizer)
     tokenizer = describe_codec(request.tokenizer)
     chat = _chat_info(request, codec)
+    if chat:
+        request = attrs.evolve(request, date=chat.date)  # which all processes tell, also after midnight
     units = units_of(request.sources, request.suffixes, request.unit_bytes)
     end = codec.separator if request.end_documents and not chat else None
     form = [tokenizer.sha256, stored_dtype(codec.vocab_size), end, request.field]
@@ -82,7 +84,7 @@ def prepare(request: Request, workers: int) -> Prepared:
         if (request.out / NAME).exists():
             if not changed:
                 return Prepared(read_manifest(request.out), 0)
-            _open_again(request.out, known)
+            _open_again(request, known)
         _refuse_strangers(request.out, tokenizer)
         _copy_tokenizer(request, tokenizer)
         made = write_all(request, [task for task in tasks if task not in known], workers)
@@ -107,7 +109,8 @@ def prepare(request: Request, workers: int) -> Prepared:
 def _chat_info(request: Request, codec: Codec) -> ChatInfo | None:
     if not request.chat:
         return None
-    template = open_conversation_codec(codec, request.tokenizer, request.chat_template).template
+    date = request.date or _date_of(request.out)
+    template = open_conversation_codec(codec, request.tokenizer, request.chat_template, date).template
     if template is None:
         return ChatInfo(template="plain", sha256=_digest("plain"))
     return ChatInfo(
@@ -116,6 +119,7 @@ def _chat_info(request: Request, codec: Codec) -> ChatInfo | None:
         source=template.source,
         words=dict(template.words),
         tool_use=template.tool_use,
+        date=template.date,
     )
 
 
@@ -194,11 +198,25 @@ def _hash_of(task: Task) -> str:
     return task.unit.sha256()
 
 
-def _open_again(out: Path, known: Mapping[Task, ShardInfo]) -> None:
+def _open_again(request: Request, known: Mapping[Task, ShardInfo]) -> None:
     """Make a folder unfinished, in which some shards are to be written again: interrupted, it goes on."""
     for task, info in known.items():
-        write_record(out, task, info)
-    (out / NAME).unlink()
+        write_record(request, task, info)
+    (request.out / NAME).unlink()
+
+
+def _date_of(out: Path) -> str | None:
+    """Return the day that templates were told so far: a preparation that goes on tells the same."""
+    if (out / NAME).exists():
+        chat = read_manifest(out).chat
+        return chat.date if chat else None
+    for path in sorted(out.glob("[0-9]*.json")):
+        try:
+            date: str | None = json.loads(path.read_bytes())["date"]
+            return date
+        except (OSError, ValueError, KeyError, TypeError):
+            continue  # cut short, and made anew
+    return None
 
 
 def _refuse_strangers(out: Path, tokenizer: TokenizerInfo) -> None:

@@ -29,3 +29,6 @@ class Request:
     """Whether documents are conversations: lists of messages, of which the assistant's are learned."""
     chat_template: str | None = None
     """The file of a template, or ``plain``; None: what lies beside the tokenizer, or else the plain form."""
+    date: str | None = None
+    """What a template is told that asks for the day, as 2026-11-29; None: that of what is prepared in part,
+    or else today's."""

@@ -51,10 +51,10 @@ def record(out: Path, number: int) -> Path:
     return out / f"{shard_name(number)}.json"
 
 
-def write_record(out: Path, task: Task, info: ShardInfo) -> None:
+def write_record(request: Request, task: Task, info: ShardInfo) -> None:
     """Say of a shard that it is whole."""
-    known = {"made_of": task.digest, "shard": attrs.asdict(info)}
-    write_text_atomically(record(out, task.number), json.dumps(known))
+    known = {"made_of": task.digest, "shard": attrs.asdict(info), "date": request.date}
+    write_text_atomically(record(request.out, task.number), json.dumps(known))
 
 
 def cannot_write(out: Path, error: OSError) -> DataError:
@@ -69,7 +69,9 @@ class _Writer:
         self.request, self.codec, self._done = request, open_codec(request.tokenizer), done
         self.end = [] if self.codec.separator is None or not request.end_documents else [self.codec.separator]
         if request.chat:
-            self.chat = open_conversation_codec(self.codec, request.tokenizer, request.chat_template)
+            self.chat = open_conversation_codec(
+                self.codec, request.tokenizer, request.chat_template, request.date
+            )
 
     def write(self, task: Task) -> ShardInfo:
         """Write one shard, and its record."""
@@ -80,7 +82,7 @@ class _Writer:
             documents = chain.from_iterable(map(made, task.unit.parts))
             info = write_shard(out, task.name, dtype, documents, chat=chat)
             info = attrs.evolve(info, source_sha256=of_source)
-            write_record(out, task, info)
+            write_record(self.request, task, info)
         except OSError as error:
             raise cannot_write(out, error) from None
         return info
