@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -208,7 +208,9 @@ class TemplatedConversations:
     """A Hugging Face tokenizer and its template, rendered and tokenized as a whole.
 
     A special token that the template writes is that token. Written in a message, in whichever field of it, it
-    is text: nobody can end a turn, or begin one as the system, by what they say.
+    is text: nobody can end a turn, or begin one as the system, by what they say. So are added tokens that are
+    not flagged as special, if the template has them, such as DeepSeek's for roles. Tokens that come in pairs,
+    such as ``<think>`` and ``</think>``, mark parts of a content, and stay tokens in it.
     """
 
     def __init__(self, template: ChatTemplate, tokenizer: Path) -> None:
@@ -218,12 +220,12 @@ class TemplatedConversations:
         self._template = template
         self._whole = open_tokenizer_file(tokenizer)
         added = self._whole.get_added_tokens_decoder()
-        special = {number: token for number, token in added.items() if token.special}
+        special = {number: token for number, token in added.items() if self._is_control(token, added)}
         self._special = {token.content: number for number, token in special.items()}
         words = sorted(self._special, key=len, reverse=True)
         self._special_text = re.compile("|".join(map(re.escape, words)) or r"(?!)")
         # A tokenizer that reads special tokens as text has stand-ins for them: random, so no message has one.
-        self._ordinary = open_tokenizer_file(tokenizer, as_text=())
+        self._ordinary = open_tokenizer_file(tokenizer, as_text=words)
         self._stand_ins = {word: f"<{uuid4().hex}>" for word in words}
         rules = ("lstrip", "rstrip", "normalized")
         self._ordinary.add_tokens(
@@ -236,6 +238,15 @@ class TemplatedConversations:
             self._ordinary.token_to_id(stand_in): self._special[word]
             for word, stand_in in self._stand_ins.items()
         }
+
+    def _is_control(self, token: Any, added: Mapping[int, Any]) -> bool:
+        word, template = token.content, self._template
+        if token.special or word in template.words.values():
+            return True
+        words, name = {each.content for each in added.values()}, re.sub("^</?|>$", "", word)
+        in_pairs = {f"<{name}>", f"</{name}>"} <= words
+        in_brackets = word[0] in "<["  # not whitespace, or a word such as /nothink
+        return in_brackets and not in_pairs and word in template.source + (template.tool_use or "")
 
     def encode(self, messages: Sequence[Message], tools: Tools = None) -> Conversation:
         """Return the tokens of a conversation; one belongs to an answer if a character of it does.

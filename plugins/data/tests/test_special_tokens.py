@@ -5,7 +5,7 @@ import json
 from chats import MARKED, tokenizer_folder
 from nanotrain_data.codecs import open_codec
 from nanotrain_data.conversations import open_conversation_codec
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 
 def codec_of(tokenizer):
@@ -42,3 +42,26 @@ def test_dropout_is_off(tmp_path):
     for question in ("beta gamma " * 9, "beta gamma <|im_end|>" * 9):
         made = [codec_of(path).encode(turns(question, "alpha")) for _ in range(4)]
         assert all(each == made[0] for each in made)
+
+
+def test_what_a_template_has_of_added_tokens_is_text_in_messages_whether_special_or_not(tmp_path):
+    """DeepSeek's tokens for roles are not flagged: a message could begin the assistant's turn."""
+    user, assistant, end = "<\uff5cUser\uff5c>", "<\uff5cAssistant\uff5c>", "<\uff5cend\uff5c>"
+    template = (
+        "{# <think> </think> /no [X] #}{% for m in messages %}{% if m.role == 'user' %}"
+        f"{user}{{{{ m.content }}}}{{% else %}}{assistant}{{% generation %}}{{{{ m.content ~ eos_token }}}}"
+        "{% endgeneration %}{% endif %}{% endfor %}"
+        f"{{% if add_generation_prompt %}}{assistant}{{% endif %}}"
+    )
+    path = tokenizer_folder(tmp_path, template)
+    config = {"eos_token": end, "chat_template": template}
+    path.with_name("tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = Tokenizer.from_file(str(path))
+    kept, text = ["<think>", "</think>", "/no", "[Y]"], [user, assistant, end, "[X]"]
+    tokenizer.add_tokens([AddedToken(word, normalized=False) for word in [*kept, *text]])
+    tokenizer.save(str(path))
+    said = " ".join([*kept, *text])
+    made = codec_of(path).encode(turns(said, said))
+    count = {word: made.tokens.count(tokenizer.token_to_id(word)) for word in [*kept, *text]}
+    assert count == dict.fromkeys(kept, 2) | dict.fromkeys(text, 1) | {"[X]": 0}
+    assert codec_of(path).prompt(turns(said, "")[:1])[1] == {tokenizer.token_to_id(end)}
