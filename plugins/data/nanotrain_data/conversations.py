@@ -176,7 +176,8 @@ class PlainConversations:
         """Return the tokens of a conversation. Contents are encoded as text, whatever they look like.
 
         Raises:
-            ValueError: a role is none of the three, or there are tools.
+            ValueError: a role is none of the three, there are tools, or a content has the token that ends
+                answers, as the character 0 is for ``bytes``.
         """
         if tools:
             raise ValueError(
@@ -193,6 +194,8 @@ class PlainConversations:
             tokens += self._codec.encode(f"{lead}### {role.capitalize()}\n")
             begin = len(tokens)
             tokens += self._codec.encode(content)
+            if self._end in tokens[begin:]:
+                raise ValueError(f"has {content[:40]!r}, with the token that ends answers: {self._end}")
             if role == "assistant":
                 tokens.append(self._end)
                 answers.append((begin, len(tokens)))

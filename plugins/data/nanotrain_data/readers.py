@@ -40,12 +40,13 @@ def conversations(part: Part, field: str) -> Iterator[tuple[str, list[Message], 
         raise DataError(f"cannot read {part.path}: {error.strerror or error}") from None
 
 
-def documents(part: Part, field: str) -> Iterator[str]:
+def documents(part: Part, field: str, end: str | None = None) -> Iterator[str]:
     """Yield the texts of a part; those without a character are left out.
 
     Args:
         part: of a corpus.
         field: where in a JSON object, or which column of a table, the text is.
+        end: what ends documents, if it is a character: no text may have it.
 
     Raises:
         DataError: a file cannot be read or is not what its suffix says, with the line or row.
@@ -53,22 +54,27 @@ def documents(part: Part, field: str) -> Iterator[str]:
     path = Path(part.path)
     try:
         if part.form == "text":
-            texts: Iterator[str] = _of_text(part)
+            texts: Iterator[str] = _of_text(part, end)
         else:
-            texts = (text for _, (text,) in _values(part, (field, text_of)))
+            texts = (text for _, (text,) in _values(part, (field, partial(text_of, end=end))))
         yield from (_sound(text) for text in texts if text)
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror or error}") from None
 
 
-def text_of(value: Any) -> str:
+def text_of(value: Any, end: str | None = None) -> str:
     """Return a text that was read.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is none, or has the character ``end``.
     """
     if not isinstance(value, str):
         raise ValueError(f"is of type {type(value).__name__}; expected a string")
+    if end is not None and end in value:
+        raise ValueError(
+            f"has the character {end!r}, with which this tokenizer ends documents: remove it, take another "
+            "tokenizer, or give --no-end"
+        )
     return value
 
 
@@ -94,7 +100,7 @@ def _sound(text: str) -> str:
     return text
 
 
-def _of_text(part: Part) -> Iterator[str]:
+def _of_text(part: Part, end: str | None) -> Iterator[str]:
     with _opened(Path(part.path)) as file:
         place = _first_line(part, file)
         while part.whole or place < part.end:
@@ -104,7 +110,12 @@ def _of_text(part: Part) -> Iterator[str]:
                 stretch += file.readline()
             if not stretch:
                 return
-            yield _decoded(stretch, part, place)
+            text = _decoded(stretch, part, place)
+            try:
+                text_of(text, end)
+            except ValueError as problem:
+                raise DataError(f"{part.path}: the text at byte {place} {problem}") from None
+            yield text
             place += len(stretch)
 
 

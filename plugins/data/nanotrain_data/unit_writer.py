@@ -88,7 +88,8 @@ class _Writer:
         return info
 
     def _texts(self, part: Part) -> Iterator[Document]:
-        for texts in self._batches(part, documents(part, self.request.field), len):
+        end = "\0" if self.end and self.request.tokenizer == "bytes" else None
+        for texts in self._batches(part, documents(part, self.request.field, end), len):
             for text, tokens in zip(texts, self.codec.encode_batch(texts), strict=True):
                 yield Document(tokens + self.end, len(text.encode()))
 

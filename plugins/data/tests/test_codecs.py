@@ -192,3 +192,19 @@ def test_a_missing_file_is_named(files):
     for wrong, right in (("piece.model", "pieces.model"), ("tokeniser.json", "tokenizer.json")):
         with pytest.raises(DataError, match=f"did you mean '{right}'"):
             open_codec(str(files / wrong))
+
+
+def test_a_text_with_the_byte_that_ends_documents_is_refused(tmp_path):
+    """A document had ended in its middle, and its mask with it."""
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in ("one", "tw\0o"))
+    for name, content, where in (
+        ("a.jsonl", lines, ":2: field 'text'"),
+        ("a.txt", "a line\n" * 100 + "tw\0o", ": the text at byte 0"),
+    ):
+        path = tmp_path / name
+        path.write_text(content)
+        with pytest.raises(DataError) as caught:
+            prepared(tmp_path / "out", path)
+        text = r"has the character '\x00', with which this tokenizer ends documents: remove it, take another"
+        assert f"{path}{where} {text}" in str(caught.value)
+        prepared(tmp_path / f"{name} without ends", path, end_documents=False)

@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 from chats import MARKED, tokenizer_folder
 from nanotrain_data.codecs import open_codec
 from nanotrain_data.conversations import open_conversation_codec
@@ -65,3 +66,9 @@ def test_what_a_template_has_of_added_tokens_is_text_in_messages_whether_special
     count = {word: made.tokens.count(tokenizer.token_to_id(word)) for word in [*kept, *text]}
     assert count == dict.fromkeys(kept, 2) | dict.fromkeys(text, 1) | {"[X]": 0}
     assert codec_of(path).prompt(turns(said, "")[:1])[1] == {tokenizer.token_to_id(end)}
+
+
+def test_a_message_with_what_ends_answers_of_the_plain_form_is_refused():
+    codec = open_conversation_codec(open_codec("bytes"), "bytes", None)
+    with pytest.raises(ValueError, match=r"has 'No\\x00', with the token that ends answers: 0"):
+        codec.encode(turns("Hi", "No\0"))
