@@ -19,8 +19,10 @@ from nanotrain_data.fields import Field, checked
 from nanotrain_data.sources import CHUNK, LARGEST, Part
 
 
-def conversations(part: Part, field: str) -> Iterator[tuple[str, list[Message], Tools]]:
-    """Yield the conversations of a part, each with the place that it stands at: file and line or row.
+def conversations(part: Part, field: str) -> Iterator[tuple[Callable[[], str], list[Message], Tools]]:
+    """Yield the conversations of a part, each with a function that says where it is: file and line or row.
+
+    To count the lines before a part takes a reading of all of them, so it is called only for an error.
 
     Tools are those that stand beside it, in a field or column of that name.
 
@@ -35,7 +37,7 @@ def conversations(part: Part, field: str) -> Iterator[tuple[str, list[Message], 
         raise DataError(f"{part.path} is text; conversations are read of JSON lines, parquet, or datasets")
     try:
         for where, (messages, tools) in _values(part, (field, messages_of), (TOOLS, tools_of)):
-            yield where(), with_strings(messages, _sound), with_strings(tools, _sound)
+            yield where, with_strings(messages, _sound), with_strings(tools, _sound)
     except OSError as error:
         raise DataError(f"cannot read {part.path}: {error.strerror or error}") from None
 
@@ -175,7 +177,9 @@ def _where(part: Part, place: int, lines: int) -> str:
     before = 0
     if part.begin:
         with open(part.path, "rb") as file:
-            before = file.read(place).count(b"\n") - (lines - 1)
+            while data := file.read(min(CHUNK, place - file.tell())):
+                before += data.count(b"\n")
+        before -= lines - 1
     return f"{part.path}:{before + lines}"
 
 

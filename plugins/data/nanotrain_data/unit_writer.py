@@ -99,7 +99,7 @@ class _Writer:
                 try:
                     made = self.chat.encode(messages, tools)
                 except ValueError as error:
-                    raise DataError(f"{where}: field '{self.request.field}' {error}") from None
+                    raise DataError(f"{where()}: field '{self.request.field}' {error}") from None
                 yield Document(made.tokens, made.bytes, made.answers)
 
     def _batches(self, part: Part, found: Iterable[T], size_of: Callable[[T], int]) -> Iterator[list[T]]:
@@ -124,7 +124,7 @@ class _Writer:
             self._done.value += size
 
 
-def _characters(conversation: tuple[str, list[Message], Tools]) -> int:
+def _characters(conversation: tuple[Callable[[], str], list[Message], Tools]) -> int:
     return sum(len(message["content"]) for message in conversation[1])
 
 
