@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import attrs
 
@@ -70,7 +69,7 @@ class Unit:
         return sum(part.size for part in self.parts)
 
     def sha256(self) -> str:
-        """Return a hash over what its parts hold now: of a stretch of lines its bytes, else of whole files.
+        """Return a hash over what decides the documents of its parts now.
 
         Raises:
             DataError: a file cannot be read.
@@ -79,15 +78,32 @@ class Unit:
         for part in self.parts:
             try:
                 with open(part.path, "rb") as file:
-                    stretch = part.form in ("text", "lines") and not part.whole
-                    file.seek(part.begin if stretch else 0)
-                    left = part.end - part.begin if stretch else sys.maxsize
-                    while data := file.read(min(left, CHUNK)):
+                    for data in _deciding(part, file):
                         digest.update(data)
-                        left -= len(data)
             except OSError as error:
                 raise DataError(f"cannot read {part.path}: {error.strerror}") from None
         return digest.hexdigest()
+
+
+def _deciding(part: Part, file: BinaryIO) -> Iterator[bytes]:
+    """Yield the bytes that decide the documents of a part, in pieces: of a table or a whole file, all.
+
+    A stretch has the lines that begin in it. Whether one begins at its first byte is seen by the byte before,
+    and its last line may end behind it.
+    """
+    if part.whole or part.form not in ("text", "lines"):
+        while data := file.read(CHUNK):
+            yield data
+        return
+    file.seek(max(part.begin - 1, 0))
+    data = b""
+    while left := part.end - file.tell():
+        if not (data := file.read(min(left, CHUNK))):
+            return  # it was cut short
+        yield data
+    while data and not data.endswith(b"\n"):
+        data = file.readline(CHUNK)
+        yield data
 
 
 def units_of(sources: Sequence[str], suffixes: Sequence[str], unit_bytes: int) -> list[Unit]:
