@@ -216,7 +216,7 @@ SMALL = {
     "moe": 360,
     "metrics": 1346,
     "monitors": 1060,
-    "optim": 735,
+    "optim": 750,
     "phases": 372,
     "pipeline": 625,
     "precision": 680,

@@ -1,5 +1,8 @@
 """Masters that lose much of what is stored: optimizers carry the loss in their momentum, or refuse."""
 
+import json
+from itertools import count
+
 import pytest
 import torch
 from test_optimizers import gradients_of, make_model
@@ -150,6 +153,72 @@ def test_at_a_rate_of_zero_nothing_is_carried_and_nothing_breaks():
         assert state["exp_avg"].isfinite().all()
 
 
+class Exact(Coarse):
+    """float64 with masters that are loaded and stored, and lose nothing."""
+
+    def master(self, weight, piece):
+        master = MasterWeight()
+        master.load, master.store = weight.clone, weight.copy_
+        return master
+
+
+class Once(Exact):
+    """float64 with masters that keep all, and once report an error of 1 nevertheless."""
+
+    def __init__(self, at):
+        super().__init__()
+        self.at = at
+
+    def master(self, weight, piece):
+        stores, master = count(), ErrorFeedback()
+        master.load, master.store = weight.clone, weight.copy_
+        master.error = lambda value: torch.full_like(value, float(next(stores) == self.at))
+        return master
+
+
+def moved(make, config, rates, at, resumed):
+    """Return how far a run goes whose masters report an error in step ``at``; optionally resume it after."""
+    _, gradients, optimizer = set_up(make, config, Once(at))
+    optimizers = [optimizer]
+    for step, rate in enumerate(rates):
+        if step == at + 1 and resumed:
+            _, gradients, new = set_up(make, config, Once(-1))
+            saved = {block.name: block.tensor.clone() for block in optimizers[-1].blocks()}
+            for old, slot in zip(optimizers[-1].slots, new.slots, strict=True):
+                slot.parameter.data.copy_(old.parameter)
+            for block in new.blocks():
+                block.tensor.copy_(saved[block.name])
+            new.load_meta(json.loads(json.dumps(optimizers[-1].meta())))
+            optimizers.append(new)
+        for group in optimizers[-1].inner.param_groups:
+            group["lr"] = rate
+        for slot in optimizers[-1].slots:
+            slot.parameter.grad = torch.ones_like(slot.parameter)
+        optimizers[-1].step()
+        gradients.zero()
+    return [slot.parameter.detach().clone() for slot in optimizers[-1].slots]
+
+
+@pytest.mark.parametrize("resumed", [False, True], ids=["through", "resumed"])
+@pytest.mark.parametrize("rates", [(1.0,), (100.0,), (0.01,), (0.5, 0.0, 2.0, 3.0)], ids=str)
+@pytest.mark.parametrize(
+    ("make", "config"),
+    [
+        (SGD, SGDConfig(lr=0.01, momentum=0.7, clip_norm=0.0)),
+        (AdamW, AdamWConfig(lr=0.01, betas=(0.7, 0.9), weight_decay=0.0, clip_norm=0.0)),
+    ],
+    ids=["sgd", "adamw"],
+)
+def test_later_steps_move_the_weight_by_the_error_whatever_their_rates(make, config, rates, resumed):
+    """It had been multiplied by the ratio of the rates: by 100 where a phase raised the rate so far."""
+    at = 30
+    rates = [0.01] * (at + 1) + [0.01 * rate for rate in rates] + [0.01 * rates[-1]] * 60
+    carried, exact = (moved(make, config, rates, n, resumed and n >= 0) for n in (at, -1))
+    share = 1 - 0.7 * 0.3 if 0.0 in rates else 1.0  # momentum decays in a step that moves nothing
+    for one, other in zip(carried, exact, strict=True):
+        torch.testing.assert_close(one - other, torch.full_like(one, share), rtol=1e-3, atol=0.0)
+
+
 @pytest.mark.parametrize(
     ("make", "config"),
     [(SGD, SGDConfig(lr=0.1, momentum=0.0)), (AdamW, AdamWConfig(betas=(0.0, 0.9)))],
@@ -237,15 +306,6 @@ class CountedOutside(Counting):
         for group in self.param_groups:
             for weight in group["params"]:
                 weight.sub_(weight.grad, alpha=group["lr"] / self.t)
-
-
-class Exact(Coarse):
-    """float64 with masters that are loaded and stored, and lose nothing."""
-
-    def master(self, weight, piece):
-        master = MasterWeight()
-        master.load, master.store = weight.clone, weight.copy_
-        return master
 
 
 def decayed(inner, precision):

@@ -20,6 +20,7 @@ class AdamW(MasterOptimizer):
     """
 
     config: AdamWConfig
+    momentum = "exp_avg"
 
     def make(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         """Return ``torch.optim.AdamW``, or a variant with low-precision moments."""

@@ -39,8 +39,14 @@ class MasterOptimizer(Optimizer):
     See :class:`~nanotrain_core.contracts.Optimizer`.
     """
 
+    momentum: str | None = None
+    """The key in a weight's state of the momentum to which :meth:`carry` adds. It is rescaled when the
+    learning rate changes, so that what it still has to move the weight by stays the same."""
+
     def __init__(self, config: Any) -> None:
         self.config = config
+        self._last_lr = 0.0
+        """The rate of the last step with one above 0, as :meth:`_lr` returns it; 0 before that."""
 
     def make(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         """Return the torch optimizer for parameter groups with the :meth:`options` of their slots.
@@ -102,6 +108,7 @@ class MasterOptimizer(Optimizer):
         self.gradients, self.mesh = gradients, mesh
         self.slots = [Slot(piece, self.master(piece, precision)) for piece in gradients.pieces()]
         self.inner = self.make(self._groups())
+        self._configured_lr = float(self.inner.param_groups[0]["lr"])
         group_of = {weight: group for group in self.inner.param_groups for weight in group["params"]}
         for slot in self.slots:
             slot.group = group_of[slot.weight]
@@ -166,6 +173,7 @@ class MasterOptimizer(Optimizer):
         if self.plain.slots:
             self.update_plain(gradients, found_inf)
             self.plain.write_back()  # a skipped step writes the existing values
+        self._keep_movement()
         gradient_of = dict(zip(self.slots, gradients, strict=True)) if self.encoded else {}
         for wave in waves(self.encoded):
             for slot in wave:
@@ -177,6 +185,25 @@ class MasterOptimizer(Optimizer):
                 lost = slot.store()
                 if lost is not None and slot.group["lr"]:
                     self.carry(slot, lost)
+
+    def _lr(self) -> float:
+        """Return the scheduled learning rate of ``config.lr``: a schedule changes all groups' alike.
+
+        That of this rank's first group may not be that of another's, and rank 0's is saved.
+        """
+        now = self.inner.param_groups[0]["lr"]
+        return float(self.config.lr * now / self._configured_lr) if self._configured_lr else 0.0
+
+    def _keep_movement(self) -> None:
+        """Rescale momenta that carry errors if the learning rate has changed since the last step.
+
+        Errors were divided by the rate of their step, and are applied at those of later ones.
+        """
+        last, now = self._last_lr, self._lr()
+        carrying = [self.inner.state[s.weight] for s in self.encoded if s.feedback and self.momentum]
+        if carrying and last and now and last != now:
+            torch._foreach_mul_([state[str(self.momentum)] for state in carrying], last / now)
+        self._last_lr = now or last
 
     def update_plain(self, gradients: Sequence[torch.Tensor], found_inf: torch.Tensor | None) -> None:
         """Take a step on the masters of ``plain``, in place, given all slots' gradients in their order.
@@ -220,8 +247,13 @@ class MasterOptimizer(Optimizer):
                 if not tensor.shape:
                     seen.add(scalar)
 
+    def meta(self) -> dict[str, Any]:
+        """Return the learning rate of the last step, if this optimizer's momentum may carry errors."""
+        return {"last_lr": self._last_lr} if self.momentum and self.carries else {}
+
     def load_meta(self, meta: Mapping[str, Any]) -> None:
-        """Copy the scalars that were read into the first range of a parameter to all its ranges."""
+        """Restore the rate; copy scalars that were read into a parameter's first range to all its ranges."""
+        self._last_lr = float(meta.get("last_lr", 0.0))  # older checkpoints lack it
         first: dict[str, dict[str, torch.Tensor]] = {}
         for slot in self.slots:
             state = {**slot.master.state(), **self.inner.state[slot.weight]}

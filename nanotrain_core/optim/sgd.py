@@ -14,6 +14,7 @@ class SGD(MasterOptimizer):
     """Gradient descent, with optional heavy-ball momentum."""
 
     config: SGDConfig
+    momentum = "momentum_buffer"
 
     def make(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         """Return ``torch.optim.SGD``, fused where a step may be skipped on the device."""
