@@ -27,7 +27,7 @@ from nanotrain_core.recipe.tree import Recipe
 from nanotrain_core.run import log
 from nanotrain_core.run.divergence import SkippedSteps, may_save
 from nanotrain_core.run.events import Events
-from nanotrain_core.run.global_metrics import agree_now, sum_over_data
+from nanotrain_core.run.global_metrics import agree_now, folder_lost, sum_over_data
 from nanotrain_core.run.monitor_context import MonitorContext
 from nanotrain_core.run.recovery import Restart, recover
 from nanotrain_core.run.rollback import keep_pending, roll_back
@@ -247,7 +247,7 @@ class RuntimeEngine:
         if self.saved_step != self.step and self.stop.reason != "lost":  # there is no folder to save in
             self._save(last=True)
         self.note("checkpoint")
-        self.saves.advance(wait=True, last=True)
+        self.saves.advance(wait=True, last=self.stop.reason != "lost")
         self.note("end")
         self.skipped.check_last_steps(self.step, scale, stopped=self.stop.reason is not None)
 
@@ -359,7 +359,7 @@ class RuntimeEngine:
 
     def _save(self, *, last: bool = False) -> None:
         """Begin a checkpoint, if there is a run folder. The last one is complete when this returns."""
-        if self.saves.checkpoint is None:
+        if self.saves.checkpoint is None or folder_lost(self.stop, self.run.mesh):
             return
         self.note("checkpoint")
         self.events.before_save(self.step)

@@ -222,7 +222,7 @@ SMALL = {
     "precision": 680,
     "recipe": 1739,
     "registry": 612,
-    "run": 2590,
+    "run": 2598,
     "script": 790,
     "watch": 454,
 }

@@ -9,19 +9,30 @@ import shutil
 import subprocess
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from structlog.testing import capture_logs
 
+from nanotrain_core.contracts import Monitor
 from nanotrain_core.errors import Exit, FolderError, FolderLocked
 from nanotrain_core.launch.attempts import Past
 from nanotrain_core.launch.environment import Ranks
 from nanotrain_core.launch.worker import Job, recalled, share_folder
 from nanotrain_core.run import folder as folders
-from nanotrain_core.run.folder import LOOKS, RunFolder, claimed_by, hold_as_rank, stop_without
-from nanotrain_core.run.stop import StopRequest
+from nanotrain_core.run.folder import (
+    LOOKS,
+    RunFolder,
+    claimed_by,
+    hold_as_rank,
+    is_surely_gone,
+    stop_without,
+)
+from nanotrain_core.run.stop import Rollback, StopRequest
+from nanotrain_core.testing import Case, run_ranks
+from nanotrain_core.testing.probe import make_engine
 
 
 @pytest.fixture(autouse=True)
@@ -202,3 +213,44 @@ def test_a_folder_is_lost_after_several_looks_and_not_in_a_remount(tmp_path, mon
         assert lost.wait(60)
     assert stop._requested == {"lost"}
     assert looks == []
+
+
+class Replaces(Monitor):
+    """Moves the run folder away in a step, and puts another run's in its place."""
+
+    def __init__(self, folder, at):
+        self.folder, self.at = folder, at
+
+    def on_step(self, report):
+        if report.step == self.at:
+            self.folder.rename(f"{self.folder}.old")
+            shutil.copytree(f"{self.folder}.old", self.folder)
+        return Rollback(4, "test") if report.step == self.at == 4 else None
+
+
+def replaced(case, folder, at):
+    """Train with a folder that is replaced after a step; return how it ends and which steps are there."""
+    engine = make_engine(case, CHANGES, folder=folder)
+    folder.mkdir(exist_ok=True)
+    rank = engine.run.mesh.rank
+    engine.events.monitors.append(Replaces(folder, at if rank == 0 else None))
+    with hold_as_rank(folder) as held, pytest.MonkeyPatch.context() as patched:
+        patched.setattr(folders, "BETWEEN", 0)
+        engine.stop.folder_gone = partial(is_surely_gone, folder, held, engine.stop)
+        end = engine.fit()
+    return end.reason, end.step, engine.run.checkpoint.steps()
+
+
+CHANGES = {"run": {"steps": 9}, "checkpoint": {"use": "simple", "every": 2, "keep": 1}}
+
+
+@pytest.mark.parametrize(("at", "step", "there"), [(5, 6, [4]), (4, 4, [2])], ids=["save", "rollback"])
+def test_a_run_whose_folder_was_replaced_writes_nothing_there(at, step, there, tmp_path):
+    """A rank that was suspended had saved in the new run's folder, and deleted that run's checkpoints."""
+    assert replaced(Case("optimizer", use="sgd"), tmp_path / "run", at) == ("lost", step, there)
+
+
+@pytest.mark.full
+def test_all_ranks_stop_when_the_first_finds_the_folder_replaced(tmp_path):
+    case = Case("parallel", use="ddp", topology={"dp": 2})
+    assert run_ranks(replaced, 2, case, tmp_path / "run", 5) == [("lost", 6, [4])] * 2

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Collection, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import IO, Any
@@ -242,8 +243,27 @@ def is_gone(path: Path, held: IO[str]) -> bool:
         return False
 
 
+def is_surely_gone(path: Path, held: IO[str], stop: StopRequest) -> bool:
+    """Return whether the run folder :func:`is_gone` in several looks, and stop the run in this case."""
+    for look in range(LOOKS):
+        time.sleep(BETWEEN if look else 0)
+        if not is_gone(path, held):
+            return False
+    _lose(path, stop)
+    return True
+
+
+def _lose(path: Path, stop: StopRequest) -> None:
+    if stop.request("lost"):
+        log.say(f"the run folder {path} was deleted or replaced: the run ends and saves no more")
+
+
 def stop_without(path: Path, held: IO[str] | None, stop: StopRequest) -> None:
     """Stop a run when its folder is gone: another run may have replaced it, or saves would be lost.
+
+    A thread looks once a second. Ranks also ask right before they write there (``stop.folder_gone``): those
+    that were suspended meanwhile would otherwise save in the folder of another run, and delete its
+    checkpoints as old ones of their own.
 
     Args:
         path: of the folder.
@@ -257,13 +277,14 @@ def stop_without(path: Path, held: IO[str] | None, stop: StopRequest) -> None:
             with suppress(ValueError):  # it was closed meanwhile
                 missed = missed + 1 if is_gone(path, held) else 0
                 if missed == LOOKS:
-                    log.say(f"the run folder {path} was deleted or replaced: the run ends and saves no more")
-                    stop.request("lost")
+                    _lose(path, stop)
                     return
             until = time.monotonic() + BETWEEN
             while time.monotonic() < until and not held.closed:  # an attempt waits for this thread
                 time.sleep(BETWEEN / 20)
 
+    if held is not None:
+        stop.folder_gone = partial(is_surely_gone, path, held, stop)
     threading.Thread(target=look, name="folder", daemon=True).start()
 
 

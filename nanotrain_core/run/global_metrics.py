@@ -43,6 +43,17 @@ def agree_now(stop: StopRequest, mesh: Mesh) -> None:
     stop.agree(flags.tolist())
 
 
+def folder_lost(stop: StopRequest, mesh: Mesh) -> bool:
+    """Collective, before anything is written to the run folder. Return whether rank 0 finds it gone.
+
+    In this case the run stops.
+    """
+    lost: bool = mesh.gather(mesh.rank == 0 and stop.folder_gone is not None and stop.folder_gone())[0]
+    if lost:
+        stop.reason = "lost"
+    return lost
+
+
 def bubble(idle: float, owners: Sequence[int], mesh: Mesh) -> float | None:
     """Return the mean fraction of the step that pipeline ranks waited, where the host waits at all."""
     if len(set(owners)) == 1 or mesh.device.type != "cpu":

@@ -11,6 +11,7 @@ from nanotrain_core.contracts import RollbackReport
 from nanotrain_core.errors import CheckpointError, Diverged
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.phases.timeline import PhaseTimeline
+from nanotrain_core.run.global_metrics import folder_lost
 from nanotrain_core.run.stop import Rollback, StopRequest
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ def roll_back(engine: RuntimeEngine) -> None:
     """
     run, step = engine.run, engine.step
     engine.note("checkpoint")
+    if folder_lost(engine.stop, run.mesh):  # its checkpoints are another run's
+        return
     engine.saves.advance(wait=True)
     request = earliest(engine.stop.rollback, run.mesh)
     assert request is not None

@@ -135,6 +135,8 @@ class StopRequest:
 
     grace: float | None = None
     """Seconds after a signal within which training must end, else this process does; None: no limit."""
+    folder_gone: Callable[[], bool] | None = None
+    """Returns whether the run folder was deleted or replaced; None where nobody has claimed it."""
 
     def __init__(self) -> None:
         self.reason: StopReason | None
@@ -149,9 +151,11 @@ class StopRequest:
         self.rollback_agreed = False
         """Whether any rank requests a rollback, as agreed by all ranks."""
 
-    def request(self, reason: StopReason) -> None:
-        """Ask to stop at the next agreement."""
+    def request(self, reason: StopReason) -> bool:
+        """Ask to stop at the next agreement; return whether this rank had not asked for this reason."""
+        known = reason in self._requested
         self._requested.add(reason)
+        return not known
 
     def request_rollback(self, rollback: Rollback | None) -> None:
         """Request a rollback at the next agreement; None when it is done. The earliest request counts.
