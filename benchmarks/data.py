@@ -89,7 +89,8 @@ def write_source(folder: Path, number: int) -> Path:
     for shard in range(SHARDS):
         lengths = random.geometric(1 / MEAN, DOCUMENTS // SOURCES // SHARDS)
         offsets = np.concatenate([[0], np.cumsum(lengths)])
-        random.integers(0, 50257, int(offsets[-1]), np.uint16).tofile(folder / f"{shard_name(shard)}.tokens")
+        tokens = random.integers(0, 50257, int(offsets[-1]), np.uint16)
+        (folder / f"{shard_name(shard)}.tokens").write_bytes(tokens.data)
         shards.append(seal_shard(folder, shard_name(shard), "uint16", offsets))
     Manifest(
         tokenizer=TokenizerInfo(kind="unknown", name="random", sha256="0" * 64),

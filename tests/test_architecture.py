@@ -228,6 +228,19 @@ SMALL = {
 }
 
 
+def test_arrays_are_written_by_files_that_tell_of_a_full_disk():
+    """``ndarray.tofile`` ignores that its last bytes did not fit: a file's ``write`` raises."""
+    paths = [
+        path
+        for folder in ("nanotrain_core", "plugins", "benchmarks")
+        for path in (ROOT / folder).rglob("*.py")
+    ]
+    attributes = (
+        (path, node) for path in paths for node in nodes_of(path) if isinstance(node, ast.Attribute)
+    )
+    assert [f"{path}:{node.lineno}" for path, node in attributes if node.attr == "tofile"] == []
+
+
 @pytest.mark.parametrize("room", SMALL)
 def test_every_room_stays_small(room):
     rooms = {name: top if (top := name.partition(".")[0]) in ROOMS else "" for name in MODULES}

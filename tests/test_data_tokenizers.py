@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import sys
 from contextlib import contextmanager
 
@@ -188,6 +189,18 @@ def test_a_bit_that_flips_behind_the_back_of_the_file_system_is_not_trained_on(w
         opened(sentences, length=16, tokenizer=str(words)).tokens.tolist()
     assert told.value.restart_helps
     assert opened(sentences, length=16, tokenizer=str(words)).tokens.tolist()[:3] == [2, 3, 4]
+
+
+def test_tokens_that_found_no_space_do_not_come_from_the_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    tokens = np.arange(30_000, dtype=np.uint16)
+    cache, before = TokenCache("text", tokens.dtype), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (tokens.nbytes - 2, before[1]))
+    cache.write(tokens)
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert cache.read() is None
+    cache.write(tokens)
+    assert cache.read().tolist() == tokens.tolist()
 
 
 def test_changed_text_does_not_come_from_the_cache(words, sentences):

@@ -107,7 +107,7 @@ def write_text(data: Data, length: int, folder: Path) -> None:
     reads: Any = data
     for name, validation, count in (("train", False, reads.train), ("val", True, reads.validation)):
         tokens = reads.read_sequences(np.arange(count), validation=validation)[:, :length]
-        tokens.astype(np.uint16).tofile(folder / f"{name}.bin")
+        (folder / f"{name}.bin").write_bytes(tokens.astype(np.uint16).data)
     (folder / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": data.vocab_size}))
 
 

@@ -58,7 +58,8 @@ class TokenCache:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             write_atomically(path.with_suffix(".hashes"), lambda file: _write(file, hashes))
-            write_atomically(path, tokens.tofile)
+            # Not tokens.tofile, which ignores that the last bytes did not fit on the disk.
+            write_atomically(path, lambda file: _write(file, np.ascontiguousarray(tokens).data))
             _note_checked(path)
             for other in self.folder.glob(f"{self.key}-*"):
                 if other.stem != path.stem:
@@ -114,7 +115,7 @@ class CachedTokens(HashedTokens):
             return whole
 
 
-def _write(path: Path, data: bytes) -> None:
+def _write(path: Path, data: bytes | memoryview) -> None:
     path.write_bytes(data)
 
 

@@ -130,7 +130,7 @@ def export_folder(folder: Path, prefix: Path) -> str:
     def fill(path: Path) -> None:
         with path.open("wb") as file:
             for shard in manifest.shards:
-                map_tokens(folder / f"{shard.name}.tokens", manifest.dtype).tofile(file)
+                file.write(map_tokens(folder / f"{shard.name}.tokens", manifest.dtype).data)
 
     write_atomically(file_of(prefix, ".bin"), fill)
     write_index(prefix, dtype, document_lengths(folder, manifest))

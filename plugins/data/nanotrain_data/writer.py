@@ -1,7 +1,12 @@
-"""Writes one shard: tokens, where documents begin, and hashes. Files appear whole or not at all."""
+"""Writes one shard: tokens, where documents begin, and hashes. Files appear whole or not at all.
+
+Arrays are written by Python's files, which raise what goes wrong: ``ndarray.tofile`` ignores that its last
+bytes did not fit on the disk, and what follows leaves zeros in their place.
+"""
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import itertools
 from collections.abc import Iterable, Sequence
@@ -53,6 +58,7 @@ def write_shard(
     lengths: list[int] = []
     answers: list[tuple[int, int]] = []
     size = left_out = place = 0
+    meant = hashlib.sha256()
 
     def fill(path: Path) -> None:
         nonlocal size, left_out, place
@@ -61,7 +67,9 @@ def write_shard(
                 if chat and not learned:
                     left_out += 1
                     continue
-                np.asarray(tokens).astype(_little(dtype), copy=False).tofile(file)
+                stored = np.ascontiguousarray(tokens, _little(dtype)).data
+                file.write(stored)
+                meant.update(stored)
                 answers.extend((place + begin, place + end) for begin, end in learned)
                 lengths.append(len(tokens))
                 place += len(tokens)
@@ -69,17 +77,17 @@ def write_shard(
 
     write_atomically(paths[".tokens"], fill)
     offsets = np.fromiter(itertools.accumulate(lengths, initial=0), "<i8", len(lengths) + 1)
-    info = seal_shard(folder, name, dtype, offsets, size)
+    info = seal_shard(folder, name, dtype, offsets, size, meant.hexdigest())
     if not chat:
         return info
     stretches = np.array(answers, "<i8").reshape(-1, 2)
-    write_atomically(folder / f"{name}{ANSWERS}", stretches.tofile)
-    digest = hashlib.sha256(stretches.tobytes()).hexdigest()
+    write_atomically(folder / f"{name}{ANSWERS}", lambda path: _write(path, stretches.data))
+    digest = hashlib.sha256(stretches.data).hexdigest()
     return attrs.evolve(info, answers=len(stretches), answers_sha256=digest, left_out=left_out)
 
 
 def seal_shard(
-    folder: Path, name: str, dtype: str, offsets: npt.NDArray[np.int64], size: int = 0
+    folder: Path, name: str, dtype: str, offsets: npt.NDArray[np.int64], size: int = 0, meant: str = ""
 ) -> ShardInfo:
     """Write what stands beside the tokens of a shard, which are there: where documents begin, and hashes.
 
@@ -89,11 +97,18 @@ def seal_shard(
         dtype: of the tokens.
         offsets: where each document begins, and the end, [documents + 1].
         size: bytes of the text.
+        meant: SHA-256 of the tokens that were to be written, if it is known.
+
+    Raises:
+        OSError: the file has other tokens.
     """
     paths = {suffix: folder / f"{name}{suffix}" for suffix in SUFFIXES}
     offsets = offsets.astype("<i8", copy=False)
-    write_atomically(paths[".offsets"], offsets.tofile)
     tokens = map_tokens(paths[".tokens"], dtype)
+    sha256 = hashlib.sha256(tokens.data).hexdigest()
+    if len(tokens) != offsets[-1] or meant not in ("", sha256):
+        raise OSError(errno.EIO, f"{paths['.tokens']} does not hold what was written to it")
+    write_atomically(paths[".offsets"], lambda path: _write(path, offsets.data))
     hashes = piece_hashes(tokens)
     write_atomically(paths[".hashes"], lambda path: _write(path, hashes))
     return ShardInfo(
@@ -101,7 +116,7 @@ def seal_shard(
         documents=len(offsets) - 1,
         tokens=len(tokens),
         bytes=size,
-        sha256=hashlib.sha256(tokens.data).hexdigest(),
+        sha256=sha256,
         offsets_sha256=hashlib.sha256(offsets.data).hexdigest(),
         hashes_sha256=hashlib.sha256(hashes).hexdigest(),
     )
@@ -124,5 +139,5 @@ def _little(dtype: str) -> np.dtype[Any]:
     return np.dtype(dtype).newbyteorder("<")
 
 
-def _write(path: Path, data: bytes) -> None:
+def _write(path: Path, data: bytes | memoryview) -> None:
     path.write_bytes(data)
