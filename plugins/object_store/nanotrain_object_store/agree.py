@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 
+from nanotrain_core.api import NanotrainError
 from nanotrain_core.api.torch import Restore
 
 #: Seconds between two exchanges of how far the ranks are: the first, then twice as many each time, up to the
@@ -29,6 +30,8 @@ def agree(act: Callable[[Callable[[], None]], str], restore: Restore) -> str:
     def work() -> None:
         try:
             ended.set_result(act(advance))
+        except NanotrainError as error:
+            ended.set_result(str(error))
         except OSError as error:
             ended.set_result(f"{error.filename or restore.folder}: {error.strerror or error}")
         except BaseException as error:

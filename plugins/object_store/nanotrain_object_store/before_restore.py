@@ -26,7 +26,7 @@ from nanotrain_core.api import (
 from nanotrain_core.api.torch import Restore
 from nanotrain_object_store.agree import agree
 from nanotrain_object_store.catalogue import look, read_markers
-from nanotrain_object_store.fetch import compare, fetch, put_in_place, share_of
+from nanotrain_object_store.fetch import NotFetched, compare, fetch, put_in_place, share_of
 from nanotrain_object_store.owner import OthersPrefix, Owner, holds_checkpoints
 from nanotrain_object_store.prefix import Prefix
 from nanotrain_object_store.store import Store, in_words
@@ -136,8 +136,12 @@ def bring(store: Store, found: Sequence[Stored], restore: Restore, *, comparing:
         restore: the run.
         comparing: whether one that the disk has is compared, and fetched anew if it is damaged.
 
+    An older one takes the place of one that is damaged in the store, or gone, and of no other: the run would
+    leave the newer one's branch.
+
     Raises:
-        CheckpointError: on all ranks: it could not be fetched undamaged, and the disk has no checkpoint.
+        NotFetched: on all ranks: it cannot be fetched for the moment.
+        CheckpointError: on all ranks: it is damaged in the store, and the disk has no checkpoint.
     """
     which, mesh = restore.which, restore.mesh
     if which is None or is_elsewhere(which):
@@ -193,14 +197,16 @@ def _tell_diverged(store: Store, stored: Stored, restore: Restore) -> None:
 
 @show_progress("fetching a checkpoint from the object store")
 def _fetch(store: Store, stored: Stored, restore: Restore, *, instead: str) -> str:
-    """Fetch a checkpoint, in place of a damaged one on the disk; return on all ranks what went wrong."""
+    """Fetch a checkpoint, in place of a damaged one on the disk; return on all ranks how it is damaged."""
     mesh, log = restore.mesh, structlog.get_logger("nanotrain.object_store")
     name = mesh.gather(f".tmp-fetch-{stored.step:08d}-{uuid4().hex[:8]}")[0]
-    scratch = restore.folder / name
+    scratch, damage = restore.folder / name, ""
 
     def download(alive: Callable[[], None]) -> str:
+        nonlocal damage
         os.makedirs(scratch, exist_ok=True)
-        return fetch(store, stored, share_of(stored, mesh.rank, mesh.world_size), scratch, alive=alive)
+        damage = fetch(store, stored, share_of(stored, mesh.rank, mesh.world_size), scratch, alive=alive)
+        return damage
 
     def place(alive: Callable[[], None]) -> str:
         if mesh.rank:
@@ -216,6 +222,11 @@ def _fetch(store: Store, stored: Stored, restore: Restore, *, instead: str) -> s
     problem = agree(download, restore) or agree(place, restore)
     if problem and mesh.rank == 0:
         shutil.rmtree(scratch, ignore_errors=True)
+    if problem and not any(mesh.gather(damage)):
+        raise NotFetched(
+            f"the checkpoint of step {stored.step} cannot be fetched from {store.url} ({problem}), and the "
+            "run does not go on from an older one: run again with --resume once it can"
+        )
     return problem
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from nanotrain_core.api import CheckpointError, Exit, NanotrainError, RecipeError, show_progress
 from nanotrain_object_store import problems_of
 from nanotrain_object_store.catalogue import look, missing, read_markers
-from nanotrain_object_store.fetch import fetch, put_in_place
+from nanotrain_object_store.fetch import NotFetched, fetch, put_in_place
 from nanotrain_object_store.store import Store, in_words
 from nanotrain_object_store.stored import Stored, find_local
 
@@ -71,8 +71,11 @@ def _read(store: Store, stored: Stored) -> list[str]:
     problems = []
     with tempfile.TemporaryDirectory(prefix="nanotrain-store-") as scratch:
         for name in stored.files:
-            if problem := fetch(store, stored, [name], Path(scratch)):
-                problems.append(problem)
+            try:
+                problem = fetch(store, stored, [name], Path(scratch))
+            except NotFetched as error:
+                problem = str(error)
+            problems += [problem] if problem else []
             (Path(scratch) / name).unlink(missing_ok=True)
     return problems
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from nanotrain_core.api import flush
+from nanotrain_core.api import CheckpointError, Exit, flush
 from nanotrain_object_store.store import Store, in_words
 from nanotrain_object_store.stored import Sent, Stored, hashed
 
@@ -15,6 +15,13 @@ from nanotrain_object_store.stored import Sent, Stored, hashed
 TRIES, FIRST = 5, 0.5
 #: Times that it may come as another than was uploaded: on the way, or it is so in the store.
 OTHERS = 2
+
+
+class NotFetched(CheckpointError):
+    """A checkpoint cannot be fetched for the moment: nothing says that it is damaged."""
+
+    exit_code = Exit.FAILED
+    restart_helps = True
 
 
 def share_of(stored: Stored, rank: int, ranks: int) -> list[str]:
@@ -37,7 +44,7 @@ def fetch(
     advance: Callable[[float], object] = lambda more: None,
     alive: Callable[[], object] = lambda: None,
 ) -> str:
-    """Fetch files of a checkpoint into a folder; return what is wrong with the first that is not whole.
+    """Fetch files of a checkpoint into a folder; return what is wrong with the first that is damaged or gone.
 
     Args:
         store: where it is.
@@ -46,6 +53,10 @@ def fetch(
         scratch: the folder.
         advance: called with the bytes of each file.
         alive: called after each piece of a file.
+
+    Raises:
+        NotFetched: no file is damaged, and one could not be fetched in several attempts.
+        OSError: the disk does not take it.
     """
     for name in names:
         target = scratch / name
@@ -70,12 +81,12 @@ def _fetch_one(store: Store, key: str, expected: Sent, target: Path, alive: Call
                 return ""
             others += 1
             if others == OTHERS:
-                break
+                return f"{store.url}/{key}: {problem}"
         except FileNotFoundError:
             return f"{store.url}/{key} is not there any more"
         except Exception as error:
             problem = in_words(error)
-    return f"{store.url}/{key}: {problem}"
+    raise NotFetched(f"{store.url}/{key}: {problem}")
 
 
 def difference(found: Sent, expected: Sent) -> str:

@@ -2,10 +2,10 @@
 
 import attrs
 import pytest
-from nanotrain_object_store import before_restore
+from nanotrain_object_store import before_restore, fetch
 from nanotrain_object_store.catalogue import look, read_markers
 from nanotrain_object_store.store import Store
-from nanotrain_object_store.stored import hashed
+from nanotrain_object_store.stored import LEFT, hashed
 from small_runs import RECIPE, fit
 
 from nanotrain_core.contracts import Monitor, TrainState
@@ -115,3 +115,33 @@ def test_a_restart_with_a_checkpoint_on_the_disk_asks_a_store_that_is_down_once(
     assert "the object store does not answer, and the run begins without it" in capfd.readouterr().err
     fit(tmp_path / "run", url, steps=8, resume="auto")
     assert len(asked) > 2  # a user's start waits for it
+
+
+def test_a_fetch_that_fails_for_the_moment_supersedes_nothing(tmp_path, monkeypatch):
+    """The run had gone on from the disk's older checkpoint, and left the newer ones' branch."""
+    url = f"file://{tmp_path / 'store'}"
+    first = fit(tmp_path / "run", url, steps=4)
+    (first.folder / "checkpoints/step-00000004.safetensors").unlink()
+    monkeypatch.setattr(fetch, "FIRST", 0.001)
+
+    def full(*arguments):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Store, "get", full)
+        with pytest.raises(fetch.NotFetched, match=r"step 4 cannot be fetched.* No space left") as told:
+            fit(tmp_path / "run", url, resume="latest")
+    assert (told.value.exit_code, told.value.restart_helps) == (1, True)
+    assert not [*(tmp_path / "store").glob(f"*/{LEFT}")]
+    assert [*fit(tmp_path / "run", url, resume="latest").losses] == [5, 6]
+
+
+def test_a_checkpoint_that_is_damaged_in_the_store_is_passed_over(tmp_path, monkeypatch, capfd):
+    url = f"file://{tmp_path / 'store'}"
+    first = fit(tmp_path / "run", url, steps=4)
+    (first.folder / "checkpoints/step-00000004.safetensors").unlink()
+    (path,) = (tmp_path / "store").glob("step-00000004-*/*.safetensors")
+    path.write_bytes(path.read_bytes()[:-1])
+    monkeypatch.setattr(fetch, "FIRST", 0.001)
+    assert [*fit(tmp_path / "run", url, resume="latest").losses] == [3, 4, 5, 6]
+    assert "a checkpoint could not be fetched" in capfd.readouterr().err
