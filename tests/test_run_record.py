@@ -66,6 +66,15 @@ def test_a_recipe_with_a_secret_is_its_owners_alone(tmp_path, webhook, mode):
     assert sorted(tmp_path.iterdir()) == sorted(kept)
 
 
+def test_a_recipe_that_a_resume_goes_back_to_is_the_newest_again(tmp_path):
+    """``nanotrain report`` shows the newest: it was the one that the run had left."""
+    for lr in ("1e-3", "0.5", "0.5", "1e-3"):
+        keep_recipe(tmp_path, f"lr = {lr}", f"lr = {lr}  # from the recipe")
+    found = {path.name: path.read_text() for path in tmp_path.glob("*.toml")}
+    assert found == {"recipe.toml": "lr = 1e-3", "recipe-2.toml": "lr = 0.5", "recipe-3.toml": "lr = 1e-3"}
+    assert (tmp_path / "recipe-3.explained").is_file()
+
+
 def test_samples_are_kept_in_the_folder(tmp_path, monkeypatch, capsys):
     sample = Sample(SampleConfig(prompt="def "))
     data = SimpleNamespace(encode=lambda text: [1], decode=lambda tokens: "def f():\né")

@@ -6,9 +6,9 @@ import contextlib
 import gc
 import json
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -282,23 +282,25 @@ def _names(mark: Path, agents: Sequence[str]) -> bool:
 def keep_recipe(folder: Path, text: str, explained: str) -> None:
     """Write the resolved recipe as ``recipe.toml``, or ``recipe-2.toml`` if a resumed run changed it.
 
+    The newest file is what the run goes by: one that goes back to an earlier recipe writes that once more.
     The origin of each of its values is in ``recipe.explained`` next to it. Who repeats the run needs all
     values: with a secret among them, only the owner may read the files.
 
     Raises:
         FolderError: it cannot be written.
     """
-    for number in count(1):
-        path = folder / ("recipe.toml" if number == 1 else f"recipe-{number}.toml")
-        if not path.exists():
-            try:
-                secret = without_secrets(text) != text
-                write_text_atomically(path.with_suffix(".explained"), explained, private=secret)
-                write_text_atomically(path, text, private=secret)
-            except OSError as problem:
-                raise FolderError(f"{path} cannot be written: {problem.strerror}") from problem
-        if path.read_text(encoding="utf-8") == text:
-            return
+    names = (re.fullmatch(r"recipe(?:-(\d+))?\.toml", path.name) for path in folder.glob("recipe*.toml"))
+    kept = {int(name[1] or 1): folder / name[0] for name in names if name}
+    newest = max(kept, default=0)
+    if newest and kept[newest].read_text(encoding="utf-8") == text:
+        return
+    path = folder / (f"recipe-{newest + 1}.toml" if newest else "recipe.toml")
+    try:
+        secret = without_secrets(text) != text
+        write_text_atomically(path.with_suffix(".explained"), explained, private=secret)
+        write_text_atomically(path, text, private=secret)
+    except OSError as problem:
+        raise FolderError(f"{path} cannot be written: {problem.strerror}") from problem
 
 
 def join(
