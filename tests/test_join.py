@@ -1,6 +1,5 @@
 """Ranks that torchrun or srun started join one another, or find out why they must not."""
 
-import argparse
 import contextlib
 import json
 import os
@@ -15,7 +14,6 @@ from command import COMMAND, finish, nanotrain
 from test_run import SMALL, metrics
 from torch.distributed import TCPStore
 
-from nanotrain_core.cli.run import is_rank
 from nanotrain_core.errors import Exit, LaunchError
 from nanotrain_core.launch import rendezvous
 from nanotrain_core.launch.environment import Ranks
@@ -126,12 +124,13 @@ def test_a_named_port_that_is_taken_is_told(tmp_path, monkeypatch):
 
 def test_a_single_task_of_slurm_is_no_rank():
     """A run of several was one rank inside of `srun --pty bash`, without a word."""
-    plain, hosts = argparse.Namespace(rdzv_endpoint=""), argparse.Namespace(rdzv_endpoint="a:29400")
-    shell = Ranks(launcher="srun")
-    assert not is_rank(shell, plain)
-    assert is_rank(Ranks(0, 2, 0, 2, "srun"), plain)
-    assert not is_rank(Ranks(0, 2, 0, 1, "srun"), hosts)
-    assert is_rank(Ranks(launcher="torchrun"), plain)
+    several = {name: str(value) for name, value in srun(0, "1").items()}
+    shell = {**several, "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1"}
+    assert Ranks.joined(environment=shell) is None
+    assert Ranks.joined(environment=several) == Ranks(0, 2, 0, 2, "srun")
+    assert Ranks.joined("a:29400", several) is None
+    one = {name: str(value) for name, value in torchrun(0, "1").items()}
+    assert Ranks.joined("a:29400", one) == Ranks(0, 2, 0, 2, "torchrun")
 
 
 @pytest.mark.full

@@ -95,10 +95,10 @@ def run(args: argparse.Namespace) -> int:
         resume=args.resume,
         show=tuple(args.show),
     )
-    joined = Ranks.detect()
+    joined = Ranks.joined(args.rdzv_endpoint)
     if args.verify_resume and (joined is not None or (args.nnodes or 1) > 1):
         raise NanotrainError("--verify-resume: one machine must start the run; use `nanotrain ckpt replay`")
-    if joined is not None and is_rank(joined, args):
+    if joined is not None:
         return keep_code(EXIT_OF[train(job, joined)])
     found = resolve(args)
     recipe = found.recipe
@@ -133,15 +133,6 @@ def _ended(problem: Preempted) -> None:
     if is_live(sys.stdout):
         os.write(1, b"\x1b[?25h")
     temporary.delete()
-
-
-def is_rank(joined: Ranks, args: argparse.Namespace) -> bool:
-    """Return whether this process is one of the ranks that srun or torchrun has started.
-
-    A single Slurm task, as in `srun --pty bash`, is not a rank. Neither is one task per host if the command
-    line gives the hosts' rendezvous. Such a process starts as many ranks as the recipe requires.
-    """
-    return joined.launcher != "srun" or (joined.world_size > 1 and not args.rdzv_endpoint)
 
 
 def check_resume(args: argparse.Namespace) -> None:

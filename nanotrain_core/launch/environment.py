@@ -40,6 +40,21 @@ class Ranks:
             return _ranks(environment, names, "srun")
         return None
 
+    @classmethod
+    def joined(cls, endpoint: str = "", environment: Mapping[str, str] = os.environ) -> Ranks | None:
+        """Return the rank that this process is to be, None if it is to start the ranks.
+
+        A single Slurm task, as in `srun --pty bash`, is not a rank. Neither is one task per host if the
+        command line gives the hosts' rendezvous, ``endpoint``.
+
+        Raises:
+            LaunchError: the environment is incomplete or not numeric.
+        """
+        found = cls.detect(environment)
+        if found is not None and found.launcher == "srun" and (found.world_size == 1 or endpoint):
+            return None
+        return found
+
     def threads(self) -> int:
         """Return how many threads this rank may use so that the ranks of a host share its processors."""
         return max(1, usable_processors() // self.local_world_size)

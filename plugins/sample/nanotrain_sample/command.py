@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
 
     degrees = degrees_of(args.degree)
     source = find(Path(args.path), args.step, args.tokenizer, registry)
-    joined = Ranks.detect()
+    joined = Ranks.joined()
 
     def job_of(recipe: str, found: Resolution) -> SampleJob:
         codec = fitting_codec(found, source.tokenizer)

@@ -93,7 +93,7 @@ def run_on_ranks(
         scores: whether the run's validation split is kept.
         plugins: keyword arguments of :func:`~nanotrain_core.api.resolve_recipe`.
     """
-    joined = Ranks.detect()
+    joined = Ranks.joined()
     with TemporaryDirectory(prefix="nanotrain-sample-") as folder:
         world = joined.world_size if joined else None
         recipe, found = resolved(

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from nanotrain_sample import ranks
 from nanotrain_sample.evaluate import tasks
 from nanotrain_sample.evaluate.measure import read_text
 from nanotrain_sample.evaluate.scorer import Score
@@ -187,6 +188,18 @@ def test_ranks_that_do_not_divide_the_batch_evaluate_the_same_sequences(tmp_path
     (text,) = found(capfd, folder, "--degree", "dp=3")["texts"]
     assert text["tokens"] == row["tokens"] == 8 * 12
     assert text["loss"] == pytest.approx(row["loss"], abs=1e-9)
+
+
+def test_inside_a_shell_that_srun_has_started_the_ranks_of_the_degrees_start(trained, capsys, monkeypatch):
+    """Its one task was taken for the only rank, and the degree refused."""
+    one = ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE")
+    for name in (*one, "SLURM_PROCID", "SLURM_LOCALID"):
+        monkeypatch.setenv(name, "1" if name in one else "0")
+    started = []
+    monkeypatch.setattr(ranks, "prepare_ranks", lambda count: None)
+    monkeypatch.setattr(ranks, "start_ranks", lambda job, recipe, nodes: started.append(nodes.nproc) or 0)
+    code, _, err = call(capsys, trained[0], "--degree", "dp=2")
+    assert (code, err, started) == (0, "", [2])
 
 
 @pytest.mark.parametrize("stride", [16, 5, 1])
