@@ -210,7 +210,7 @@ SMALL = {
     "contracts": 682,
     "data": 897,
     "hf": 925,
-    "launch": 2141,
+    "launch": 2162,
     "layout": 1209,
     "models": 690,
     "moe": 360,

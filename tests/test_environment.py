@@ -58,6 +58,24 @@ def test_an_agent_of_torchrun_has_one_name_in_all_its_attempts():
     assert agent_name({}) is None
 
 
+@pytest.mark.parametrize(
+    ("nproc", "nnodes", "fits"),
+    [
+        *[(None, None, True), (4, None, True), (8, None, True), (4, 2, True), (None, 2, True), (8, 1, True)],
+        *[(2, None, False), (8, 2, False), (None, 4, False), (1, None, False)],
+    ],
+)
+def test_sizes_that_are_not_those_of_the_launcher_are_refused(nproc, nnodes, fits):
+    """A shell that a launcher's variables were left in trained on their ranks, without a word."""
+    for environment in (TORCHRUN, SRUN):
+        ranks = Ranks.detect(environment)
+        if fits:
+            ranks.check_sizes(nproc, nnodes)
+        else:
+            with pytest.raises(LaunchError, match=f"is rank 5 of 8 that {ranks.launcher} has started"):
+                ranks.check_sizes(nproc, nnodes)
+
+
 def test_ranks_share_the_cores_of_a_host():
     alone, shared = Ranks(), Ranks(local_world_size=10_000)
     assert alone.threads() >= shared.threads() == 1

@@ -145,6 +145,20 @@ def test_inside_a_shell_that_srun_has_started_all_ranks_of_the_recipe_train(tmp_
     assert "2 ranks on cpu" in done.stdout
 
 
+def test_another_number_of_ranks_than_the_launcher_s_is_refused(tmp_path, monkeypatch):
+    """After a launcher had left its variables in the shell, --nproc was ignored."""
+    (tmp_path / "small.toml").write_text(SMALL)
+    left = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": 29500}
+    for name, value in left.items():
+        monkeypatch.setenv(name, str(value))
+    done = nanotrain("run", "small.toml", "--folder", "here", "--nproc", "2", cwd=tmp_path)
+    assert (done.code, (tmp_path / "here").exists()) == (Exit.USER, False)
+    assert done.err.splitlines() == [
+        "nanotrain: --nproc 2: by its environment this process is rank 0 of 1 that torchrun has started; "
+        f"leave the option out, or start the ranks here after: unset {' '.join(left)}"
+    ]
+
+
 def test_with_an_endpoint_a_task_of_srun_is_a_launcher(tmp_path, monkeypatch):
     """One task a node, which starts the ranks there: as scripts of `nanotrain launch` do."""
     (tmp_path / "small.toml").write_text(SMALL)

@@ -99,6 +99,7 @@ def run(args: argparse.Namespace) -> int:
     if args.verify_resume and (joined is not None or (args.nnodes or 1) > 1):
         raise NanotrainError("--verify-resume: one machine must start the run; use `nanotrain ckpt replay`")
     if joined is not None:
+        joined.check_sizes(args.nproc, args.nnodes)
         return keep_code(EXIT_OF[train(job, joined)])
     found = resolve(args)
     recipe = found.recipe

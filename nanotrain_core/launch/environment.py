@@ -6,13 +6,22 @@ import contextlib
 import os
 import socket
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import attrs
 
 from nanotrain_core.errors import LaunchError
 from nanotrain_core.run.host_processors import usable_processors
+
+#: What a launcher sets: rank, world size, local rank, local world size, and what else tells of it.
+VARIABLES: Mapping[str, Sequence[str]] = {
+    "torchrun": (
+        *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+        *("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT"),
+    ),
+    "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
+}
 
 
 @attrs.define(frozen=True)
@@ -33,11 +42,9 @@ class Ranks:
             LaunchError: the environment is incomplete or not numeric.
         """
         if "TORCHELASTIC_RUN_ID" in environment or {"RANK", "WORLD_SIZE"} <= set(environment):
-            names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-            return _ranks(environment, names, "torchrun")
+            return _ranks(environment, "torchrun")
         if "SLURM_STEP_NUM_TASKS" in environment and "SLURM_PROCID" in environment:
-            names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
-            return _ranks(environment, names, "srun")
+            return _ranks(environment, "srun")
         return None
 
     @classmethod
@@ -55,13 +62,38 @@ class Ranks:
             return None
         return found
 
+    def check_sizes(
+        self, nproc: int | None, nnodes: int | None, environment: Mapping[str, str] = os.environ
+    ) -> None:
+        """Compare ``--nproc`` and ``--nnodes``, which start nothing here, with what the launcher has started.
+
+        The variables may be left in this shell by an earlier launcher, and the run would have other ranks
+        than asked for. ``--nproc`` may be the ranks of all hosts if ``--nnodes`` is not given.
+
+        Raises:
+            LaunchError: they differ; the text names the variables.
+        """
+        if nproc is None and nnodes is None:
+            return
+        hosts = -(-self.world_size // self.local_world_size)
+        possible = (nproc or self.local_world_size) * (nnodes or hosts), (nproc or 1) * (nnodes or 1)
+        if self.world_size in possible:
+            return
+        given = {"--nproc": nproc, "--nnodes": nnodes}
+        options = " ".join(f"{name} {value}" for name, value in given.items() if value is not None)
+        names = " ".join(name for name in VARIABLES[self.launcher] if name in environment)
+        raise LaunchError(
+            f"{options}: by its environment this process is rank {self.rank} of {self.world_size} that "
+            f"{self.launcher} has started; leave the option out, or start the ranks here after: unset {names}"
+        )
+
     def threads(self) -> int:
         """Return how many threads this rank may use so that the ranks of a host share its processors."""
         return max(1, usable_processors() // self.local_world_size)
 
 
-def _ranks(environment: Mapping[str, str], names: tuple[str, str, str, str], launcher: str) -> Ranks:
-    values = []
+def _ranks(environment: Mapping[str, str], launcher: str) -> Ranks:
+    values, names = [], VARIABLES[launcher][:4]
     for name in names:
         text = environment.get(name, "")
         digits = text.partition("(")[0].partition(",")[0]  # Slurm writes "4(x2)" for 4 tasks on 2 nodes
