@@ -8,6 +8,7 @@ from typing import Any
 
 from nanotrain_core.api import CheckpointError, load_plugins, show_progress, without_secrets
 from nanotrain_report.blocks import Block, Facts, Group, Missing, Pre, Section, Sentence, Sentences, Table
+from nanotrain_report.clock import wall
 from nanotrain_report.folder import RunFolder, Shown
 from nanotrain_report.number_format import duration, moment, number, plural, quantity, size
 
@@ -129,13 +130,6 @@ def state_of(run: RunFolder) -> str:
     if run.state == "not begun":
         return "nothing logged yet"
     return f"{run.state} after {where}"
-
-
-def wall(run: RunFolder) -> float:
-    """Return the seconds from the first row to the last, pauses included; NaN without rows."""
-    rows, times = run.history.events, run.history.times.values
-    stamps = [float(row["time"]) for row in rows] + list(times[-1:])
-    return max(stamps) - min(stamps) if stamps else float("nan")
 
 
 def continuity(shown: Sequence[Shown]) -> list[Block]:

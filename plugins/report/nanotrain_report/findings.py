@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import attrs
 
 from nanotrain_report.blocks import Block, Group, Missing, Section, Sentence, Sentences
+from nanotrain_report.clock import took
 from nanotrain_report.families import families
 from nanotrain_report.folder import RunFolder, Shown
 from nanotrain_report.health import Judging, Stretch, stretches, told
@@ -101,8 +102,6 @@ def _gravity(found: Stretch) -> tuple[bool, bool, int]:
 
 def steps_of(run: RunFolder, first: int, last: int) -> str:
     """Return steps in words, with the time that they took."""
-    when = dict(run.history.times)
     steps = f"step {first:,}" if first == last else f"steps {first:,} to {last:,}"
-    if first in when and last in when and first != last:
-        return f"{steps} ({duration(when[last] - when[first])})"
-    return steps
+    seconds = took(run, first, last)
+    return f"{steps} ({duration(seconds)})" if seconds is not None and first != last else steps

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from nanotrain_report.about import lead, said_in, stamp
+from nanotrain_report.clock import RECENT, gaps, pace
 from nanotrain_report.families import Line
 from nanotrain_report.findings import open_findings
 from nanotrain_report.folder import RunFolder, Shown
@@ -24,8 +25,6 @@ from nanotrain_report.verdict import answers
 BLOCKS = "▁▂▃▄▅▆▇█"
 STYLES = {"good": "green", "warn": "yellow", "bad": "red", "unknown": "dim", "none": "dim"}
 SIGNS = {"good": "✓", "warn": "▲", "bad": "✕", "unknown": "?", "none": "·"}
-#: Steps whose median says how long the next ones take.
-RECENT = 20
 #: Troubles that are listed, the worst.
 MOST_OPEN = 5
 #: Ranks of which each has a line: those that warned, then the fullest.
@@ -81,24 +80,16 @@ def progress(run: RunFolder, width: int) -> Iterator[RenderableType]:
     yield text
 
 
-def pace(run: RunFolder) -> float | None:
-    """Return the seconds of a step, the median of the last ones."""
-    seconds = run.line("seconds")
-    return float(np.nanmedian(seconds.values[-RECENT:])) if seconds is not None else None
-
-
 def eta(run: RunFolder) -> float | None:
     """Return the seconds that remain, by the time that logged steps took with everything between them."""
     times = run.history.times
     if len(times) < 2:
         return None
-    first = max(0, len(times) - RECENT)
-    steps = times.steps[-1] - times.steps[first]
-    each = (times.values[-1] - times.values[first]) / steps
-    usual = pace(run)
-    if any(seam.time > times.values[first] for seam in run.history.seams) and usual is not None:
-        each = usual  # the pause of a restart is not what a step takes
-    return max(0.0, (run.steps - run.history.step) * each)
+    seconds, resumed = gaps(run)
+    trained = ~resumed[1 - RECENT :]  # the pause of a restart is not what a step takes
+    steps = np.diff(times.steps[-RECENT:])[trained].sum()
+    each = seconds[1 - RECENT :][trained].sum() / steps if steps else pace(run)
+    return None if each is None else max(0.0, float((run.steps - run.history.step) * each))
 
 
 def silence(run: RunFolder) -> float | None:
@@ -187,7 +178,7 @@ def latest(run: RunFolder) -> Iterator[RenderableType]:
             yield Text.assemble(("health      ", "dim"), texts[-1][1])
     saved = [row for row in run.history.events if row["event"] == "checkpoint"]
     if saved:
-        age = duration(time.time() - float(saved[-1]["time"]))
+        age = duration(max(0.0, time.time() - float(saved[-1]["time"])))
         yield Text.assemble(
             ("checkpoint  ", "dim"), f"step {saved[-1]['step']:,}, {age} ago, {saved[-1]['path']}"
         )

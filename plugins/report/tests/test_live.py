@@ -17,7 +17,9 @@ from types import SimpleNamespace
 
 import pytest
 from made_up import DECLARED, MadeUp, full_run
+from nanotrain_report.clock import took, wall
 from nanotrain_report.folder import open_run
+from nanotrain_report.screen import eta
 from nanotrain_report.serve import Server
 
 from nanotrain_core.api import Metric, Rule
@@ -126,6 +128,27 @@ def test_top_knows_a_run_that_goes_on(tmp_path, capsys):
     assert "about 15 s left" in out  # rows are half a second apart
     (run.folder / ".lock").write_text(json.dumps(owner | {"pid": 2**22 + 1}))
     assert "ended without a word at step 10 of 40" in shown(capsys, str(run.folder))
+
+
+@pytest.mark.parametrize("jump", [-3600.0, 3600.0, 7 * 86400.0])
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_clock_that_jumps_changes_no_time(tmp_path, jump, resumed):
+    """The time left was none, or 184 days."""
+    run = MadeUp(tmp_path / "run", steps=200)
+    run.start()
+    for step in range(1, 101):
+        run.now += jump * (step == 95)
+        if step == 90 and resumed:
+            run.now += 5000.0
+            run.start(89)
+        run.step(step)
+    run.row("end", reason="done", step=100)
+    run.write()
+    found = open_run(run.folder)
+    assert eta(found) == pytest.approx(50)  # rows are half a second apart
+    assert wall(found) == pytest.approx(51.0 + 5001.0 * resumed, abs=0.6)
+    assert took(found, 91, 100) == pytest.approx(4.5)
+    assert took(found, 91, 101) is None
 
 
 def test_top_of_a_run_without_metrics_goes_by_its_log(tmp_path, capsys):

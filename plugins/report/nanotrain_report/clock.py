@@ -1,0 +1,60 @@
+"""How long steps took, by the dates of their rows: those jump if a clock is set, or a machine sleeps."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from nanotrain_report.folder import RunFolder
+
+#: Steps whose median says how long the next ones take.
+RECENT = 20
+#: A step that by the dates took so many times as long as usual, and so many seconds, has been dated by a
+#: clock that jumped: hang detection ends what takes longer, unless its default is changed.
+FAR, LONGEST = 100.0, 1200.0
+
+
+def pace(run: RunFolder) -> float | None:
+    """Return the seconds of a step, the median of the last ones. No date is in it."""
+    seconds = run.line("seconds")
+    return float(np.nanmedian(seconds.values[-RECENT:])) if seconds is not None else None
+
+
+def gaps(run: RunFolder) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
+    """Return the seconds between logged steps, with everything between them, and in which the run was begun
+    again: there a pause may have any length."""
+    times, usual = run.history.times, pace(run)
+    seconds: npt.NDArray[Any] = np.diff(np.asarray(times.values, np.float64))
+    expected = np.diff(np.asarray(times.steps, np.int64)) * (usual or 0.0)
+    resumed = np.zeros(len(seconds), np.bool_)
+    after = np.searchsorted(times.steps, [seam.step for seam in run.history.seams], side="right") - 1
+    resumed[after[(after >= 0) & (after < len(seconds))]] = True
+    far = np.maximum(FAR * expected, LONGEST) if usual is not None else np.inf
+    return np.where((seconds < 0) | ~resumed & (seconds > far), expected, seconds), resumed
+
+
+def took(run: RunFolder, first: int, last: int) -> float | None:
+    """Return the seconds from one step to another, None if either was not logged."""
+    steps = run.history.times.steps
+    begin, end = np.searchsorted(steps, [first, last])
+    if end >= len(steps) or (steps[begin], steps[end]) != (first, last):
+        return None
+    return float(gaps(run)[0][begin:end].sum())
+
+
+def wall(run: RunFolder) -> float:
+    """Return the seconds from the first row to the last, pauses included; NaN without rows."""
+    rows, times = run.history.events, run.history.times
+    dates = [float(row["time"]) for row in rows]
+    if not len(times):
+        return max(dates) - min(dates) if dates else float("nan")
+    seconds = float(gaps(run)[0].sum())
+    if rows:
+        seconds += max(0.0, times.values[0] - dates[0])
+        keys = ("restored", "first_step", "step")  # where the last event is: steps may have been logged since
+        if next((rows[-1][key] for key in keys if key in rows[-1]), math.inf) >= times.steps[-1]:
+            seconds += max(0.0, dates[-1] - times.values[-1])
+    return seconds
