@@ -13,7 +13,7 @@ from nanotrain_core.api.text import Split, held_out
 from nanotrain_data.config import ChatConfig
 from nanotrain_data.manifest import Manifest, ShardInfo, read_manifest
 from nanotrain_data.packs import Packs, alone, best_fit
-from nanotrain_data.verify import damaged_tables, size_problems
+from nanotrain_data.verify import damaged_tables, offsets_problem, size_problems
 from nanotrain_data.writer import ANSWERS
 
 Integers = npt.NDArray[np.int64]
@@ -38,6 +38,9 @@ class Conversations:
         self._first_conversations = np.cumsum([0, *(shard.documents for shard in shards)])
         self._first_tokens = np.cumsum([0, *(shard.tokens for shard in shards)])
         self._offsets = [self._table(shard, ".offsets") for shard in shards]
+        pairs = zip(shards, self._offsets, strict=True)
+        if problem := next(filter(None, (offsets_problem(folder, *pair) for pair in pairs)), ""):
+            raise DataError(problem)
         self._answers = [self._table(shard, ANSWERS).reshape(-1, 2) for shard in shards]
         count = self.manifest.documents
         self.split = Split(count, held_out(count, config.validation_fraction))

@@ -12,6 +12,7 @@ from nanotrain_core.api import DataError
 from nanotrain_core.api.text import HashedTokens
 from nanotrain_data.codecs import Codec, codec_of
 from nanotrain_data.manifest import Manifest, ShardInfo
+from nanotrain_data.verify import offsets_problem
 from nanotrain_data.writer import map_tokens
 
 Integers = npt.NDArray[np.int64]
@@ -105,9 +106,6 @@ def _offsets(folder: Path, shard: ShardInfo) -> Integers:
         offsets = np.fromfile(path, "<i8")
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from None
-    ordered = len(offsets) == shard.documents + 1 and offsets[-1] == shard.tokens and offsets[0] == 0
-    if not ordered or (np.diff(offsets) < 0).any():
-        raise DataError(
-            f"{path} is damaged: its {len(offsets)} offsets are not of {shard.documents} documents"
-        )
+    if problem := offsets_problem(folder, shard, offsets):
+        raise DataError(problem)
     return offsets

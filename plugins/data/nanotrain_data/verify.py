@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+
 from nanotrain_core.api import show_progress
 from nanotrain_core.api.text import HASH, PIECE, HashedTokens
 from nanotrain_data.manifest import Manifest, ShardInfo
@@ -31,6 +34,22 @@ def _wrong_sizes(folder: Path, manifest: Manifest, shard: ShardInfo) -> Iterator
         else:
             if found != size:
                 yield f"{path} is damaged: it has {found} bytes, and {size} were written"
+
+
+def offsets_problem(folder: Path, shard: ShardInfo, offsets: npt.NDArray[np.int64]) -> str:
+    """Return why the file of offsets is not of the shard's tokens, empty if it is.
+
+    Hashes do not tell if the file of tokens was cut short before they were made.
+    """
+    ordered = len(offsets) == shard.documents + 1 and offsets[-1] == shard.tokens and offsets[0] == 0
+    if ordered and not (np.diff(offsets) < 0).any():
+        return ""
+    end = int(offsets[-1]) if len(offsets) else 0
+    return (
+        f"shard {folder / shard.name}.tokens is damaged, or its .offsets: it has {shard.tokens} tokens, and "
+        f"{len(offsets) - 1} documents that end at token {end}; 'nanotrain data inspect {folder} --verify' "
+        "tells what else is; prepare the folder again"
+    )
 
 
 def damage(folder: Path, manifest: Manifest) -> list[str]:

@@ -1,8 +1,10 @@
 """``[data] use = "chat"``: what is learned, how conversations share sequences, and what is refused."""
 
 import json
+import shutil
 from itertools import pairwise
 
+import attrs
 import numpy as np
 import pytest
 import torch
@@ -18,9 +20,11 @@ from nanotrain_data.packs import best_fit
 from nanotrain_data.shards import Shards
 from nanotrain_data.survey import survey, survey_chat
 from nanotrain_data.verify import damage
+from nanotrain_data.writer import seal_shard
 
 from nanotrain_core.api import DataError
 from nanotrain_core.api.torch import IGNORE, Shard
+from nanotrain_core.cli import main
 
 LENGTH = 160
 WHOLE = Shard()
@@ -209,6 +213,27 @@ def test_damaged_tables_are_refused_by_name(folder, tmp_path, suffix):
     (out / f"00001{suffix}").write_bytes(content[:-8])
     with pytest.raises(DataError, match=f"00001{suffix} is damaged: it has"):
         opened(out)
+
+
+def test_a_shard_that_was_cut_short_before_its_hashes_were_made_is_refused_by_name(folder, tmp_path, capsys):
+    """A run ended with an IndexError; behind a shard that is not the last it read another conversation."""
+    manifest = read_manifest(folder)
+    for name in (manifest.shards[0].name, manifest.shards[-1].name):
+        out = tmp_path / name
+        shutil.copytree(folder, out)
+        path = out / f"{name}.tokens"
+        path.write_bytes(path.read_bytes()[:-300])
+        offsets = np.fromfile(path.with_suffix(".offsets"), "<i8")
+        sealed = seal_shard(out, name, manifest.dtype, offsets)
+        (old,) = (shard for shard in manifest.shards if shard.name == name)
+        found = attrs.evolve(sealed, answers=old.answers, answers_sha256=old.answers_sha256)
+        shards = [found if shard is old else shard for shard in manifest.shards]
+        attrs.evolve(manifest, shards=tuple(shards)).write(out)
+        text = rf"{name}.tokens is damaged, .* {old.tokens - 300} tokens, .* end at token {old.tokens};"
+        with pytest.raises(DataError, match=text):
+            opened(out)
+        assert main(["data", "inspect", str(out), "--verify"]) == 2
+        assert f"{name}.tokens is damaged, or its .offsets" in capsys.readouterr().err
 
 
 def test_other_ways_to_read_the_same_folder_are_other_data(folder):
