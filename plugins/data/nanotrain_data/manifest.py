@@ -96,6 +96,8 @@ class Manifest:
     chat: ChatInfo | None = None
     """None: documents are text, of which every token is learned."""
     shards: tuple[ShardInfo, ...]
+    empty: tuple[ShardInfo, ...] = ()
+    """What no token was made of. They have no files; prepared again, their sources are compared."""
 
     @property
     def documents(self) -> int:
@@ -111,7 +113,7 @@ class Manifest:
 
     @property
     def left_out(self) -> int:
-        return sum(shard.left_out for shard in self.shards)
+        return sum(shard.left_out for shard in (*self.shards, *self.empty))
 
     @property
     def digest(self) -> str:

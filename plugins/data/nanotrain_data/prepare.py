@@ -82,13 +82,16 @@ def prepare(request: Request, workers: int) -> Prepared:
         known = _unchanged(there, workers)
         changed = {part.name for task in there.keys() - known for part in task.unit.parts}
         if (request.out / NAME).exists():
-            if not changed:
-                return Prepared(read_manifest(request.out), 0)
+            if len(known) == len(tasks):
+                manifest = read_manifest(request.out)
+                _remove_records(request.out, manifest)  # which an interrupted command left
+                return Prepared(manifest, 0)
             _open_again(request, known)
         _refuse_strangers(request.out, tokenizer)
         _copy_tokenizer(request, tokenizer)
         made = write_all(request, [task for task in tasks if task not in known], workers)
-        shards = {**{task.number: info for task, info in known.items()}, **made}
+        of_number = {**{task.number: info for task, info in known.items()}, **made}
+        infos = [of_number[number] for number in sorted(of_number)]
         manifest = Manifest(
             tokenizer=tokenizer,
             vocab_size=codec.vocab_size,
@@ -96,14 +99,16 @@ def prepare(request: Request, workers: int) -> Prepared:
             end_of_document=end,
             made_of=made_of,
             chat=chat,
-            shards=tuple(shards[number] for number in sorted(shards) if shards[number].tokens),
+            shards=tuple(info for info in infos if info.tokens),
+            empty=tuple(info for info in infos if not info.tokens),
         )
         if not manifest.shards:
             what = "answer of an assistant" if chat else "text"
             raise DataError(f"there is no {what} in {', '.join(request.sources)}")
         manifest.write(request.out)
         _remove_records(request.out, manifest)
-    return Prepared(manifest, len(made), tuple(sorted(changed)))
+    written = sum(info.tokens > 0 for info in made.values())
+    return Prepared(manifest, written, tuple(sorted(changed)))
 
 
 def _chat_info(request: Request, codec: Codec) -> ChatInfo | None:
@@ -172,7 +177,7 @@ def _of_manifest(out: Path, made_of: str, tasks: Sequence[Task]) -> dict[Task, S
     problems = damage(out, manifest)
     if problems:
         raise DataError("\n".join([*problems, f"delete {out} and prepare it again"]))
-    named = {shard.name: shard for shard in manifest.shards}
+    named = {shard.name: shard for shard in (*manifest.shards, *manifest.empty)}
     return {task: named[task.name] for task in tasks if task.name in named}
 
 
