@@ -208,7 +208,7 @@ SMALL = {
     "cli": 1713,
     "compile": 787,
     "contracts": 682,
-    "data": 897,
+    "data": 908,
     "hf": 925,
     "launch": 2162,
     "layout": 1209,

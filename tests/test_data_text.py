@@ -7,6 +7,7 @@ from opened_text import WHOLE, opened, refusal, validation
 
 from nanotrain_core.batch import IGNORE, Shard
 from nanotrain_core.builtin.configs import TextConfig
+from nanotrain_core.data.documents import Source
 from nanotrain_core.data.held_out import Split, held_out
 from nanotrain_core.data.text import Text
 from nanotrain_core.errors import DataError
@@ -55,6 +56,35 @@ def test_files_are_joined_in_sorted_order_with_a_separator(tmp_path):
     (tmp_path / ".hidden.txt").write_text("no")
     (tmp_path / "empty.txt").write_text("")
     assert opened(tmp_path, length=2).tokens.tobytes() == b"one\0two\0three\0"
+
+
+def test_folders_that_are_links_are_read_once_each_and_loops_end(tmp_path):
+    corpus, other = tmp_path / "corpus", tmp_path / "other"
+    (corpus / "real").mkdir(parents=True)
+    (other / "deep").mkdir(parents=True)
+    for path, text in (
+        (corpus / "real" / "x.txt", "one"),
+        (other / "y.txt", "two"),
+        (other / "deep" / "z.txt", "three"),
+    ):
+        path.write_text(text)
+    for name, target in {
+        "a": corpus / "real",  # which keeps its own name
+        "linked": other,
+        "twice": other,
+        "real/loop": corpus,
+        ".hidden": tmp_path,
+        "gone": tmp_path / "none",
+    }.items():
+        (corpus / name).symlink_to(target)
+    (other / "back").symlink_to(corpus)
+    files = Source(corpus, (".txt",)).files()
+    assert [str(path.relative_to(corpus)) for path in files] == [
+        "linked/deep/z.txt",
+        "linked/y.txt",
+        "real/x.txt",
+    ]
+    assert opened(corpus, length=2).tokens.tobytes() == b"three\0two\0one\0"
 
 
 def test_several_paths_are_read_in_their_given_order(corpus):

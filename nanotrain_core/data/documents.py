@@ -31,7 +31,7 @@ class Document:
 class Source:
     """A file, or a folder of which files with one of ``suffixes`` are read.
 
-    Hidden files and folders, and empty files of a folder, are skipped.
+    Hidden files and folders, and empty files of a folder, are skipped. Symbolic links are followed.
     """
 
     path: Path
@@ -115,9 +115,24 @@ def missing_path(path: Path, what: str) -> str:
 
 
 def _files(folder: Path, skip: frozenset[str]) -> Iterator[Path]:
-    for parent, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if name not in skip and not name.startswith(".")]
-        yield from (Path(parent, name) for name in names if not name.startswith("."))
+    """Yield the files of a folder, those of folders that are symbolic links too, each folder once.
+
+    Links are followed after all else: what is also there without one keeps its name, and loops end.
+    """
+    seen: set[str] = set()
+    waiting = [folder]
+    while waiting:
+        links: list[Path] = []
+        for start in sorted(waiting):
+            for parent, folders, names in os.walk(start):
+                if (real := os.path.realpath(parent)) in seen:
+                    folders.clear()
+                    continue
+                seen.add(real)
+                folders[:] = [name for name in folders if name not in skip and not name.startswith(".")]
+                links += [path for name in folders if (path := Path(parent, name)).is_symlink()]
+                yield from (Path(parent, name) for name in names if not name.startswith("."))
+        waiting = links
 
 
 def _suffixes_of(files: Sequence[Path], hint: str) -> str:
