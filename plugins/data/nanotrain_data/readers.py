@@ -159,7 +159,10 @@ def _of_lines(part: Part, fields: Sequence[Field]) -> Iterator[tuple[Callable[[]
 
 def _values_of(line: bytes, fields: Sequence[Field], where: Callable[[], str]) -> list[Any]:
     try:
-        found = json.loads(line)
+        found = json.loads(line.decode("utf-8-sig"))  # json itself lets surrogates pass
+    except UnicodeDecodeError as error:
+        text = f"no UTF-8 at byte {error.start} of the line; expected JSON lines: convert them, see iconv"
+        raise DataError(f"{where()}: {text}") from None
     except ValueError as error:
         raise DataError(f"{where()}: no JSON: {error}") from None
     if not isinstance(found, dict):

@@ -1,8 +1,17 @@
 """Documents and conversations of a part of a corpus: what is read of it, and how often."""
 
+import pytest
 from chats import chats, write_chats
 from nanotrain_data import readers
 from nanotrain_data.sources import units_of
+
+from nanotrain_core.api import DataError
+
+
+def documents(path):
+    """Return the documents of a file."""
+    parts = [part for unit in units_of([str(path)], (), 10**6) for part in unit.parts]
+    return [text for part in parts for text in readers.documents(part, "text")]
 
 
 def test_lines_before_a_conversation_are_counted_for_an_error_alone(tmp_path, monkeypatch):
@@ -23,3 +32,21 @@ def test_lines_before_a_conversation_are_counted_for_an_error_alone(tmp_path, mo
     assert [messages for _, messages, _ in found] == some
     assert counted == []
     assert [place() for place, _, _ in found] == [f"{path}:{line}" for line in range(1, 21)]
+
+
+@pytest.mark.parametrize(
+    "wrong", [b"\xed\xa0\x80", b"\xff"], ids=["half of a surrogate pair", "no character"]
+)
+def test_json_lines_that_are_not_utf8_are_refused(tmp_path, wrong):
+    """Only what JSON itself escapes may be half a surrogate pair: see ``readers._sound``."""
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(b'{"text": "one"}\n{"text": "a' + wrong + b'b"}\n')
+    with pytest.raises(DataError) as caught:
+        documents(path)
+    assert f"{path}:2: no UTF-8 at byte 11 of the line" in str(caught.value)
+
+
+def test_a_byte_order_mark_before_json_lines_is_skipped(tmp_path):
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"text": "na\xc3\xafve"}\n{"text": "\\ud83d"}\n')
+    assert documents(path) == ["na\u00efve", "\ufffd"]
