@@ -89,5 +89,8 @@ def source_names(paths: Sequence[str]) -> list[str]:
     for path in paths:
         word = "".join(c if c.isascii() and (c.isalnum() or c in "_-.") else "_" for c in Path(path).name)
         word = word or "source"
-        found.append(word if word not in found else f"{word}-{len(found)}")
+        name, number = word, len(found)
+        while name in found:
+            name, number = f"{word}-{number}", number + 1
+        found.append(name)
     return found

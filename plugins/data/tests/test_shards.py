@@ -280,6 +280,7 @@ def test_a_wrong_table_is_refused(options, text):
 
 def test_sources_are_named_by_their_folders():
     assert source_names(["/a/web", "/b/web", "/c/büch er"]) == ["web", "web-1", "b_ch_er"]
+    assert source_names(["/a/web-2", "/b/web", "/c/web"]) == ["web-2", "web", "web-3"]
 
 
 # --- memory ---------------------------------------------------------------------------------------
