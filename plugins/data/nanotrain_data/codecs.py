@@ -13,7 +13,7 @@ import attrs
 
 from nanotrain_core.api import DataError, did_you_mean
 from nanotrain_core.api.text import TextCodec, make_tokenizer, missing_path
-from nanotrain_data.manifest import TokenizerInfo
+from nanotrain_data.manifest import NAME, TokenizerInfo
 
 # Contractions, words, numbers, punctuation, space: how text is cut before its parts become tokens, as
 # tiktoken_ext/openai_public.py has it, which cannot be asked without a download.
@@ -170,11 +170,16 @@ def kind_of(name: str) -> str:
 
 
 def describe_codec(name: str) -> TokenizerInfo:
-    """Return what a manifest says of a tokenizer that can be opened."""
+    """Return what a manifest says of a tokenizer that can be opened.
+
+    Its copy has its name, which says the encoding of a file of tiktoken, unless a folder has files called so.
+    """
     if name == "bytes":
         return TokenizerInfo(kind="bytes", name=name, sha256=hashlib.sha256(name.encode()).hexdigest())
     path = Path(name)
     file = re.sub(r"[^\w.-]", "_", path.name)
+    if file == NAME or Path(file).stem.isdigit():  # of the manifest, or of a shard's record
+        file = f"tokenizer-{file}"
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     return TokenizerInfo(kind=kind_of(name), name=path.name, sha256=digest, file=file)
 

@@ -148,10 +148,13 @@ def _add_inspect(parser: argparse.ArgumentParser) -> None:
 
 def _inspect(args: argparse.Namespace) -> None:
     from nanotrain_data.inspect import lines, samples, summary
-    from nanotrain_data.verify import damage, size_problems
+    from nanotrain_data.verify import damage, size_problems, tokenizer_problems
 
     manifest = read_manifest(args.folder)
-    problems = damage(args.folder, manifest) if args.verify else size_problems(args.folder, manifest)
+    if args.verify:
+        problems = damage(args.folder, manifest) + tokenizer_problems(args.folder, manifest)
+    else:
+        problems = size_problems(args.folder, manifest)
     if problems:
         raise DataError("\n".join(problems))
     found = summary(args.folder, manifest)

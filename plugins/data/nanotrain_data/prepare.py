@@ -33,7 +33,7 @@ from nanotrain_data.manifest import (
 from nanotrain_data.request import Request
 from nanotrain_data.sources import units_of
 from nanotrain_data.unit_writer import Task, cannot_write, record, write_all, write_record
-from nanotrain_data.verify import damage
+from nanotrain_data.verify import damage, tokenizer_problems
 from nanotrain_data.writer import ANSWERS, SUFFIXES, file_sha256
 
 
@@ -82,8 +82,8 @@ def prepare(request: Request, workers: int) -> Prepared:
         known = _unchanged(there, workers)
         changed = {part.name for task in there.keys() - known for part in task.unit.parts}
         if (request.out / NAME).exists():
-            if len(known) == len(tasks):
-                manifest = read_manifest(request.out)
+            manifest = read_manifest(request.out)
+            if len(known) == len(tasks) and not tokenizer_problems(request.out, manifest):
                 _remove_records(request.out, manifest)  # which an interrupted command left
                 return Prepared(manifest, 0)
             _open_again(request, known)
@@ -242,6 +242,8 @@ def _remove_records(out: Path, manifest: Manifest) -> None:
     """Remove what the manifest does not name: records, and shards of an earlier cut of the corpus."""
     named = {shard.name for shard in manifest.shards}
     for path in out.iterdir():
+        if path.name == manifest.tokenizer.file:
+            continue
         of_task = path.suffix == ".json" and path.stem.isdigit()
         if of_task or (path.suffix in (*SUFFIXES, ANSWERS) and path.stem not in named):
             path.unlink()

@@ -65,6 +65,20 @@ def damage(folder: Path, manifest: Manifest) -> list[str]:
     return problems
 
 
+def tokenizer_problems(folder: Path, manifest: Manifest) -> list[str]:
+    """Return a line if the copy of the tokenizer is missing or damaged: tokens are read without it."""
+    if manifest.tokenizer.file is None:
+        return []
+    path = folder / manifest.tokenizer.file
+    if not path.is_file():
+        what = "missing"
+    elif file_sha256(path) != manifest.tokenizer.sha256:
+        what = "damaged: its SHA-256 is another"
+    else:
+        return []
+    return [f"{path} is {what}; copy {manifest.tokenizer.name} there, or prepare the folder again"]
+
+
 def damaged_tables(folder: Path, shard: ShardInfo) -> Iterator[str]:
     """Yield which of the files that say where documents and answers are differ from the manifest."""
     for suffix, expected in ((".offsets", shard.offsets_sha256), (ANSWERS, shard.answers_sha256)):

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 
+import attrs
 import pytest
 import sentencepiece
 import tiktoken
@@ -16,6 +17,7 @@ from nanotrain_data.config import ShardsConfig
 from nanotrain_data.manifest import read_manifest
 from nanotrain_data.shards import Shards
 from nanotrain_data.train_tokenizer import END, train_tokenizer
+from nanotrain_data.verify import tokenizer_problems
 from tokenizers import Tokenizer
 
 from nanotrain_core.api import DataError
@@ -126,6 +128,35 @@ def test_tokens_are_of_the_file_that_is_there_now(files, tmp_path, monkeypatch):
     ranks = (f"{base64.b64encode(bytes([n])).decode()} {255 - n}\n" for n in range(256))
     path.write_text("".join(ranks))
     assert open_codec(str(path)).encode("A") == [255 - 65]
+
+
+@pytest.mark.parametrize("name", ["32000.json", "00000.json", "manifest.json", "mine.tokens"])
+def test_a_tokenizer_that_is_called_as_a_file_of_the_folder_is_kept(files, corpus, tmp_path, name):
+    path, out = tmp_path / name, tmp_path / "out"
+    path.write_bytes((files / "tokenizer.json").read_bytes())
+    manifest = prepared(out, corpus, tokenizer=path, unit_bytes=9000).manifest
+    copy = out / manifest.tokenizer.file
+    assert copy.read_bytes() == path.read_bytes()
+    assert codec_of(out, manifest.tokenizer).encode("alpha") == open_codec(str(path)).encode("alpha")
+    assert tokenizer_problems(out, manifest) == []
+    copy.unlink()
+    (line,) = tokenizer_problems(out, manifest)
+    assert line == f"{copy} is missing; copy {name} there, or prepare the folder again"
+    again = prepared(out, corpus, tokenizer=path, unit_bytes=9000)
+    assert (again.manifest, again.written) == (manifest, 0)
+    assert copy.read_bytes() == path.read_bytes()
+
+
+def test_a_folder_that_lost_such_a_tokenizer_gets_it_again(files, corpus, tmp_path):
+    """It was deleted as the record of a shard."""
+    path, out = tmp_path / "00000.json", tmp_path / "out"
+    path.write_bytes((files / "tokenizer.json").read_bytes())
+    manifest = prepared(out, corpus, tokenizer=path, unit_bytes=9000).manifest
+    (out / manifest.tokenizer.file).unlink()
+    attrs.evolve(manifest, tokenizer=attrs.evolve(manifest.tokenizer, file=path.name)).write(out)
+    assert prepared(out, corpus, tokenizer=path, unit_bytes=9000).manifest == manifest
+    assert not (out / "00000.json").exists()
+    assert codec_of(out, manifest.tokenizer).vocab_size == manifest.vocab_size
 
 
 def test_a_tokenizer_is_made_of_text_and_reads_any(corpus, tmp_path):

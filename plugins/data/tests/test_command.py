@@ -2,6 +2,7 @@
 
 import json
 
+import attrs
 import numpy as np
 import pytest
 from corpora import prepared, texts
@@ -65,6 +66,16 @@ def test_damage_is_told_by_name_with_an_exit_code(corpus, tmp_path, capsys):
     )  # sizes are right: it looks no further
     code, _, told = called(capsys, "data", "inspect", out, "--verify")
     assert (code, told) == (2, f"nanotrain: {out / '00000.tokens'} is damaged at byte 0 or behind it\n")
+
+
+def test_a_tokenizer_that_is_missing_is_told(corpus, tmp_path, capsys):
+    out = tmp_path / "out"
+    manifest = prepared(out, corpus).manifest
+    tokenizer = attrs.evolve(manifest.tokenizer, kind="huggingface", file="gone.json")
+    attrs.evolve(manifest, tokenizer=tokenizer).write(out)
+    code, _, told = called(capsys, "data", "inspect", out, "--verify")
+    assert code == 2
+    assert f"{out / 'gone.json'} is missing" in told
 
 
 def test_mistakes_are_told(corpus, tmp_path, capsys):
