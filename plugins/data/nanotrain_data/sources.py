@@ -113,11 +113,14 @@ def units_of(sources: Sequence[str], suffixes: Sequence[str], unit_bytes: int) -
         DataError: a source is missing, cannot be read, or has no file that is known.
     """
     units: list[list[Part]] = [[]]
+    size = 0
     for source in sources:
         for part in _parts(Path(source), suffixes, unit_bytes):
-            if units[-1] and sum(known.size for known in units[-1]) + part.size > unit_bytes:
+            if units[-1] and size + part.size > unit_bytes:
                 units.append([])
+                size = 0
             units[-1].append(part)
+            size += part.size
     return [Unit(tuple(parts)) for parts in units if parts]
 
 

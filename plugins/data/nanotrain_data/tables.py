@@ -22,13 +22,14 @@ def row_groups(path: Path, unit_bytes: int) -> Iterator[tuple[int, int, int]]:
     with _reading(path) as arrow:
         metadata = arrow.parquet.ParquetFile(path).metadata
         sizes = [metadata.row_group(number).total_byte_size for number in range(metadata.num_row_groups)]
-    begin = 0
-    for number in range(1, len(sizes)):
-        if sum(sizes[begin : number + 1]) > unit_bytes:
-            yield begin, number, sum(sizes[begin:number])
-            begin = number
+    begin = size = 0
+    for number, more in enumerate(sizes):
+        if number > begin and size + more > unit_bytes:
+            yield begin, number, size
+            begin, size = number, 0
+        size += more
     if sizes:
-        yield begin, len(sizes), sum(sizes[begin:])
+        yield begin, len(sizes), size
 
 
 def values_of(part: Part, fields: Sequence[Field]) -> Iterator[tuple[Callable[[], str], list[Any]]]:

@@ -2,7 +2,7 @@
 
 import pytest
 from chats import chats, write_chats
-from nanotrain_data import readers
+from nanotrain_data import readers, sources
 from nanotrain_data.sources import units_of
 
 from nanotrain_core.api import DataError
@@ -32,6 +32,26 @@ def test_lines_before_a_conversation_are_counted_for_an_error_alone(tmp_path, mo
     assert [messages for _, messages, _ in found] == some
     assert counted == []
     assert [place() for place, _, _ in found] == [f"{path}:{line}" for line in range(1, 21)]
+
+
+def test_units_have_as_many_files_as_fit_and_each_size_is_added_once(monkeypatch):
+    """For each file, the sizes of those before it had been added up again."""
+    added = 0
+
+    class Size(int):
+        def __add__(self, other):
+            nonlocal added
+            added += 1
+            return Size(int(self) + int(other))
+
+        __radd__ = __add__
+
+    sizes = [3, 4, 3, 1, 20, 9, 1, *[1] * 100]
+    parts = [sources.Part(str(n), str(n), "text", 0, 0, Size(size)) for n, size in enumerate(sizes)]
+    monkeypatch.setattr(sources, "_parts", lambda *arguments: parts)
+    found = [[int(part.size) for part in unit.parts] for unit in units_of(["in"], (), 10)]
+    assert found == [[3, 4, 3], [1], [20], [9, 1], *[[1] * 10] * 10]
+    assert added <= 2 * len(sizes)
 
 
 @pytest.mark.parametrize(
