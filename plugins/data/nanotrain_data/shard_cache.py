@@ -129,12 +129,14 @@ class ShardCache:
 
 
 def _is_whole(path: Path, nbytes: int) -> bool:
-    """Return whether a file has its length, and note that it is read: what was read last is deleted last.
+    """Return whether both files are there, and note that they are read: what was read last is deleted last.
 
     A host that loses power may leave a file cut short, whose pieces all match their hashes as far as it goes.
+    What cleans a cache of old files may delete one of the two: it goes by these times as well.
     """
     try:
-        os.utime(path)
+        for file in (path.with_suffix(HASHES), path):
+            os.utime(file)
         return path.stat().st_size == nbytes
     except FileNotFoundError:
         return False

@@ -299,6 +299,18 @@ def test_a_file_that_was_cut_short_in_the_cache_is_fetched_again(tmp_path, kept)
     assert {path.stat().st_size for path in (tmp_path / "cache").glob("*.tokens")} == {160_000}
 
 
+@pytest.mark.parametrize("suffix", ["tokens", "hashes"])
+def test_a_shard_of_which_a_file_was_deleted_in_the_cache_is_fetched_again(folders, tmp_path, suffix):
+    """As those who clean folders of old files do it."""
+    alone = {"read_ahead": 0, "fetch_ahead": 0}
+    read = rows(opened(files(folders), tmp_path, **alone).train_batch(6, WHOLE))
+    for path in (deleted := [*tmp_path.glob(f"*.{suffix}")]):
+        path.unlink()
+    assert rows(opened(files(folders), tmp_path, **alone).train_batch(6, WHOLE)) == read
+    assert deleted
+    assert all(path.exists() for path in deleted)
+
+
 def test_a_shard_without_the_tokens_that_are_asked_for_is_not_read_past(folders):
     (corpus,) = local(folders[:1]).corpora
     tokens = corpus.shard(0)
