@@ -202,7 +202,7 @@ ROOMS = {path.parent.name for path in CORE.glob("*/__init__.py")}
 #: What each room of the core may have of code, in lines; "": all that is in none. Not the harness.
 SMALL = {
     "": 975,
-    "api": 653,
+    "api": 655,
     "builtin": 490,
     "checkpoint": 923,
     "cli": 1713,
@@ -214,7 +214,7 @@ SMALL = {
     "layout": 1209,
     "models": 690,
     "moe": 360,
-    "metrics": 1346,
+    "metrics": 1349,
     "monitors": 1060,
     "optim": 750,
     "phases": 372,
@@ -222,7 +222,7 @@ SMALL = {
     "precision": 680,
     "recipe": 1739,
     "registry": 612,
-    "run": 2598,
+    "run": 2602,
     "script": 790,
     "watch": 454,
 }

@@ -2,6 +2,7 @@
 
 import json
 import math
+import resource
 
 import attrs
 import pytest
@@ -138,6 +139,41 @@ def test_a_line_that_was_cut_short_costs_no_other(written, tmp_path):
     monitor.on_step(step(2, 3.0))
     found = read_metrics(tmp_path)
     assert (curve(found), found.torn, found.attempt) == ({1: 1.0, 2: 3.0}, 1, 2)
+
+
+def test_a_row_that_found_no_space_costs_no_other(written, tmp_path):
+    path, before = tmp_path / "metrics.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
+    monitor = written()
+    for number in (1, 2, 3):
+        monitor.on_step(step(number, number))
+    large = MetricsReport(3, {}, {}, {"text": "x" * 20_000}, published=frozenset(["text"]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 5000, before[1]))
+    with pytest.raises(OSError, match="File too large"):
+        monitor.on_metrics(large)
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    monitor.on_rollback(RollbackReport(3, 3, 1, (0, 1), 1, "a spike"))
+    monitor.on_step(step(2, 20))
+    found = read_metrics(tmp_path)
+    assert (curve(found), found.torn, found.attempt) == ({1: 1, 2: 20}, 1, 2)
+    assert [attrs.evolve(seam, time=0) for seam in found.seams] == [Seam(2, "rollback", 1, 3, 0, "a spike")]
+
+
+@pytest.mark.parametrize("again", [4, 9])
+def test_an_attempt_whose_first_row_is_unreadable_replaces_what_it_leaves_behind(written, tmp_path, again):
+    monitor = written()
+    for number in (1, 2, 4, 5, 6):
+        monitor.on_step(step(number, number))
+    monitor = written(first_step=3)
+    monitor.on_step(step(again, 40))
+    path = tmp_path / "metrics.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    (row,) = (number for number, line in enumerate(lines) if b'"first_step": 3' in line)
+    path.write_bytes(b"".join([*lines[:row], b"?" + lines[row], *lines[row + 1 :]]))
+    found, kept = read_metrics(tmp_path), {1: 1, 2: 2} if again == 4 else {1: 1, 2: 2, 4: 4, 5: 5, 6: 6}
+    assert (curve(found), found.torn, found.attempt) == (kept | {again: 40}, 1, 2)
+    assert [attrs.evolve(seam, time=0) for seam in found.seams] == [
+        Seam(2, "resume", 3 if again == 4 else 6, 6, 0, "killed")
+    ]
 
 
 def test_files_of_before_rows_had_their_attempt_are_read(tmp_path):

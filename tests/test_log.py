@@ -134,6 +134,17 @@ def test_lines_of_many_writers_stay_whole(tmp_path):
     ]
 
 
+def test_a_line_that_was_cut_short_costs_no_other(tmp_path):
+    (tmp_path / log.FILE).write_text('{"event": "on')  # killed while it wrote, or the disk was full
+    for rank in (0, 1):
+        file = log.LogFile(tmp_path, rank, lambda: 0)
+        file.begin()
+        file.write("error", f"of rank {rank}", {})
+    first, *others = (tmp_path / log.FILE).read_text().splitlines()
+    assert first == '{"event": "on'
+    assert [json.loads(line)["event"] for line in others] == ["of rank 0", "of rank 1"]
+
+
 def test_a_large_file_is_put_aside_when_a_run_goes_on(tmp_path, monkeypatch):
     monkeypatch.setattr(log, "LARGEST", 10)
     (tmp_path / log.FILE).write_text('{"event": "of long ago"}\n')

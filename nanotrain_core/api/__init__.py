@@ -107,6 +107,7 @@ from nanotrain_core.recipe.validate import check_combination, find_problems, mic
 from nanotrain_core.registry.discovery import PluginArguments
 from nanotrain_core.registry.registry import Registry, load_plugins
 from nanotrain_core.run.files import (
+    append_line,
     flush,
     obstacle_to_writing,
     remove_leftovers,
@@ -200,6 +201,7 @@ __all__ = [
     "add_recipe_options",
     "allowed_processors",
     "always_captured",
+    "append_line",
     "cached_token_of",
     "check_combination",
     "check_moments",

@@ -2,7 +2,8 @@
 
 A run that is resumed, restarted or rolled back continues in the same file, possibly from an earlier step.
 Each such part is an *attempt*, numbered from 1, and every row has its attempt's number. What an attempt wrote
-after the step from which the next one began is not in the curves but in ``History.abandoned``. Torch-free.
+after the step from which the next one began is not in the curves but in ``History.abandoned``. An attempt of
+which the first row is unreadable begins with its first step that can be read, as a resume. Torch-free.
 """
 
 from __future__ import annotations
@@ -241,8 +242,11 @@ class _Reader:
             for name in new
             if name in rows
         ]
-        if step < max(last, default=0):
+        begun = event in ("start", "rollback", "end") or (row.get("attempt") or 0) <= history.attempt
+        if begun and step < max(last, default=0):
             raise ValueError(f"step {step} comes after {max(last)}")
+        if not begun and step:  # the row that began its attempt is unreadable
+            self.begin(row, "resume", min(history.step, step - 1), self.ended())
         if event == "start":
             self.begin(row, "resume", row["first_step"], self.ended())
         elif event == "rollback":
@@ -268,7 +272,7 @@ class _Reader:
         history, before = self.history, self.history.attempt
         history.attempt = int(row.get("attempt", before + 1))
         if before or history.step:  # the row that began the first attempt may be unreadable
-            came_to = max(history.step, int(row.get("step", 0)))
+            came_to = max(history.step, int(row["step"]) if kind == "rollback" else 0)
             history.seams.append(Seam(history.attempt, kind, step, came_to, float(row["time"]), reason))
             self.cut(step, before)
         history.step = step

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import attrs
 
@@ -22,6 +21,7 @@ from nanotrain_core.contracts import (
 )
 from nanotrain_core.metrics.declared import describe
 from nanotrain_core.metrics.history import FILE, last_attempt
+from nanotrain_core.run.files import LineFile
 from nanotrain_core.run.plain_json import json_text
 
 
@@ -40,7 +40,7 @@ class Jsonl(Monitor):
 
     def __init__(self, config: JsonlConfig) -> None:
         del config  # it has no keys
-        self.file: IO[str] | None = None
+        self.file: LineFile | None = None
         self.attempt = 0
 
     def on_start(self, run: RunInfo) -> None:
@@ -48,9 +48,7 @@ class Jsonl(Monitor):
         if run.rank == 0 and run.folder is not None:
             path = run.folder / FILE
             self.attempt = last_attempt(path) + 1
-            self.file = open(path, "a", encoding="utf-8")  # noqa: SIM115
-            if _is_torn(path):
-                self.file.write("\n")  # otherwise this run's first row would be lost with the incomplete one
+            self.file = LineFile(path)
         self._row(
             "start",
             {
@@ -111,11 +109,4 @@ class Jsonl(Monitor):
     def _row(self, event: str, fields: dict[str, Any]) -> None:
         if self.file is not None:
             row = {"event": event, "time": time.time(), "attempt": self.attempt, **fields}
-            self.file.write(json_text(row) + "\n")
-            self.file.flush()
-
-
-def _is_torn(path: Path) -> bool:
-    """Return whether the file's last line is incomplete: its writer was killed, or the disk was full."""
-    with open(path, "rb") as file:
-        return bool(file.seek(0, 2)) and file.seek(-1, 2) >= 0 and file.read(1) != b"\n"
+            self.file.append(json_text(row))

@@ -14,6 +14,7 @@ from nanotrain_core.contracts import EndReport, Monitor, RunInfo, StepReport
 from nanotrain_core.data.codec import HasTokenizer
 from nanotrain_core.errors import DataError
 from nanotrain_core.models.sampling import draw
+from nanotrain_core.run.files import append_line
 
 log = structlog.get_logger("nanotrain.sample")
 
@@ -64,8 +65,7 @@ class Sample(Monitor):
         """Append the sample to ``samples.jsonl`` in the run folder."""
         if self.run.folder is not None:
             row = {"step": step, "time": time.time(), "prompt": self.config.prompt, "text": text}
-            with open(self.run.folder / "samples.jsonl", "a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
+            append_line(self.run.folder / "samples.jsonl", json.dumps(row))
 
     @torch.no_grad()
     def _tokens(self, prompt: list[int], seed: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Atomic file writes."""
+"""Atomic file writes, and lines appended whole."""
 
 from __future__ import annotations
 
@@ -76,6 +76,56 @@ def write_text_atomically(path: Path, text: str, *, private: bool = False, flush
     """
     write = partial(_write_text, text=text)
     write_atomically(path, write, private=private, flushed=flushed)
+
+
+class LineFile:
+    """A file to which lines are appended, unbuffered.
+
+    A line that is incomplete because its writer was killed or the disk was full is ended before the next one,
+    which would otherwise be lost with it.
+    """
+
+    def __init__(self, path: Path, *, create: bool = True) -> None:
+        """Open the file; unless ``create``, it must exist."""
+        kept = -1 if create else ~os.O_CREAT
+        self.path = path
+        self._file = open(  # noqa: SIM115
+            path, "ab", buffering=0, opener=lambda name, flags: os.open(name, flags & kept, 0o666)
+        )
+        self._may_be_torn = True
+
+    def append(self, line: str) -> None:
+        """Append a line, given without its end, in one write unless the disk is full.
+
+        Raises:
+            OSError: it is not in the file, or not all of it.
+        """
+        data = (b"\n" if self._may_be_torn and is_torn(self.path) else b"") + line.encode() + b"\n"
+        self._may_be_torn = True
+        while data:
+            data = data[self._file.write(data) :]
+        self._may_be_torn = False
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def append_line(path: Path, line: str, *, create: bool = True) -> None:
+    """Append a line to a file that is not kept open: see :class:`LineFile`."""
+    file = LineFile(path, create=create)
+    try:
+        file.append(line)
+    finally:
+        file.close()
+
+
+def is_torn(path: Path) -> bool:
+    """Return whether the last line of a file is incomplete; false for pipes and devices."""
+    if not path.is_file():
+        return False
+    with open(path, "rb") as file:
+        return file.seek(0, 2) > 0 and file.seek(-1, 2) >= 0 and file.read(1) != b"\n"
 
 
 def read_each(folder: Path, pattern: str) -> Iterator[tuple[Path, str]]:

@@ -24,6 +24,7 @@ from typing import Any
 import structlog
 
 from nanotrain_core.recipe.secrets import without_secrets
+from nanotrain_core.run.files import append_line
 
 FILE = "run.log.jsonl"
 
@@ -69,7 +70,7 @@ class LogFile:
         own = {key: value for key, value in fields.items() if key not in ("time", "rank", "level", "event")}
         now = datetime.now(UTC).isoformat()
         first = {"time": now, "rank": self.rank, "step": self.step(), "level": level, "event": event}
-        line = json.dumps(first | {key: _as_json(value) for key, value in own.items()}) + "\n"
+        line = json.dumps(first | {key: _as_json(value) for key, value in own.items()})
         if self._waiting is None:
             self._append(line)
         else:
@@ -77,14 +78,7 @@ class LogFile:
 
     def _append(self, line: str) -> None:
         with self._lock, contextlib.suppress(OSError):
-            create = 0 if self.rank is None else os.O_CREAT
-            file = os.open(
-                self.path, os.O_WRONLY | os.O_APPEND | create, 0o666
-            )  # as open() does: minus the umask
-            try:
-                os.write(file, line.encode())
-            finally:
-                os.close(file)
+            append_line(self.path, line, create=self.rank is not None)
 
 
 def _as_json(value: Any) -> Any:

@@ -18,6 +18,7 @@ from urllib.error import HTTPError
 import attrs
 
 from nanotrain_alerts import Target, webhook_host
+from nanotrain_core.api import append_line
 
 #: Timeouts in seconds of a program, and of an answer to a webhook: less than a run waits at its end, so that
 #: a delivery that hangs does not hold back the last alert.
@@ -81,7 +82,7 @@ def deliver(alert: Alert, to: Target, folder: Path) -> Iterator[str]:
     """
     ways: list[tuple[str, Callable[[], None]]] = []
     if to.file:
-        ways.append((to.file, lambda: _append(alert, folder / to.file)))
+        ways.append((to.file, lambda: append_line(folder / to.file, alert.as_json())))
     if to.command:
         ways.append((to.command[0], lambda: _run(alert, to.command)))
     if to.webhook:
@@ -95,11 +96,6 @@ def deliver(alert: Alert, to: Target, folder: Path) -> Iterator[str]:
             yield f"{name}: {getattr(problem, 'code', type(problem).__name__)}"
         except Exception as problem:
             yield f"{name}: {problem}"
-
-
-def _append(alert: Alert, path: Path) -> None:
-    with open(path, "a", encoding="utf-8") as file:
-        file.write(alert.as_json() + "\n")
 
 
 def _run(alert: Alert, command: tuple[str, ...]) -> None:

@@ -390,3 +390,6 @@ def test_a_metric_of_a_monitor_that_the_recipe_lacks_names_it(tmp_path):
 def test_a_files_relative_path_is_in_the_run_folder(tmp_path):
     assert [*deliver(ALERT, Target(file="alerts.jsonl"), tmp_path)] == []
     assert json.loads((tmp_path / "alerts.jsonl").read_text())["text"] == ALERT.text
+    (tmp_path / "alerts.jsonl").write_text('{"text')  # another, cut short
+    assert [*deliver(ALERT, Target(file="alerts.jsonl"), tmp_path)] == []
+    assert json.loads((tmp_path / "alerts.jsonl").read_text().splitlines()[1])["text"] == ALERT.text

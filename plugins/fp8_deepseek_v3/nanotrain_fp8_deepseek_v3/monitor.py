@@ -14,6 +14,7 @@ from math import isnan
 import attrs
 from torch import nn
 
+from nanotrain_core.api import append_line
 from nanotrain_core.api.torch import (
     GEMMBackend,
     MetricsReport,
@@ -114,8 +115,7 @@ class FP8Monitor(Monitor):
         for (module, operand), each in found.items():
             modules[module][operand] = attrs.asdict(each)
         if self.run.folder is not None:
-            with open(self.run.folder / FILE, "a", encoding="utf-8") as file:
-                file.write(json.dumps({"step": step, "modules": modules}) + "\n")
+            append_line(self.run.folder / FILE, json.dumps({"step": step, "modules": modules}))
 
 
 def fp8_of(backends: Mapping[str, GEMMBackend]) -> dict[str, FP8GEMM]:
