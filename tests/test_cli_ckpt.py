@@ -13,6 +13,7 @@ from test_damaged_checkpoints import change_state
 from test_run import SMALL
 
 from nanotrain_core.checkpoint.listing import expect_own_kind
+from nanotrain_core.cli import main
 from nanotrain_core.errors import CheckpointError, Exit
 from nanotrain_core.hf.open_weights import open_weights
 from nanotrain_core.registry.registry import load_plugins
@@ -152,11 +153,13 @@ def mixed(run):
     return fill
 
 
-def test_the_newest_of_several_kinds_is_opened_for_its_weights(run, mixed, tmp_path):
+def test_the_newest_of_several_kinds_is_opened_for_its_weights(run, mixed, tmp_path, capsys):
     reader = open_weights(mixed(tmp_path, 6), load_plugins()).reader
     newest = load_file(run / "run/checkpoints/step-00000006.safetensors")
     assert torch.equal(reader.read("norm.weight", (slice(0, 16),)), newest["norm.weight"])
     assert ckpt("verify", ".", cwd=tmp_path).out == "step 3, sharded_v2: whole\nstep 6, simple: whole\n"
+    assert main(["convert", str(tmp_path), str(tmp_path / "out"), "--to", "nanotrain"]) == Exit.DONE
+    assert "parameters of model 'transformer', step 6, in 1 file" in capsys.readouterr().out
 
 
 def test_two_kinds_of_the_newest_step_are_refused_by_name(mixed, tmp_path):

@@ -129,7 +129,7 @@ def test_the_command_converts_both_ways_and_takes_the_tokenizer_along(tmp_path, 
         (tmp_path / "theirs" / name).write_text("{}")
     assert main(["convert", "theirs", "ours"]) == 0
     said = capsys.readouterr().out
-    assert f"ours: {model.num_parameters():,} parameters of model 'transformer' in 1 file" in said
+    assert f"ours: {model.num_parameters():,} parameters of model 'transformer', in 1 file" in said
     assert 'extends = "ours/model.toml"' in said
     assert main(["convert", "ours", "back", "--shard-gb", "2e-5"]) == 0
     index = json.loads((tmp_path / "back/model.safetensors.index.json").read_text())

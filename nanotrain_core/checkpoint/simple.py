@@ -258,7 +258,7 @@ def open_weights(path: Path) -> SavedWeights | None:
             raise CheckpointError(f"{path}: {'; '.join(problems)}")
         if "model" not in meta:
             raise CheckpointError(f"{path} does not say of which model its weights are")
-        return SavedWeights(meta["model"], SimpleWeights(path, file))
+        return SavedWeights(meta["model"], SimpleWeights(path, file), meta.get("step"))
     except (OSError, SafetensorError, KeyError, ValueError) as problem:
         raise CheckpointError(f"{path} is damaged: {problem}") from None
 

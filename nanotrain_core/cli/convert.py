@@ -55,7 +55,8 @@ def run(args: argparse.Namespace) -> int:
         shard_bytes=int(args.shard_gb * 1e9),
     )
     files = "1 file" if written.files == 1 else f"{written.files} files"
-    print(f"{args.out}: {written.parameters:,} parameters of model '{written.model}' in {files}")
+    step = "" if written.step is None else f", step {written.step}"
+    print(f"{args.out}: {written.parameters:,} parameters of model '{written.model}'{step}, in {files}")
     if written.form == "nanotrain":
         print(f'start from them: extends = "{args.out}/model.toml" in a recipe,')
         print(f"                 nanotrain run RECIPE --weights {args.out}")

@@ -139,3 +139,5 @@ class SavedWeights:
     model: Mapping[str, Any]
     """The recipe's ``[model]`` table that they belong to, with ``use``."""
     reader: WeightReader
+    step: int | None = None
+    """Of the checkpoint."""

@@ -55,6 +55,8 @@ class Written:
     form: Form
     parameters: int
     files: int
+    step: int | None
+    """Of the checkpoint that was read, if it tells."""
 
 
 def convert(
@@ -110,7 +112,7 @@ def convert(
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     parameters = sum(entry.nbytes // entry.dtype.itemsize for entry in entries)
-    return Written(weights.selection.use, form, parameters, files)
+    return Written(weights.selection.use, form, parameters, files, weights.step)
 
 
 def _finite(source: Path, entry: Entry) -> torch.Tensor:

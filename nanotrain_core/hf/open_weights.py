@@ -55,6 +55,8 @@ class Weights:
     reader: WeightReader
     hf: bool
     """Whether the weights are stored in another library's format."""
+    step: int | None = None
+    """Of the checkpoint, if they are of one that tells."""
 
 
 def open_weights(path: Path, registry: Registry) -> Weights:
@@ -69,7 +71,7 @@ def open_weights(path: Path, registry: Registry) -> Weights:
     saved = _open_ours(path) if (path / TABLE).is_file() else _open_checkpoint(path, registry)
     selection = select(saved.model, registry, path)
     refuse(path, list(differences(saved.reader.shapes, shapes_of(selection, registry))))
-    return Weights(path, selection, saved.reader, hf=False)
+    return Weights(path, selection, saved.reader, hf=False, step=saved.step)
 
 
 def refuse(path: Path, problems: Sequence[str]) -> None:

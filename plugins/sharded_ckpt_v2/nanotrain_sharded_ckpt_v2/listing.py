@@ -14,15 +14,21 @@ from nanotrain_sharded_ckpt_v2 import folders, manifest
 
 def list_checkpoints(path: Path) -> list[CheckpointInfo]:
     """Return those of a run folder, of the folder they are in, or the one at ``path``; oldest first."""
+    found = (folder for folder in _candidates(path) if not _is_anothers(folder))
+    return [_saved(folder, folders.step_of(folder) or 0) for folder in found]
+
+
+def newest(path: Path) -> Path | None:
+    """Return the folder of the last one of :func:`list_checkpoints`, without looking at the others' files."""
+    return next((folder for folder in reversed(_candidates(path)) if not _is_anothers(folder)), None)
+
+
+def _candidates(path: Path) -> list[Path]:
+    """Return the folders named as checkpoints; one without a manifest is damaged, or of another format."""
     if (path / manifest.NAME).is_file():
-        return [_saved(path, folders.step_of(path) or 0)]
+        return [path]
     parents = (parent for parent in (path, path / "checkpoints") if parent.is_dir())
-    return [
-        _saved(folders.step_folder(parent, step), step)
-        for parent in parents
-        for step in folders.once_saved(parent)
-        if not _is_anothers(folders.step_folder(parent, step))
-    ]
+    return [folders.step_folder(parent, step) for parent in parents for step in folders.once_saved(parent)]
 
 
 def _is_anothers(folder: Path) -> bool:

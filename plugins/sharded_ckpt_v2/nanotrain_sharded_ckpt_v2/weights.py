@@ -12,20 +12,23 @@ from safetensors import SafetensorError, safe_open
 from nanotrain_core.api import DTYPE_NAMES, CheckpointError, Shape
 from nanotrain_core.api.torch import SavedWeights
 from nanotrain_sharded_ckpt_v2 import folders, manifest
+from nanotrain_sharded_ckpt_v2.listing import newest
 from nanotrain_sharded_ckpt_v2.manifest import Manifest, key, shard_name
 
 
 def open_weights(path: Path) -> SavedWeights | None:
-    """Open a checkpoint, or the newest of a run folder, for its weights; None if it has another format."""
-    for folder in (path, path / "checkpoints"):
-        steps = folders.steps(folder) if folder.is_dir() else []
-        path = folders.step_folder(folder, steps[-1]) if steps else path
-    if not (path / manifest.NAME).is_file():
+    """Open a checkpoint, or the newest of a run folder, for its weights; None if it has another format.
+
+    Raises:
+        CheckpointError: it is damaged. An older one, which may be whole, is opened by its path alone.
+    """
+    folder = newest(path)
+    if folder is None:
         return None
-    found = folders.open_manifest(path)
+    found = folders.open_manifest(folder)
     if "model" not in found.meta:
-        raise CheckpointError(f"{path / manifest.NAME} does not say of which model its weights are")
-    return SavedWeights(found.meta["model"], ShardedWeights(path, found))
+        raise CheckpointError(f"{folder / manifest.NAME} does not say of which model its weights are")
+    return SavedWeights(found.meta["model"], ShardedWeights(folder, found), found.step)
 
 
 class ShardedWeights:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from nanotrain_sharded_ckpt_v2 import blocks, shard
 from nanotrain_sharded_ckpt_v2.listing import list_checkpoints
+from nanotrain_sharded_ckpt_v2.weights import open_weights
 from safetensors.torch import load_file
 from small_run import opened, reseal, save, state
 
@@ -47,6 +48,8 @@ def test_a_folder_that_another_format_wrote_is_not_listed_and_one_that_lost_its_
     assert (first.step, first.verify()) == (1, [])
     assert damaged.step == 2
     assert damaged.verify()
+    with pytest.raises(CheckpointError, match=r"step-00000002/MANIFEST\.json is missing"):
+        open_weights(tmp_path)
 
 
 def test_nothing_is_there_before_it_is_complete(tmp_path, held):
