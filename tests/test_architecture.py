@@ -205,7 +205,7 @@ SMALL = {
     "api": 655,
     "builtin": 490,
     "checkpoint": 923,
-    "cli": 1713,
+    "cli": 1722,
     "compile": 787,
     "contracts": 683,
     "data": 908,

@@ -10,10 +10,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from nanotrain_core.checkpoint.info import CheckpointInfo
 from nanotrain_core.cli.common import find_checkpoints
 from nanotrain_core.errors import CheckpointError, Exit
 from nanotrain_core.metrics.history import read_metrics
 from nanotrain_core.registry.registry import Registry
+from nanotrain_core.run.progress_bar import show_progress
 
 
 def replay(args: argparse.Namespace, registry: Registry) -> int:
@@ -22,7 +24,8 @@ def replay(args: argparse.Namespace, registry: Registry) -> int:
     ``--step`` is the checkpoint to resume from; without it that is the oldest.
 
     Raises:
-        CheckpointError: there are fewer than two checkpoints, or the second run has none of that step.
+        CheckpointError: there are fewer than two checkpoints, one is damaged, or the second run has none of
+            that step.
     """
     found = find_checkpoints(args.path, registry)
     _, last = found[-1]
@@ -31,6 +34,7 @@ def replay(args: argparse.Namespace, registry: Registry) -> int:
         raise CheckpointError(f"{args.path}: there is no checkpoint after step {first.step} to compare with")
     if last.describe()["meta"].get("model") == {}:
         raise CheckpointError(f"{args.path} is of a script, not of a recipe: run the script to go on from it")
+    _refuse_damaged(first, last)
     with tempfile.TemporaryDirectory(prefix="nanotrain-replay-") as scratch:
         recipe, again = Path(scratch, "recipe.toml"), Path(scratch, "run")
         recipe.write_text(last.describe()["meta"]["recipe"], encoding="utf-8")
@@ -42,6 +46,7 @@ def replay(args: argparse.Namespace, registry: Registry) -> int:
         if code != Exit.DONE:
             return code
         _, twin = find_checkpoints(again, registry, last.step)[-1]
+        _refuse_damaged(twin)
         said = [saved.describe() for saved in (last, twin)]
         old, new = (_hashes(each["files"]) for each in said)
         differing = _differing(old, new)
@@ -54,6 +59,19 @@ def replay(args: argparse.Namespace, registry: Registry) -> int:
     print(f"steps {first.step} to {last.step} again: {len(old)} files byte-equal, final loss {losses[0]}")
     print("RESUME VERIFIED")
     return Exit.DONE
+
+
+def _refuse_damaged(*checkpoints: CheckpointInfo) -> None:
+    """Compare all bytes with the recorded hashes, which stand for them in what is compared later.
+
+    Raises:
+        CheckpointError: a checkpoint is damaged.
+    """
+    for saved in checkpoints:
+        with show_progress(f"verifying the checkpoint of step {saved.step}"):
+            problems = saved.verify()
+        if problems:
+            raise CheckpointError(f"the checkpoint {saved.path} is damaged: {'; '.join(problems)}")
 
 
 def _differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

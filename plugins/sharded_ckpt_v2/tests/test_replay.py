@@ -10,7 +10,7 @@ from small_run import opened
 
 from nanotrain_core.cli import replay
 from nanotrain_core.contracts import Block, TrainState
-from nanotrain_core.errors import Exit
+from nanotrain_core.errors import CheckpointError, Exit
 from nanotrain_core.registry.registry import load_plugins
 
 
@@ -22,6 +22,23 @@ def save_all(folder, position):
         meta = {"step": step, "recipe": "", "data": {"position": at}}
         checkpoint.save(step, TrainState([block], meta, {}))
         checkpoint.advance(wait=True)
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_a_damaged_checkpoint_is_refused_before_the_run_goes_on(tmp_path, monkeypatch, step):
+    save_all(tmp_path / "run", position=16)
+    (file,) = (tmp_path / "run" / f"checkpoints/step-0000000{step}").glob("shard-*")
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+    def go_on(words, **options):
+        raise AssertionError("it went on")
+
+    monkeypatch.setattr(replay.subprocess, "run", go_on)
+    args = argparse.Namespace(path=tmp_path / "run", step=None, plugin=[])
+    with pytest.raises(CheckpointError, match=rf"step-0000000{step} is damaged: .*{file.name}"):
+        replay.replay(args, load_plugins())
 
 
 @pytest.mark.parametrize(("position", "code"), [(16, Exit.DONE), (24, Exit.FAILED)])
