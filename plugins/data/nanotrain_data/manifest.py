@@ -1,4 +1,8 @@
-"""What a prepared folder holds: ``manifest.json``, written last, so that a folder with one is whole."""
+"""What a prepared folder holds: ``manifest.json``, written last, so that a folder with one is whole.
+
+Its last line is the SHA-256 of all before it, as in checkpoints: a bit that flips in a count or in the token
+that ends documents leaves valid JSON, and would be trained with. Folders prepared before lack that line.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +24,10 @@ FORMAT = "nanotrain-shards"
 VERSION = 1
 #: Types that tokens are stored as.
 DTYPES = ("uint8", "uint16", "uint32")
+#: What to do about a damaged one.
+AGAIN = "copy it again, or delete it and run 'nanotrain data prepare' again"
+#: What the last line has before the hash, and behind it.
+_SEAL, _END = b',\n "sha256": "', b'"\n}\n'
 
 
 @attrs.define(frozen=True, kw_only=True)
@@ -130,7 +138,8 @@ class Manifest:
     def write(self, folder: Path) -> None:
         """Put it in place: the folder is whole from then on."""
         found = attrs.asdict(self, filter=_is_said)
-        write_text_atomically(folder / NAME, json.dumps(found, indent=1) + "\n")
+        body = json.dumps(found, indent=1).removesuffix("\n}").encode()
+        write_text_atomically(folder / NAME, (body + _SEAL + _hash(body) + _END).decode())
 
 
 def _is_said(field: attrs.Attribute[Any], value: Any) -> bool:
@@ -165,13 +174,20 @@ def parse_manifest(path: str, data: bytes) -> Manifest:
     """Return the manifest that was read from ``path``, which messages name.
 
     Raises:
-        DataError: it is none.
+        DataError: it is none, or damaged.
     """
+    body, seal, tail = data.rpartition(_SEAL)
+    if seal and tail != _hash(body) + _END:
+        raise DataError(f"{path} is damaged: its bytes do not match its SHA-256; {AGAIN}")
     try:
-        content = json.loads(data)
+        content = json.loads(body + b"\n}" if seal else data)
     except ValueError as error:
-        raise DataError(f"{path} is damaged: no JSON ({error}); prepare the folder again") from None
+        raise DataError(f"{path} is damaged: no JSON ({error}); {AGAIN}") from None
     return _structured(path, content)
+
+
+def _hash(body: bytes) -> bytes:
+    return hashlib.sha256(body).hexdigest().encode()
 
 
 def _not_prepared(folder: Path) -> str:
@@ -193,7 +209,7 @@ def _structured(path: str, content: Any) -> Manifest:
         manifest = cattrs.Converter(forbid_extra_keys=True).structure(content, Manifest)
     except Exception as error:  # cattrs raises groups of whatever a value's type raises
         problems = "; ".join(cattrs.transform_error(error, path="manifest"))
-        raise DataError(f"{path} is damaged: {problems}") from None
+        raise DataError(f"{path} is damaged: {problems}; {AGAIN}") from None
     if manifest.dtype not in DTYPES:
         raise DataError(f"{path}: dtype '{manifest.dtype}'; expected one of {', '.join(DTYPES)}")
     if any(Path(name).name != name for name in _files(manifest)):

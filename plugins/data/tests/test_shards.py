@@ -1,5 +1,6 @@
 """``[data] use = "shards"``: what is read, in which order, and what is refused."""
 
+import hashlib
 import json
 import resource
 from pathlib import Path
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from nanotrain_data.config import ShardsConfig
 from nanotrain_data.corpus import OpenShards
+from nanotrain_data.manifest import parse_manifest, read_manifest
 from nanotrain_data.pieces import source_names
 from nanotrain_data.shards import Shards
 from nanotrain_data.survey import survey
@@ -233,10 +235,30 @@ def test_damaged_hashes_are_told_from_damaged_tokens(folder):
 )
 def test_a_damaged_manifest_is_refused_by_name(folder, change, text):
     path = folder / "manifest.json"
-    path.write_text(json.dumps(change(json.loads(path.read_text()))))
+    found = json.loads(path.read_text())
+    del found["sha256"]  # as before manifests had a hash
+    path.write_text(json.dumps(change(found)))
     with pytest.raises(DataError, match=text) as caught:
         opened(folder)
     assert str(path) in str(caught.value)
+
+
+def test_any_flipped_bit_of_a_manifest_is_refused_by_name(folder):
+    content = bytearray((folder / "manifest.json").read_bytes())
+    for place in range(8 * len(content)):
+        content[place // 8] ^= 1 << place % 8
+        with pytest.raises(DataError, match=r"^here is damaged: .*; copy it again, or delete it and run"):
+            parse_manifest("here", bytes(content))
+        content[place // 8] ^= 1 << place % 8
+
+
+def test_a_manifest_of_before_it_had_a_hash_is_read(folder):
+    path, found = folder / "manifest.json", read_manifest(folder)
+    known = json.loads(path.read_text())
+    body, _, _ = path.read_bytes().rpartition(b',\n "sha256": ')
+    assert known.pop("sha256") == hashlib.sha256(body).hexdigest()
+    path.write_text(json.dumps(known, indent=1) + "\n")
+    assert read_manifest(folder) == found
 
 
 def test_a_folder_that_is_none_is_refused(tmp_path, folder):
