@@ -42,11 +42,31 @@ def values_of(part: Part, fields: Sequence[Field]) -> Iterator[tuple[Callable[[]
     with _reading(Path(part.path)) as arrow:
         for batch in _batches(arrow, part, [name for name, _ in fields]):
             names = [name for name, _ in fields if name in batch.schema.names]
-            for values in zip(*(batch.column(name).to_pylist() for name in names), strict=True):
+            columns = [_listed(batch.column(name), name, part, row) for name in names]
+            for values in zip(*columns, strict=True):
                 where = partial(_where, part, row)
                 found = _without_nulls(dict(zip(names, values, strict=True)))
                 yield where, checked(found, fields, partial(_column, where))
                 row += 1
+
+
+def _listed(column: Any, name: str, part: Part, first: int) -> list[Any]:
+    """Return the values of a column, of which the first is in row ``first``.
+
+    Raises:
+        DataError: a text is not UTF-8, which Arrow does not check.
+    """
+    try:
+        return list(column.to_pylist())
+    except UnicodeDecodeError:
+        for row, value in enumerate(column, first):
+            try:
+                value.as_py()
+            except UnicodeDecodeError as error:
+                where = _column(partial(_where, part, row), name)
+                text = f"has no UTF-8 at byte {error.start} of a text; expected texts: write the table anew"
+                raise DataError(f"{where} {text}") from None
+        raise
 
 
 def _without_nulls(value: Any) -> Any:

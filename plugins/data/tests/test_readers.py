@@ -1,5 +1,8 @@
 """Documents and conversations of a part of a corpus: what is read of it, and how often."""
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from chats import chats, write_chats
 from nanotrain_data import readers, sources
@@ -70,3 +73,18 @@ def test_a_byte_order_mark_before_json_lines_is_skipped(tmp_path):
     path = tmp_path / "in.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"text": "na\xc3\xafve"}\n{"text": "\\ud83d"}\n')
     assert documents(path) == ["na\u00efve", "\ufffd"]
+
+
+def test_tables_that_are_not_utf8_are_refused(tmp_path):
+    """Arrow takes any bytes for a text."""
+    buffers = [None, pa.py_buffer(np.array([0, 1, 4], np.int32)), pa.py_buffer(b"aa\xffb")]
+    texts = pa.Array.from_buffers(pa.string(), 2, buffers)
+    messages = pa.StructArray.from_arrays([texts, texts], ["role", "content"])
+    path = tmp_path / "in.parquet"
+    pq.write_table(pa.table({"text": texts, "messages": pa.ListArray.from_arrays([0, 1, 2], messages)}), path)
+    (unit,) = units_of([str(path)], (), 10**6)
+    for found in (readers.documents(unit.parts[0], "text"), readers.conversations(unit.parts[0], "messages")):
+        with pytest.raises(
+            DataError, match=r"in.parquet, row 1: column '\w+' has no UTF-8 at byte 1 of a text"
+        ):
+            list(found)
