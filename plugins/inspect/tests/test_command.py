@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import shutil
 
 import pytest
 import torch
@@ -112,6 +113,21 @@ def test_two_of_the_same_values_do_not_differ_and_a_changed_number_is_found(trai
     assert changed["relative"] == pytest.approx(((theirs - mine).norm() / mine.norm()).item(), rel=1e-12)
     cosine = torch.nn.functional.cosine_similarity(mine.flatten(), theirs.flatten(), dim=0).item()
     assert changed["cosine"] == pytest.approx(cosine, rel=1e-9)
+
+
+def test_damage_is_told_beside_what_it_made_of_the_numbers(trained, tmp_path, capsys):
+    assert call(capsys, trained[0])[0] == 0
+    run = shutil.copytree(trained[0], tmp_path / "run")
+    (file,) = (run / "checkpoints").glob("step-00000002.safetensors")
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 0x40  # an exponent's
+    file.write_bytes(content)
+    for words in ([], ["--json"], [trained[0]]):
+        code, out, err = call(capsys, run, *words)
+        assert (code, f"{file} is damaged" in err, bool(out)) == (2, True, True)
+    code, _, err = call(capsys, run, "--only", NAME)  # reads little of a large checkpoint
+    assert code == 0
+    assert f"{run} was not compared with its hashes, as --only is given: `nanotrain ckpt verify {run}`" in err
 
 
 def test_large_tensors_are_read_in_parts(trained, capsys, monkeypatch):
