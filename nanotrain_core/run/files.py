@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -121,11 +122,21 @@ def append_line(path: Path, line: str, *, create: bool = True) -> None:
 
 
 def is_torn(path: Path) -> bool:
-    """Return whether the last line of a file is incomplete; false for pipes and devices."""
-    if not path.is_file():
-        return False
-    with open(path, "rb") as file:
-        return file.seek(0, 2) > 0 and file.seek(-1, 2) >= 0 and file.read(1) != b"\n"
+    """Return whether the last line of a file is incomplete; false for pipes and devices.
+
+    A line that another process is writing is not: its file still grows.
+    """
+    size = -1
+    while path.is_file():
+        with open(path, "rb") as file:
+            now = file.seek(0, 2)
+            if now == 0 or file.seek(-1, 2) < 0 or file.read(1) == b"\n":
+                return False
+        if now == size:
+            return True
+        size = now
+        time.sleep(0.01)
+    return False
 
 
 def read_each(folder: Path, pattern: str) -> Iterator[tuple[Path, str]]:
