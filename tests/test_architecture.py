@@ -208,7 +208,7 @@ SMALL = {
     "cli": 1722,
     "compile": 787,
     "contracts": 683,
-    "data": 908,
+    "data": 907,
     "hf": 926,
     "launch": 2162,
     "layout": 1209,

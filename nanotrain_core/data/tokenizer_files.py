@@ -65,12 +65,12 @@ def _is_piece(tokenizer: Any, word: str) -> bool:
 
 
 def _found(tokenizer: Any, pieces: Collection[str]) -> Iterator[bool]:
+    """Yield of texts that have pieces whether the model finds one of them there."""
     if type(tokenizer.model).__name__ == "Unigram":  # prefers them to all else: their score is 0
         yield bool(pieces)
     for word in pieces:
-        texts = [word, f"a{word}a", f" {word} ", f"a\n{word}\n"]
-        for encoding in tokenizer.encode_batch(texts, add_special_tokens=False):
-            yield tokenizer.token_to_id(word) in encoding.ids
+        for text in (word, f"a{word}a", f" {word} ", f"a\n{word}\n"):
+            yield tokenizer.token_to_id(word) in tokenizer.encode(text, add_special_tokens=False).ids
 
 
 def _without(tokenizer: Any, pieces: Collection[str]) -> Any:
