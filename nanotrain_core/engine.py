@@ -25,6 +25,7 @@ from nanotrain_core.pipeline.executor import Executor, Losses
 from nanotrain_core.pipeline.replay import replay
 from nanotrain_core.recipe.tree import Recipe
 from nanotrain_core.run import log
+from nanotrain_core.run.claimed import claimed
 from nanotrain_core.run.divergence import SkippedSteps, may_save
 from nanotrain_core.run.events import Events
 from nanotrain_core.run.global_metrics import agree_now, folder_lost, sum_over_data
@@ -158,10 +159,11 @@ class RuntimeEngine:
 
         Raises:
             CheckpointError: there is nothing to resume from, or it is damaged or does not fit.
+            FolderError: the folder is in use by another process, or cannot be written.
             Diverged: training diverged.
             SaveFailed: the last save failed, or several in a row.
         """
-        with log.kept_in(self.folder, self.run.mesh.rank, lambda: self.step):
+        with claimed(self), log.kept_in(self.folder, self.run.mesh.rank, lambda: self.step):
             return self._fit(train_loader, val_loader, steps)
 
     def _fit(self, train_loader: Loader | None, val_loader: Loader | None, steps: int | None) -> EndReport:

@@ -222,8 +222,8 @@ SMALL = {
     "precision": 680,
     "recipe": 1739,
     "registry": 612,
-    "run": 2602,
-    "script": 790,
+    "run": 2652,
+    "script": 800,
     "watch": 454,
 }
 

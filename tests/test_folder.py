@@ -14,10 +14,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from structlog.testing import capture_logs
 
 from nanotrain_core.contracts import Monitor
-from nanotrain_core.errors import Exit, FolderError, FolderLocked
+from nanotrain_core.engine import RuntimeEngine
+from nanotrain_core.errors import CheckpointError, Exit, FolderError, FolderLocked
 from nanotrain_core.launch.attempts import Past
 from nanotrain_core.launch.environment import Ranks
 from nanotrain_core.launch.worker import Job, recalled, share_folder
@@ -31,6 +33,7 @@ from nanotrain_core.run.folder import (
     stop_without,
 )
 from nanotrain_core.run.stop import Rollback, StopRequest
+from nanotrain_core.script import ScriptConfig
 from nanotrain_core.testing import Case, run_ranks
 from nanotrain_core.testing.probe import make_engine
 
@@ -213,6 +216,80 @@ def test_a_folder_is_lost_after_several_looks_and_not_in_a_remount(tmp_path, mon
         assert lost.wait(60)
     assert stop._requested == {"lost"}
     assert looks == []
+
+
+BATCHES = [(torch.arange(8)[None], torch.arange(1, 9)[None])]
+
+
+class Does(Monitor):
+    """Calls a function after each step."""
+
+    def __init__(self, act):
+        self.act = act
+
+    def on_step(self, report):
+        self.act()
+
+
+def script(folder, steps=0, act=None, **settings):
+    """Return an engine for a tiny model, after a call of fit if it has steps."""
+    model = torch.nn.Embedding(9, 9)
+    settings = ScriptConfig(folder=folder, save_every=1, **settings)
+    callbacks = [Does(act)] if act else []
+    engine = RuntimeEngine(model, torch.optim.SGD(model.parameters()), settings, callbacks=callbacks)
+    if steps:
+        engine.fit(BATCHES, steps=steps)
+    return engine
+
+
+def test_a_script_does_not_train_where_another_does(tmp_path):
+    """Both had saved there, and each deleted the checkpoints of the other."""
+
+    def train_there_too():
+        with pytest.raises(FolderLocked) as caught:
+            script(tmp_path, 9, resume="auto")
+        told.append(str(caught.value))
+
+    told = []
+    assert script(tmp_path, 2, train_there_too).run.checkpoint.steps() == [1, 2]
+    assert len(told) == 2
+    assert told[0].startswith(f"{tmp_path} is in use by another run: process {os.getpid()} on ")
+    assert script(tmp_path, 3, resume="auto").step == 3
+
+
+def test_a_child_of_a_script_does_not_hold_its_folder(tmp_path):
+    """Workers of a loader outlive a killed script by seconds."""
+
+    def fork():
+        ours, theirs = os.pipe()
+        if (child := os.fork()) == 0:
+            os.close(theirs)
+            os.read(ours, 1)
+            os._exit(0)
+        os.close(ours)
+        children.append((child, theirs))
+
+    children = []
+    script(tmp_path, 1, fork)
+    RunFolder.claim("next", folder=str(tmp_path), resume=True).release()
+    for child, pipe in children:
+        os.close(pipe)
+        os.waitpid(child, 0)
+
+
+def test_an_engine_goes_on_in_its_folder_unless_another_run_was_there(tmp_path):
+    engine = script(tmp_path, 1)
+    engine.fit(BATCHES, steps=2)
+    RunFolder.claim("other", folder=str(tmp_path), resume=True, agents=["x"]).release()
+    with pytest.raises(FolderError, match=r"another run has used .* since this one did: make a new engine"):
+        engine.fit(BATCHES, steps=3)
+
+
+def test_a_script_that_begins_anew_leaves_the_checkpoints_of_one_that_was_faster(tmp_path):
+    late = script(tmp_path)
+    script(tmp_path, 1)
+    with pytest.raises(CheckpointError, match=r"has checkpoints of a run \(steps 1\)"):
+        late.fit(BATCHES, steps=1)
 
 
 class Replaces(Monitor):

@@ -40,8 +40,7 @@ class RunFolder:
     """A claimed run folder. The claim ends with the process, however the process ends."""
 
     def __init__(self, path: Path, lock: IO[str]) -> None:
-        self.path = path
-        self._lock = lock
+        self.path, self.lock = path, lock
 
     @classmethod
     def claim(
@@ -52,6 +51,7 @@ class RunFolder:
         resume: bool = False,
         patience: float = 0.0,
         agents: Sequence[str] = (),
+        after: str | None = None,
     ) -> RunFolder:
         """Claim the folder of a run.
 
@@ -62,10 +62,12 @@ class RunFolder:
             resume: whether the folder may already contain a run.
             patience: seconds to wait for another owner to give it up.
             agents: of the launch, by which :func:`claimed_by` finds the folder again.
+            after: what :meth:`owner` returned when it was last claimed, to go on without loading anything.
 
         Raises:
             FolderLocked: a live run owns it.
-            FolderError: it cannot be written, or contains a run and ``resume`` is false.
+            FolderError: it cannot be written, or contains a run and ``resume`` is false, or was claimed by
+                another run since ``after``.
         """
         path = Path(folder) if folder else newest(name) if resume else free(name)
         claimed = cls(path, _lock_within(path, patience))
@@ -74,12 +76,22 @@ class RunFolder:
             raise FolderError(
                 f"{path} holds a run already: add --resume to go on with it, or name another folder"
             )
-        _write_owner(path, claimed._lock, agents)
+        if after is not None and claimed.owner() not in (after, ""):  # "": the folder was deleted
+            claimed.release()
+            raise FolderError(
+                f"another run has used {path} since this one did: make a new engine, with resume='auto' to "
+                "go on from its last checkpoint, or with another folder"
+            )
+        _write_owner(path, claimed.lock, agents)
         return claimed
 
     def release(self) -> None:
         """Give up the claim."""
-        self._lock.close()
+        self.lock.close()
+
+    def owner(self) -> str:
+        """Return what the lock file says of the process that claimed the folder last."""
+        return (self.path / LOCK).read_text(encoding="utf-8")
 
 
 def holds_run(path: Path) -> bool:
@@ -234,9 +246,9 @@ def hold_as_rank(path: Path) -> IO[str] | None:
 
 
 def is_gone(path: Path, held: IO[str]) -> bool:
-    """Return whether the run folder was deleted or replaced since a rank acquired its shared lock."""
+    """Return whether the run folder was deleted or replaced since ``held``, a file in it, was opened."""
     try:
-        return not os.path.samestat(os.fstat(held.fileno()), (path / RANKS_LOCK).stat())
+        return not os.path.samestat(os.fstat(held.fileno()), (path / Path(held.name).name).stat())
     except FileNotFoundError:
         return True
     except OSError:  # a network error, for example: it may recover
@@ -283,8 +295,7 @@ def stop_without(path: Path, held: IO[str] | None, stop: StopRequest) -> None:
             while time.monotonic() < until and not held.closed:  # an attempt waits for this thread
                 time.sleep(BETWEEN / 20)
 
-    if held is not None:
-        stop.folder_gone = partial(is_surely_gone, path, held, stop)
+    stop.folder_gone = partial(is_surely_gone, path, held, stop) if held is not None else lambda: False
     threading.Thread(target=look, name="folder", daemon=True).start()
 
 

@@ -173,7 +173,11 @@ def checkpoint(
         return None
     claim(config.folder, config.resume)
     return ScriptCheckpoint(
-        SimpleCheckpointConfig(every=config.save_every, keep=config.keep), model, optimizer, feed
+        SimpleCheckpointConfig(every=config.save_every, keep=config.keep),
+        model,
+        optimizer,
+        feed,
+        config.resume,
     )
 
 

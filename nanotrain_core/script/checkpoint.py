@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from nanotrain_core.checkpoint.simple import SimpleCheckpoint
 from nanotrain_core.checkpoint.simple_listing import list_checkpoints
 from nanotrain_core.contracts import Block, TrainState
 from nanotrain_core.errors import CheckpointError
+from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.script.feed import LoaderFeed
 from nanotrain_core.script.optimizer import ScriptOptimizer, block
 
@@ -33,13 +35,26 @@ class ScriptCheckpoint(SimpleCheckpoint):
     """The ``simple`` format with a script's model and optimizer. Rank 0's buffers and extra state count."""
 
     def __init__(
-        self, config: SimpleCheckpointConfig, model: nn.Module, optimizer: ScriptOptimizer, feed: LoaderFeed
+        self,
+        config: SimpleCheckpointConfig,
+        model: nn.Module,
+        optimizer: ScriptOptimizer,
+        feed: LoaderFeed,
+        resume: str | None = None,
     ) -> None:
         super().__init__(config)
         extra_state(model)  # refuses at once what a save would refuse
         self.model, self.optimizer, self.feed = model, optimizer, feed
+        self._claim: Callable[[Path], None] | None = partial(claim, resume=resume)
         self._extra: Mapping[str, torch.Tensor] = {}
         """Bytes of :func:`extra_state` that are being read."""
+
+    def open(self, folder: Path, mesh: Mesh) -> None:
+        """Use ``folder``, the first time only without checkpoints that another run has left since."""
+        if self._claim is not None:
+            self._claim(folder.parent)
+            self._claim = None
+        super().open(folder, mesh)
 
     def save(self, step: int, state: TrainState) -> None:
         """Save, with the model's buffers and the streams at the beginning of the pass over the loader.
