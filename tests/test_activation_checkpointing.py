@@ -1,23 +1,12 @@
 """Activation checkpointing: gradients as before, in the memory of one layer."""
 
-import random
-
-import numpy as np
 import pytest
 import torch
 from compositions import MODELS, VOCAB
-from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 from nanotrain_core.batch import Batch
-from nanotrain_core.layout.roles import Role, tag
-from nanotrain_core.models.activation_checkpointing import (
-    FIRST_LOOKS,
-    LOOK_EVERY,
-    Drawing,
-    recompute_blocks,
-)
 from nanotrain_core.testing import Case, conformance, run_ranks
 from nanotrain_core.testing.probe import make_run
 
@@ -72,48 +61,6 @@ def test_of_a_layer_its_input_alone_is_kept():
     assert second == pytest.approx((plain + all_of_them) / 2, rel=0.05)
     for one, other in zip(gradients, again, strict=True):
         assert torch.equal(one, other)
-
-
-class Noisy(nn.Module):
-    """A layer that multiplies by numbers of Python and NumPy."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(4))
-        tag(self, Role.BLOCK)
-
-    def forward(self, x):
-        return torch.sin(x * self.weight * random.random() * np.random.normal())
-
-
-def gradients_of_noisy(wrap):
-    random.seed(0)
-    np.random.seed(0)
-    torch.manual_seed(0)
-    layers = nn.Sequential(Noisy(), Noisy())
-    if wrap:
-        recompute_blocks(layers, **wrap)
-    for _ in range(3):
-        layers(torch.randn(3, 4)).sum().backward()
-    return [layer.weight.grad for layer in layers], random.random(), np.random.normal()
-
-
-@pytest.mark.parametrize("granularity", ["full", "selective"])
-def test_a_layer_draws_the_same_numbers_of_python_and_numpy_again(granularity):
-    """Gradients had been those of other numbers, without an error."""
-    plain, *after = gradients_of_noisy({})
-    again, *others = gradients_of_noisy({"selective": granularity == "selective"})
-    assert all(map(torch.equal, plain, again))
-    assert others == after
-
-
-def test_a_layer_that_begins_to_draw_is_found_after_a_few_calls():
-    drawing, drawn = Drawing(), []
-    for number in range(2 * LOOK_EVERY):
-        call = drawing.repeatable(lambda draws=number > FIRST_LOOKS: random.random() if draws else 0.0)
-        drawn.append(call() == call())
-    assert all(drawn[LOOK_EVERY:])
-    assert drawing.draws
 
 
 @pytest.mark.full

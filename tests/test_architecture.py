@@ -212,7 +212,7 @@ SMALL = {
     "hf": 926,
     "launch": 2162,
     "layout": 1209,
-    "models": 735,
+    "models": 690,
     "moe": 360,
     "metrics": 1349,
     "monitors": 1060,

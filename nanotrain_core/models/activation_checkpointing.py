@@ -12,13 +12,10 @@ Sources: full: Chen et al., "Training Deep Nets with Sublinear Memory Cost", arX
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -77,8 +74,7 @@ def recompute_blocks(part: nn.Module, *, every: int = 1, selective: bool = False
     """Checkpoint the activations of the first module of role BLOCK and each ``every``-th after it."""
     for number, block in enumerate(blocks(part)):
         if number % every == 0:
-            drawing = Drawing()
-            take_over(block, partial(recompute, taken_over_by(block), selective=selective, drawing=drawing))
+            take_over(block, partial(recompute, taken_over_by(block), selective=selective))
 
 
 def blocks(part: nn.Module) -> Iterator[nn.Module]:
@@ -90,90 +86,16 @@ def blocks(part: nn.Module) -> Iterator[nn.Module]:
             yield module
 
 
-#: After its first calls a block that has drawn nothing is only looked at every so often: a look takes as long
-#: as much of what else checkpointing does for a small layer.
-FIRST_LOOKS, LOOK_EVERY = 8, 16
-
-
-class Drawing:
-    """Whether a block draws from the streams of Python and NumPy: torch restores only its own."""
-
-    def __init__(self) -> None:
-        self.draws, self.calls = False, 0
-
-    def repeatable(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``forward`` for one call, such that it draws the same numbers when it is called again."""
-        self.calls += 1
-        if not self.draws and self.calls > FIRST_LOOKS and self.calls % LOOK_EVERY:
-            return forward
-        streams: tuple[Any, ...] | None = _streams()
-        began = False
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            nonlocal streams, began
-            if began:  # in backward
-                with _drawing_from(streams):
-                    return forward(*args, **kwargs)
-            began = True
-            output = forward(*args, **kwargs)
-            if streams == _streams():
-                streams = None
-            else:
-                self.draws = True
-            return output
-
-        return call
-
-
-def _streams() -> tuple[Any, ...]:
-    numpy: Any = np.random.get_state()
-    name, key, *others = numpy
-    return random.getstate(), name, key.tobytes(), others
-
-
-def _set_streams(streams: tuple[Any, ...]) -> None:
-    of_python, name, key, others = streams
-    random.setstate(of_python)
-    np.random.set_state((name, np.frombuffer(key, dtype=np.uint32), *others))
-
-
-@contextmanager
-def _drawing_from(streams: tuple[Any, ...] | None) -> Iterator[None]:
-    """Draw from earlier states of the streams within the block; from the streams as they are if None."""
-    if streams is None:
-        yield
-        return
-    now = _streams()
-    _set_streams(streams)
-    try:
-        yield
-    finally:
-        _set_streams(now)
-
-
 def recompute(
-    before: Callable[..., Any] | None,
-    block: nn.Module,
-    *args: Any,
-    selective: bool = False,
-    drawing: Drawing | None = None,
-    **kwargs: Any,
+    before: Callable[..., Any] | None, block: nn.Module, *args: Any, selective: bool = False, **kwargs: Any
 ) -> Any:
     """Call ``block`` as ``before`` did, or with its class's forward if None, storing only its input.
 
-    Args:
-        before: called with ``block`` and the arguments.
-        block: the layer.
-        args: of its forward.
-        selective: also store the results of :data:`KEPT` operators.
-        drawing: of the block, to draw the same numbers again. Not in a compiled layer.
-        kwargs: of its forward.
+    ``selective``: also store the results of :data:`KEPT` operators.
     """
-    forward: Callable[..., Any] = partial(before or type(block).forward, block)
+    forward = partial(before or type(block).forward, block)
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    if drawing is not None and not torch.compiler.is_compiling():
-        forward = drawing.repeatable(forward)
     if selective:
         kwargs["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
     return checkpoint(forward, *args, use_reentrant=False, **kwargs)
