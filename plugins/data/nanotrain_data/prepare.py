@@ -242,10 +242,10 @@ def _remove_records(out: Path, manifest: Manifest) -> None:
     """Remove what the manifest does not name: records, and shards of an earlier cut of the corpus."""
     named = {shard.name for shard in manifest.shards}
     for path in out.iterdir():
-        if path.name == manifest.tokenizer.file:
+        if path.name == manifest.tokenizer.file or not path.stem.isdigit():
             continue
-        of_task = path.suffix == ".json" and path.stem.isdigit()
-        if of_task or (path.suffix in (*SUFFIXES, ANSWERS) and path.stem not in named):
+        of_shard = path.suffix in (*SUFFIXES, ANSWERS)
+        if path.suffix == ".json" or (of_shard and path.stem not in named):
             path.unlink()
 
 

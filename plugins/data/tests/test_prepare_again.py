@@ -102,6 +102,9 @@ def test_what_a_command_left_that_was_killed_behind_its_manifest_is_removed(tmp_
     path = tmp_path / "in.jsonl"
     path.write_text('{"text": "some text"}\n' + '{"text": ""}\n' * 9)
     prepared(tmp_path / "out", path, unit_bytes=50)
-    for name in ("00000.json", "00001.json", "00001.tokens"):
+    for name in ("00000.json", "00001.json", "00001.tokens", "notes.json", "notes.tokens"):
         (tmp_path / "out" / name).write_text("")
+    assert prepared(tmp_path / "out", path, unit_bytes=50).written == 0
+    for name in ("notes.json", "notes.tokens"):  # of somebody else
+        (tmp_path / "out" / name).unlink()
     assert assert_as_new(tmp_path, path, unit_bytes=50).written == 0
