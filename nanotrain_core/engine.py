@@ -123,11 +123,10 @@ class RuntimeEngine:
         self.stop = StopRequest()
         self.weights_ready = install_ready_hooks(run.stages.values(), run.optimizer)
         """Waits for weights that the optimizer's last step left in flight."""
-        self.executor = Executor(run.stages, run.gradients, run.mesh, run.owners, run.passes)
+        parts = run.stages, run.gradients, run.mesh, run.owners, run.passes
+        self.executor = Executor(*parts)
         if run.cuda_graphs:
-            self.executor = CapturingExecutor(
-                run.stages, run.gradients, run.mesh, run.owners, run.passes, weights_ready=self.weights_ready
-            )
+            self.executor = CapturingExecutor(*parts, weights_ready=self.weights_ready)
         self.events = Events(
             run.monitors, self.stop, strict=run.strict_monitors, weights_ready=self.weights_ready
         )

@@ -201,11 +201,11 @@ def code_lines(path: Path) -> int:
 ROOMS = {path.parent.name for path in CORE.glob("*/__init__.py")}
 #: What each room of the core may have of code, in lines; "": all that is in none. Not the harness.
 SMALL = {
-    "": 975,
-    "api": 655,
+    "": 976,
+    "api": 657,
     "builtin": 490,
     "checkpoint": 923,
-    "cli": 1722,
+    "cli": 1724,
     "compile": 787,
     "contracts": 683,
     "data": 907,
@@ -222,7 +222,7 @@ SMALL = {
     "precision": 680,
     "recipe": 1739,
     "registry": 612,
-    "run": 2652,
+    "run": 2690,
     "script": 800,
     "watch": 454,
 }
