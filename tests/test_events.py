@@ -169,7 +169,9 @@ class Odd(Monitor):
         raise LookupError(meta)
 
 
-@pytest.mark.parametrize("own", [{}, {"meta": {"seen": torch.ones(1)}}, {"meta": {1: 2}}], ids=repr)
+@pytest.mark.parametrize(
+    "own", [{}, {"meta": {"seen": torch.ones(1)}}, {"meta": {1: 2}}, {"meta": None}], ids=repr
+)
 def test_a_monitor_that_cannot_be_remembered_is_logged_and_left_out(own):
     with structlog.testing.capture_logs() as logs:
         saved = Events([Odd(own), Counts(3)], StopRequest()).meta()

@@ -15,6 +15,16 @@ NORMAL = Initializer("normal", 0.02)
 LAYOUT = Layout({"dense": View(("dp", "tp"), (1, 4))})
 
 
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [("ones", 1.0), ("Constant", 0.1), ("normal", -0.1), ("normal", float("nan")), ("normal", "0.1")],
+)
+def test_an_initializer_that_means_nothing_is_refused(kind, value):
+    """It was drawn as if it were normal."""
+    with pytest.raises(PluginError, match=rf"Initializer\('{kind}', .*\): expected 'normal' with a standard"):
+        Initializer(kind, value)
+
+
 def draw(shape, axis=None, index=0, count=1, *, name="layers.0.ffn.up.weight", seed=1):
     placement = Placement.whole(name, shape, LAYOUT)
     if axis is not None:

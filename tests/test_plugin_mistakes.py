@@ -128,6 +128,16 @@ def test_a_gradient_sync_of_its_own_says_what_it_needs_of_autograd(tmp_path):
         build(plugin(tmp_path, kind="parallel", build=text, register=register), "parallel")
 
 
+def test_a_gradient_sync_that_does_not_say_so_is_refused(tmp_path):
+    """Gradients were summed by the core, and conformance passed without a call of it."""
+    text = (
+        "from nanotrain_core.api.torch import LocalGradients, Parallel; "
+        "return type('Mine', (LocalGradients, Parallel), {})()"
+    )
+    with pytest.raises(PluginError, match=r'would never be called.*add provides=\{"gradient_sync"\}'):
+        build(plugin(tmp_path, kind="parallel", build=text), "parallel")
+
+
 def test_an_heir_that_leaves_out_what_has_no_default_is_told_what(tmp_path):
     """It inherits already: the text names the contract, and what is missing."""
     text = "from nanotrain_core.contracts import Precision; return type('Mine', (Precision,), {})()"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from math import isfinite
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import attrs
@@ -32,6 +33,23 @@ class Initializer:
 
     kind: Literal["normal", "constant"]
     value: float
+
+    def __attrs_post_init__(self) -> None:
+        """Reject what would be drawn as something else.
+
+        Raises:
+            PluginError: the kind is another, or the value is no such number.
+        """
+        number = isinstance(self.value, int | float) and isfinite(self.value)
+        if (
+            self.kind not in ("normal", "constant")
+            or not number
+            or (self.kind == "normal" and self.value < 0)
+        ):
+            raise PluginError(
+                f"Initializer({self.kind!r}, {self.value!r}): expected 'normal' with a standard deviation of "
+                "at least 0, or 'constant' with a finite number"
+            )
 
 
 class ModelPart(nn.Module):

@@ -118,11 +118,12 @@ def _initializer(part: nn.Module, name: str) -> Initializer:
     try:
         found = part.initializer(name)  # type: ignore[operator]
     except KeyError:
-        found = None
-    if not isinstance(found, Initializer):
         raise PluginError(
             f"the model has no initializer for parameter {name}: initializer(name) must give one"
-        )
+        ) from None
+    if not isinstance(found, Initializer):
+        returned = f"initializer('{name}') returned {type(found).__name__}"
+        raise PluginError(f"{returned}; expected an Initializer, such as Initializer('normal', 0.02)")
     return found
 
 

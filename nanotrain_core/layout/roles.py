@@ -30,7 +30,8 @@ class Role(Enum):
     VOCAB = "embedding table [V, D]: rows may be split over the vocabulary"
     """``module(tokens [B, S]) -> [B, S, D]``, with ``.weight`` [V, D]."""
     POSITION = "learned positions [S, D]: same on every rank of a layer"
-    """Arbitrary call signature, with ``.weight`` [S, D]."""
+    """Arbitrary call signature. It returns the vectors of whole sequences, [S, D] or [B, S, D], for a wrapper
+    to cut, and does not add them itself. Learned ones are in ``.weight`` [S, D], others in a buffer."""
     COLUMN = "linear whose outputs may be split: each rank computes some of them from a whole input"
     """``module(x [..., in]) -> [..., out]``, one tensor; ``.weight`` [out, in], ``.bias`` [out] or None. It
     computes ``x @ weight.T + bias`` and nothing else: a wrapper or a GEMM backend may do so in its place."""

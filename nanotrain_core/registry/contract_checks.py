@@ -31,6 +31,10 @@ CONTRACTS: dict[str, type] = {
 LATE_ATTRIBUTES = (contracts.Data, contracts.Optimizer)
 
 
+#: Methods by which a gradient sync is known whose component lacks the capability.
+OWNS_GRADIENTS = ("attach", "finish", "pieces", "gradient_of")
+
+
 def missing_members(contract: type, built: Any) -> list[str]:
     """Return the public methods and attributes of ``contract`` that ``built`` lacks, in its order."""
     members = [] if contract in LATE_ATTRIBUTES else list(vars(contract).get("__annotations__", ()))
@@ -42,11 +46,17 @@ def check_contract(label: str, component: Component, kind: str, built: Any) -> N
     """Check what a factory returned.
 
     Raises:
-        PluginError: it lacks a member of its contract. If that is a base class, the text says to inherit.
+        PluginError: it lacks a member of its contract, and if that is a base class, the text says to inherit;
+            or it is a gradient sync that its component does not provide.
     """
     wanted = [CONTRACTS[kind]]
     if "gradient_sync" in component.provides:
         wanted.append(contracts.GradientSync)
+    elif kind in ("parallel", "optimizer") and all(hasattr(built, name) for name in OWNS_GRADIENTS):
+        raise PluginError(
+            f"{label}: {type(built).__name__} is a gradient sync that would never be called, since its "
+            'Component does not say so: add provides={"gradient_sync"}'
+        )
     for contract in wanted:
         missing = missing_members(contract, built)
         if missing:

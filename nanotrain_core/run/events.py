@@ -238,7 +238,10 @@ class Events:
                 found[name] = self._loaded.get(name, {})
                 continue
             try:
-                found[name] = as_json(monitor.meta())
+                state = monitor.meta()
+                if not isinstance(state, Mapping):
+                    raise TypeError(f"it returned {type(state).__name__}; expected a dict, {{}} for nothing")
+                found[name] = as_json(state)
             except Exception as problem:
                 self._handle_failure(monitor, "meta", problem)
         return {name: meta for name, meta in found.items() if meta}
