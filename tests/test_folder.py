@@ -29,6 +29,7 @@ from nanotrain_core.run.folder import (
     RunFolder,
     claimed_by,
     hold_as_rank,
+    is_gone,
     is_surely_gone,
     stop_without,
 )
@@ -216,6 +217,35 @@ def test_a_folder_is_lost_after_several_looks_and_not_in_a_remount(tmp_path, mon
         assert lost.wait(60)
     assert stop._requested == {"lost"}
     assert looks == []
+
+
+@pytest.mark.parametrize(("problem", "gone"), [(errno.ESTALE, True), (errno.EIO, False)])
+def test_a_folder_that_another_client_of_nfs_deleted_is_gone(tmp_path, monkeypatch, problem, gone):
+    """The server answers ESTALE then for the file that is open."""
+
+    def fstat(file):
+        raise OSError(problem, os.strerror(problem))
+
+    with hold_as_rank(tmp_path) as held:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fstat", fstat)
+            found = is_gone(tmp_path, held)
+        assert found is gone
+
+
+def test_a_replaced_folder_is_noticed_where_stat_is_cached(tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    with hold_as_rank(folder) as held:
+        cached = held.fileno()
+        assert not is_gone(folder, held)
+        shutil.rmtree(folder)
+        folder.mkdir()
+        with hold_as_rank(folder):
+            with monkeypatch.context() as patch:
+                patch.setattr(Path, "stat", lambda path, **options: os.fstat(cached))
+                found = is_gone(folder, held)
+            assert found
 
 
 BATCHES = [(torch.arange(8)[None], torch.arange(1, 9)[None])]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import glob
 import json
@@ -246,9 +247,17 @@ def hold_as_rank(path: Path) -> IO[str] | None:
 
 
 def is_gone(path: Path, held: IO[str]) -> bool:
-    """Return whether the run folder was deleted or replaced since ``held``, a file in it, was opened."""
+    """Return whether the run folder was deleted or replaced since ``held``, a file in it, was opened.
+
+    On NFS ``stat`` may be answered from a cache of some seconds; to open a file asks the server.
+    """
     try:
-        return not os.path.samestat(os.fstat(held.fileno()), (path / Path(held.name).name).stat())
+        opened = os.fstat(held.fileno())
+    except OSError as problem:
+        return problem.errno == errno.ESTALE  # another client of NFS has deleted it
+    try:
+        with open(path / Path(held.name).name, "rb") as now:
+            return not os.path.samestat(opened, os.fstat(now.fileno()))
     except FileNotFoundError:
         return True
     except OSError:  # a network error, for example: it may recover
