@@ -170,6 +170,15 @@ def test_the_lock_of_a_killed_run_is_free_again(tmp_path):
     RunFolder.claim("a", folder="here").release()
 
 
+def test_each_claim_of_a_folder_is_another_also_within_a_second():
+    first = RunFolder.claim("a", folder="here")
+    owner = first.owner()
+    first.release()
+    RunFolder.claim("a", folder="here", resume=True).release()
+    with pytest.raises(FolderError, match="another run has used here since this one did"):
+        RunFolder.claim("a", folder="here", resume=True, after=owner)
+
+
 def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(FolderError, match="the run folder file/run cannot be written: Not a directory"):

@@ -16,6 +16,7 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import IO, Any
+from uuid import uuid4
 
 import structlog
 import tomli
@@ -192,6 +193,7 @@ def _lock(path: Path) -> IO[str]:
 def _write_owner(path: Path, lock: IO[str], agents: Sequence[str]) -> None:
     owner: dict[str, Any] = {"host": socket.gethostname(), "pid": os.getpid(), "agents": [*agents]}
     owner["start"] = time.strftime("%Y-%m-%d %H:%M:%S")
+    owner["claim"] = uuid4().hex  # two claims of one process may be made within a second
     try:
         os.ftruncate(lock.fileno(), 0)
         os.write(lock.fileno(), json.dumps(owner).encode())
