@@ -62,7 +62,7 @@ def test_an_agent_of_torchrun_has_one_name_in_all_its_attempts():
     ("nproc", "nnodes", "fits"),
     [
         *[(None, None, True), (4, None, True), (8, None, True), (4, 2, True), (None, 2, True), (8, 1, True)],
-        *[(2, None, False), (8, 2, False), (None, 4, False), (1, None, False)],
+        *[(2, None, False), (8, 2, False), (None, 4, False), (1, None, False), (None, 8, False)],
     ],
 )
 def test_sizes_that_are_not_those_of_the_launcher_are_refused(nproc, nnodes, fits):

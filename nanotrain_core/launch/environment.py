@@ -76,8 +76,8 @@ class Ranks:
         if nproc is None and nnodes is None:
             return
         hosts = -(-self.world_size // self.local_world_size)
-        possible = (nproc or self.local_world_size) * (nnodes or hosts), (nproc or 1) * (nnodes or 1)
-        if self.world_size in possible:
+        of_all_hosts = nproc if nnodes is None else None
+        if self.world_size in ((nproc or self.local_world_size) * (nnodes or hosts), of_all_hosts):
             return
         given = {"--nproc": nproc, "--nnodes": nnodes}
         options = " ".join(f"{name} {value}" for name, value in given.items() if value is not None)
