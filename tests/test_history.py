@@ -176,6 +176,18 @@ def test_an_attempt_whose_first_row_is_unreadable_replaces_what_it_leaves_behind
     ]
 
 
+def test_an_attempt_whose_first_row_is_unreadable_may_evaluate_first(tmp_path):
+    """It had cut the curves behind the step before, of which it goes on."""
+    rows = [{"event": "start", "attempt": 1, "first_step": 0, "time": 1}]
+    rows += [{"event": "step", "attempt": 1, "step": n, "time": n, "losses": {"lm": n}} for n in (1, 2, 3, 4)]
+    rows.append({"event": "evaluation", "attempt": 2, "step": 3, "time": 6, "loss": 1.5})
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("\n".join([*map(json.dumps, rows[:5]), '{"event": "start", "ti', json.dumps(rows[5])]))
+    found = read_metrics(tmp_path)
+    assert dict(found.curves["losses/lm"]) == {1: 1, 2: 2, 3: 3}
+    assert [(seam.step, seam.came_to) for seam in found.seams] == [(3, 4)]
+
+
 def test_files_of_before_rows_had_their_attempt_are_read(tmp_path):
     rows = [{"event": "start", "first_step": 0, "time": 1}, {"event": "start", "first_step": 0, "time": 2}]
     lines = [json.dumps(row) for row in rows]

@@ -246,7 +246,8 @@ class _Reader:
         if begun and step < max(last, default=0):
             raise ValueError(f"step {step} comes after {max(last)}")
         if not begun and step:  # the row that began its attempt is unreadable
-            self.begin(row, "resume", min(history.step, step - 1), self.ended())
+            # A run may evaluate or save at the step that it goes on from.
+            self.begin(row, "resume", min(history.step, step - (event == "step")), self.ended())
         if event == "start":
             self.begin(row, "resume", row["first_step"], self.ended())
         elif event == "rollback":
