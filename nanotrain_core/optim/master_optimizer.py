@@ -108,7 +108,9 @@ class MasterOptimizer(Optimizer):
         self.gradients, self.mesh = gradients, mesh
         self.slots = [Slot(piece, self.master(piece, precision)) for piece in gradients.pieces()]
         self.inner = self.make(self._groups())
-        self._configured_lr = float(self.inner.param_groups[0]["lr"])
+        rates = [float(group["lr"]) for group in self.inner.param_groups]
+        self._scheduled = next((number for number, rate in enumerate(rates) if rate), 0)
+        self._configured_lr = rates[self._scheduled]
         group_of = {weight: group for group in self.inner.param_groups for weight in group["params"]}
         for slot in self.slots:
             slot.group = group_of[slot.weight]
@@ -189,9 +191,10 @@ class MasterOptimizer(Optimizer):
     def _lr(self) -> float:
         """Return the scheduled learning rate of ``config.lr``: a schedule changes all groups' alike.
 
-        That of this rank's first group may not be that of another's, and rank 0's is saved.
+        That of this rank's first group may not be that of another's, and rank 0's is saved. A group may have
+        a rate of 0 throughout.
         """
-        now = self.inner.param_groups[0]["lr"]
+        now = self.inner.param_groups[self._scheduled]["lr"]
         return float(self.config.lr * now / self._configured_lr) if self._configured_lr else 0.0
 
     def _keep_movement(self) -> None:
