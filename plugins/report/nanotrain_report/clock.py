@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,8 @@ from nanotrain_report.folder import RunFolder
 #: Steps whose median says how long the next ones take.
 RECENT = 20
 #: A step that by the dates took so many times as long as usual, and so many seconds, has been dated by a
-#: clock that jumped: hang detection ends what takes longer, unless its default is changed.
+#: clock that jumped: hang detection ends what takes longer, unless its default is changed. Evaluations and
+#: saves between two steps may take any time.
 FAR, LONGEST = 100.0, 1200.0
 
 
@@ -26,14 +28,23 @@ def pace(run: RunFolder) -> float | None:
 def gaps(run: RunFolder) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
     """Return the seconds between logged steps, with everything between them, and in which the run was begun
     again: there a pause may have any length."""
-    times, usual = run.history.times, pace(run)
+    times, usual, events = run.history.times, pace(run), run.history.events
     seconds: npt.NDArray[Any] = np.diff(np.asarray(times.values, np.float64))
     expected = np.diff(np.asarray(times.steps, np.int64)) * (usual or 0.0)
-    resumed = np.zeros(len(seconds), np.bool_)
-    after = np.searchsorted(times.steps, [seam.step for seam in run.history.seams], side="right") - 1
-    resumed[after[(after >= 0) & (after < len(seconds))]] = True
+    resumed = _gaps_after(times.steps, [seam.step for seam in run.history.seams])
+    saves = [row["step"] for row in events if row["event"] in ("checkpoint", "save_failed")]
+    evaluated = run.history.curves.get("validation/loss")
+    of_any_length = resumed | _gaps_after(times.steps, [*saves, *(evaluated.steps if evaluated else ())])
     far = np.maximum(FAR * expected, LONGEST) if usual is not None else np.inf
-    return np.where((seconds < 0) | ~resumed & (seconds > far), expected, seconds), resumed
+    return np.where((seconds < 0) | ~of_any_length & (seconds > far), expected, seconds), resumed
+
+
+def _gaps_after(logged: Sequence[int], steps: Sequence[int]) -> npt.NDArray[np.bool_]:
+    """Return for each gap between two logged steps whether one of ``steps`` is its first or lies in it."""
+    found = np.zeros(max(0, len(logged) - 1), np.bool_)
+    after = np.searchsorted(logged, np.asarray(steps, np.int64), side="right") - 1
+    found[after[(after >= 0) & (after < len(found))]] = True
+    return found
 
 
 def took(run: RunFolder, first: int, last: int) -> float | None:
