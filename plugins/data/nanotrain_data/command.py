@@ -117,7 +117,9 @@ def _prepare(args: argparse.Namespace) -> None:
         print(f"conversations left out, since no assistant answers in them: {manifest.left_out:,}")
     if done.changed:
         names = ", ".join(done.changed[:5]) + (" and more" if len(done.changed) > 5 else "")
-        print(f"read again what is made of {names}, since it was prepared of other content")
+        print(
+            f"read again what is made of {names}: it was prepared of other content, or by an earlier version"
+        )
 
 
 def _suffixes(given: list[str]) -> tuple[str, ...]:

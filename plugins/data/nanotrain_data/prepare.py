@@ -20,7 +20,7 @@ import attrs
 
 from nanotrain_core.api import DataError, remove_leftovers, show_progress, write_atomically
 from nanotrain_data.codecs import Codec, describe_codec, open_codec
-from nanotrain_data.conversations import open_conversation_codec
+from nanotrain_data.conversations import ConversationCodec, open_conversation_codec
 from nanotrain_data.manifest import (
     NAME,
     ChatInfo,
@@ -56,13 +56,15 @@ def prepare(request: Request, workers: int) -> Prepared:
     """
     codec = open_codec(request.tokenizer)
     tokenizer = describe_codec(request.tokenizer)
-    chat = _chat_info(request, codec)
+    conversations = _conversations(request, codec)
+    chat = _chat_info(conversations)
     if chat:
         request = attrs.evolve(request, date=chat.date)  # which all processes tell, also after midnight
     units = units_of(request.sources, request.suffixes, request.unit_bytes)
     end = codec.separator if request.end_documents and not chat else None
     form = [tokenizer.sha256, stored_dtype(codec.vocab_size), end, request.field]
     form += [chat.sha256] if chat else []
+    form += _told_apart(codec, tokenizer, conversations)
     made_of = _digest([form, [[part.identity for part in unit.parts] for unit in units]])
     try:
         request.out.mkdir(parents=True, exist_ok=True)
@@ -111,11 +113,32 @@ def prepare(request: Request, workers: int) -> Prepared:
     return Prepared(manifest, written, tuple(sorted(changed)))
 
 
-def _chat_info(request: Request, codec: Codec) -> ChatInfo | None:
+def _conversations(request: Request, codec: Codec) -> ConversationCodec | None:
     if not request.chat:
         return None
     date = request.date or _date_of(request.out)
-    template = open_conversation_codec(codec, request.tokenizer, request.chat_template, date).template
+    return open_conversation_codec(codec, request.tokenizer, request.chat_template, date)
+
+
+def _told_apart(codec: Codec, tokenizer: TokenizerInfo, chat: ConversationCodec | None) -> list[str]:
+    """Return what tells tokens from those that earlier versions made with the same file: of most, nothing.
+
+    Shards of both would be in one folder otherwise, since the hash of the file is the same.
+    """
+    _, _, words = str(getattr(codec, "name", "")).partition(f" {tokenizer.sha256[:12]}")
+    words, _, end = words.removeprefix(" whole").partition(" ends with ")  # long texts always were whole
+    told = [words] if words else []
+    if chat is None:
+        return told  # another end of documents is told beside
+    if chat.template is None:
+        return [*told, f"ends with {end}"] if end else told
+    return [*told, *chat.unflagged]
+
+
+def _chat_info(chat: ConversationCodec | None) -> ChatInfo | None:
+    if chat is None:
+        return None
+    template = chat.template
     if template is None:
         return ChatInfo(template="plain", sha256=_digest("plain"))
     return ChatInfo(
@@ -171,7 +194,7 @@ def _of_manifest(out: Path, made_of: str, tasks: Sequence[Task]) -> dict[Task, S
     manifest = read_manifest(out)
     if manifest.made_of != made_of:
         raise DataError(
-            f"{out} holds what other sources, another tokenizer or other options made; "
+            f"{out} holds what other sources, another tokenizer, other options or an earlier version made; "
             "expected a folder that is new or holds the same: name another, or delete it"
         )
     problems = damage(out, manifest)

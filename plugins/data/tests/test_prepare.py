@@ -215,7 +215,7 @@ def test_what_is_whole_is_verified_and_left(tmp_path):
     before = {path: path.stat().st_mtime_ns for path in out.iterdir() if path.name != ".lock"}
     assert prepared(out, source, unit_bytes=6000).written == 0
     assert {path: path.stat().st_mtime_ns for path in before} == before
-    with pytest.raises(DataError, match="other sources, another tokenizer or other options"):
+    with pytest.raises(DataError, match="another tokenizer, other options or an earlier version"):
         prepared(out, source, unit_bytes=7000)
     content = bytearray((out / "00001.tokens").read_bytes())
     content[0] ^= 1
