@@ -98,7 +98,7 @@ class BlendedData(SequenceData):
     def tokenizer_alone(self) -> Codec:
         """Return the tokenizer that the first folder holds a copy of."""
         folder = Path(self._paths[0])
-        return codec_of(folder, read_manifest(folder).tokenizer)
+        return codec_of(folder, read_manifest(folder))
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of ``text``."""

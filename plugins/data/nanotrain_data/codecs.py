@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import attrs
+import numpy as np
 
 from nanotrain_core.api import DataError, did_you_mean
 from nanotrain_core.api.text import TextCodec, make_tokenizer, missing_path
-from nanotrain_data.manifest import NAME, TokenizerInfo
+from nanotrain_data.manifest import NAME, Manifest, TokenizerInfo
+from nanotrain_data.writer import ANSWERS, map_tokens
 
 # Contractions, words, numbers, punctuation, space: how text is cut before its parts become tokens, as
 # tiktoken_ext/openai_public.py has it, which cannot be asked without a download.
@@ -184,12 +186,15 @@ def describe_codec(name: str) -> TokenizerInfo:
     return TokenizerInfo(kind=kind_of(name), name=path.name, sha256=digest, file=file)
 
 
-def codec_of(folder: Path, info: TokenizerInfo) -> Codec:
-    """Return the tokenizer that a prepared folder holds a copy of.
+def codec_of(folder: Path, manifest: Manifest) -> Codec:
+    """Return the tokenizer that a prepared folder holds a copy of, with the folder's end of texts or answers.
+
+    Models of the folder have learned that token, though the file may be read to have another today.
 
     Raises:
         DataError: as :func:`open_codec`; the folder has none, or another file than its manifest says.
     """
+    info = manifest.tokenizer
     if info.file is None:
         if info.kind == "bytes":
             return open_codec("bytes")
@@ -197,7 +202,26 @@ def codec_of(folder: Path, info: TokenizerInfo) -> Codec:
     path = folder / info.file
     if path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() != info.sha256:
         raise DataError(f"{path} is not the tokenizer that the tokens of {folder} were made with")
-    return open_codec(str(path))
+    codec = open_codec(str(path))
+    end = _end_of_answers(folder, manifest) if manifest.chat else manifest.end_of_document
+    if end is not None:
+        codec.separator = end  # type: ignore[misc]  # which the protocol lets callers only read
+    return codec
+
+
+def _end_of_answers(folder: Path, manifest: Manifest) -> int | None:
+    """Return the token that ends answers of the plain form; None: there is a template, or it is unknown."""
+    assert manifest.chat is not None
+    if manifest.chat.template != "plain" or manifest.chat.source is not None:
+        return None
+    if manifest.chat.end is not None:
+        return manifest.chat.end
+    try:  # prepared before it was kept: it is the last token of an answer
+        path = folder / f"{manifest.shards[0].name}.tokens"
+        answer = np.fromfile(path.with_suffix(ANSWERS), "<i8", 2)
+        return int(map_tokens(path, manifest.dtype)[answer[1] - 1])
+    except (OSError, IndexError):
+        return None
 
 
 def _needs(package: str, path: Path) -> DataError:

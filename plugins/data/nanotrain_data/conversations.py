@@ -120,7 +120,7 @@ def known_conversations(folder: Path, manifest: Manifest) -> ConversationCodec:
     Raises:
         DataError: it does not keep its template, or not its tokenizer.
     """
-    codec, chat = codec_of(folder, manifest.tokenizer), manifest.chat
+    codec, chat = codec_of(folder, manifest), manifest.chat
     if chat is None or (chat.template != "plain" and chat.source is None):
         raise DataError(f"{folder} does not keep its chat template: prepare it again")
     if chat.source is None:

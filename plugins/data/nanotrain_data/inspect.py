@@ -77,7 +77,7 @@ def samples(folder: Path, manifest: Manifest, count: int, width: int, seed: int)
     Raises:
         DataError: tokens are damaged, or the folder has no tokenizer.
     """
-    codec = codec_of(folder, manifest.tokenizer)
+    codec = codec_of(folder, manifest)
     ends = np.cumsum([shard.documents for shard in manifest.shards])
     total = int(ends[-1])
     chosen = np.sort(np.random.default_rng(seed).choice(total, min(count, total), replace=False))

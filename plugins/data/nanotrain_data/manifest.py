@@ -85,6 +85,8 @@ class ChatInfo:
     """The template of conversations with tools; None: the same as that of others."""
     date: str | None = None
     """The day that the templates were told; None: they do not ask."""
+    end: int | None = None
+    """The token that ends answers of the plain form; None: a template, or prepared before it was kept."""
 
 
 @attrs.define(frozen=True, kw_only=True)

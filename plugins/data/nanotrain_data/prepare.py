@@ -57,7 +57,7 @@ def prepare(request: Request, workers: int) -> Prepared:
     codec = open_codec(request.tokenizer)
     tokenizer = describe_codec(request.tokenizer)
     conversations = _conversations(request, codec)
-    chat = _chat_info(conversations)
+    chat = _chat_info(conversations, codec)
     if chat:
         request = attrs.evolve(request, date=chat.date)  # which all processes tell, also after midnight
     units = units_of(request.sources, request.suffixes, request.unit_bytes)
@@ -135,12 +135,12 @@ def _told_apart(codec: Codec, tokenizer: TokenizerInfo, chat: ConversationCodec 
     return [*told, *chat.unflagged]
 
 
-def _chat_info(chat: ConversationCodec | None) -> ChatInfo | None:
+def _chat_info(chat: ConversationCodec | None, codec: Codec) -> ChatInfo | None:
     if chat is None:
         return None
     template = chat.template
     if template is None:
-        return ChatInfo(template="plain", sha256=_digest("plain"))
+        return ChatInfo(template="plain", sha256=_digest("plain"), end=codec.separator)
     return ChatInfo(
         template=template.name,
         sha256=template.sha256,

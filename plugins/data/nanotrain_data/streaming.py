@@ -100,14 +100,15 @@ class Streaming(Shards):
     def tokenizer_alone(self) -> Codec:
         """Return the tokenizer that the first folder holds a copy of, fetched beside the shards."""
         source = RemoteFolder(self.config.urls[0], self.config)
-        info = source.manifest().tokenizer
+        manifest = source.manifest()
+        info = manifest.tokenizer
         folder = self._folder / f"tokenizer-{info.sha256[:16]}"
         if info.file is not None and not (folder / info.file).exists():
             folder.mkdir(parents=True, exist_ok=True)
             part = folder / f".{os.getpid()}.part"
             source.fetch(info.file, part, info.sha256)
             part.replace(folder / info.file)
-        return codec_of(folder, info)
+        return codec_of(folder, manifest)
 
     def order(self, seed: int, *, validation: bool) -> BlendedOrder | HeldOutOrder:
         """Return the order of ``shards``, and keep it: it says what will be asked for."""

@@ -11,9 +11,12 @@ import pytest
 import sentencepiece
 import tiktoken
 import tiktoken_ext.openai_public
+from chats import chats, prepared_chats, tokenizer_folder, write_chats
 from corpora import prepared, texts
+from nanotrain_data import codecs
+from nanotrain_data.chat import Chat
 from nanotrain_data.codecs import ENCODINGS, codec_of, open_codec
-from nanotrain_data.config import ShardsConfig
+from nanotrain_data.config import ChatConfig, ShardsConfig
 from nanotrain_data.manifest import read_manifest
 from nanotrain_data.shards import Shards
 from nanotrain_data.train_tokenizer import END, train_tokenizer
@@ -21,6 +24,7 @@ from nanotrain_data.verify import tokenizer_problems
 from tokenizers import Tokenizer
 
 from nanotrain_core.api import DataError
+from nanotrain_core.api.text import make_tokenizer
 
 TEXT = "Zwölf naïve Boxkämpfer 🙂 don't jump 12345 times!\n\n  def f(x):\n\treturn x"
 
@@ -116,7 +120,7 @@ def test_a_prepared_folder_has_its_tokenizer_in_it(files, corpus, tmp_path, name
     assert copy.read_bytes() == (files / name).read_bytes()
     copy.write_bytes(copy.read_bytes() + b"\n")
     with pytest.raises(DataError, match="is not the tokenizer that the tokens of"):
-        codec_of(tmp_path / "out", manifest.tokenizer)
+        codec_of(tmp_path / "out", manifest)
 
 
 def test_tokens_are_of_the_file_that_is_there_now(files, tmp_path, monkeypatch):
@@ -137,7 +141,7 @@ def test_a_tokenizer_that_is_called_as_a_file_of_the_folder_is_kept(files, corpu
     manifest = prepared(out, corpus, tokenizer=path, unit_bytes=9000).manifest
     copy = out / manifest.tokenizer.file
     assert copy.read_bytes() == path.read_bytes()
-    assert codec_of(out, manifest.tokenizer).encode("alpha") == open_codec(str(path)).encode("alpha")
+    assert codec_of(out, manifest).encode("alpha") == open_codec(str(path)).encode("alpha")
     assert tokenizer_problems(out, manifest) == []
     copy.unlink()
     (line,) = tokenizer_problems(out, manifest)
@@ -156,7 +160,48 @@ def test_a_folder_that_lost_such_a_tokenizer_gets_it_again(files, corpus, tmp_pa
     attrs.evolve(manifest, tokenizer=attrs.evolve(manifest.tokenizer, file=path.name)).write(out)
     assert prepared(out, corpus, tokenizer=path, unit_bytes=9000).manifest == manifest
     assert not (out / "00000.json").exists()
-    assert codec_of(out, manifest.tokenizer).vocab_size == manifest.vocab_size
+    assert codec_of(out, manifest).vocab_size == manifest.vocab_size
+
+
+def ending_otherwise(name):
+    """Open a tokenizer as a version did that took another of its tokens for the end of a text."""
+    codec = make_tokenizer(name)
+    codec.separator = 7
+    return codec
+
+
+@pytest.mark.parametrize("made", ["text", "text without ends", "chats", "chats of before", "templated"])
+def test_the_end_of_texts_is_that_of_the_folder(corpus, tmp_path, monkeypatch, made):
+    """A model has learned that one: with another, it would not stop, nor begin where documents do."""
+    path, out = tokenizer_folder(tmp_path), tmp_path / "out"
+    own = open_codec(str(path)).separator
+    with monkeypatch.context() as patch:
+        patch.setattr(codecs, "make_tokenizer", ending_otherwise)
+        if made.startswith("text"):
+            prepared(out, corpus, tokenizer=path, end_documents=made == "text")
+        else:
+            template = {} if made == "templated" else {"chat_template": "plain"}
+            prepared_chats(out, write_chats(tmp_path / "in.jsonl", chats(9)), tokenizer=path, **template)
+    manifest = read_manifest(out)
+    if made.startswith("chats"):
+        assert manifest.chat.end == 7
+        if made == "chats of before":
+            attrs.evolve(manifest, chat=attrs.evolve(manifest.chat, end=None)).write(out)
+        asked = [{"role": "user", "content": "Hi"}]
+        assert Chat(ChatConfig(paths=(str(out),))).answer_prompt(asked)[1] == {7}
+    kept = made in ("text", "chats", "chats of before")
+    assert own not in (7, None)
+    assert Shards(ShardsConfig(paths=(str(out),))).tokenizer_alone().separator == (7 if kept else own)
+
+
+def test_a_folder_without_its_shards_still_has_its_tokenizer(tmp_path):
+    """To write text takes nothing else."""
+    path, out = tokenizer_folder(tmp_path), tmp_path / "out"
+    source = write_chats(tmp_path / "in.jsonl", chats(9))
+    found = prepared_chats(out, source, tokenizer=path, chat_template="plain").manifest
+    (out / "00000.answers").unlink()
+    before = attrs.evolve(found, chat=attrs.evolve(found.chat, end=None))
+    assert codec_of(out, before).separator == found.chat.end
 
 
 def test_a_tokenizer_is_made_of_text_and_reads_any(corpus, tmp_path):
