@@ -222,7 +222,7 @@ SMALL = {
     "precision": 680,
     "recipe": 1739,
     "registry": 620,
-    "run": 2694,
+    "run": 2700,
     "script": 800,
     "watch": 454,
 }
