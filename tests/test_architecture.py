@@ -216,7 +216,7 @@ SMALL = {
     "moe": 360,
     "metrics": 1349,
     "monitors": 1060,
-    "optim": 750,
+    "optim": 756,
     "phases": 372,
     "pipeline": 625,
     "precision": 680,

@@ -31,6 +31,11 @@ from nanotrain_core.optim.grad_norm import GlobalNorm, clip_factor
 WAVE = 2**24
 
 
+#: Ratio of learning rates of two steps beyond which one has jumped, as in a phase or a resumed run. Warm-up
+#: from 0 doubles the rate at most.
+JUMP = 3.0
+
+
 class MasterOptimizer(Optimizer):
     """Steps a ``torch.optim`` optimizer on the masters; subclasses define the optimizer and its state.
 
@@ -41,7 +46,7 @@ class MasterOptimizer(Optimizer):
 
     momentum: str | None = None
     """The key in a weight's state of the momentum to which :meth:`carry` adds. It is rescaled when the
-    learning rate changes, so that what it still has to move the weight by stays the same."""
+    learning rate jumps up, so that what it still has to move the weight by stays the same."""
 
     def __init__(self, config: Any) -> None:
         self.config = config
@@ -198,13 +203,14 @@ class MasterOptimizer(Optimizer):
         return float(self.config.lr * now / self._configured_lr) if self._configured_lr else 0.0
 
     def _keep_movement(self) -> None:
-        """Rescale momenta that carry errors if the learning rate has changed since the last step.
+        """Rescale momenta that carry errors if the learning rate jumps up.
 
-        Errors were divided by the rate of their step, and are applied at those of later ones.
+        Errors were divided by the rate of their step, and are applied at those of later ones. What a schedule
+        changes step by step is left to it: the momentum of gradients, which is in the same tensor, would lag.
         """
         last, now = self._last_lr, self._lr()
         carrying = [self.inner.state[s.weight] for s in self.encoded if s.feedback and self.momentum]
-        if carrying and last and now and last != now:
+        if carrying and last and now > JUMP * last:
             torch._foreach_mul_([state[str(self.momentum)] for state in carrying], last / now)
         self._last_lr = now or last
 
