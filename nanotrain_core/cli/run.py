@@ -22,7 +22,7 @@ from nanotrain_core.launch.check_modules import check_modules
 from nanotrain_core.launch.environment import Ranks
 from nanotrain_core.run.folder import newest
 from nanotrain_core.run.progress_bar import is_live
-from nanotrain_core.run.stop import end_on_sigterm, keep_code
+from nanotrain_core.run.stop import EXIT_OF, end_on_sigterm, keep_code
 from nanotrain_core.run.suggest_run import nearby_weights
 
 
@@ -83,7 +83,6 @@ def run(args: argparse.Namespace) -> int:
     from nanotrain_core.launch.hosts import Nodes
     from nanotrain_core.launch.launcher import launch, prepare
     from nanotrain_core.launch.worker import Job, train
-    from nanotrain_core.run.stop import EXIT_OF
 
     use_weights(args)
     plugins = plugin_arguments(args)

@@ -57,9 +57,9 @@ class TokenCache:
         path = self.folder / self._name(hashes)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            write_atomically(path.with_suffix(".hashes"), lambda file: _write(file, hashes))
+            write_atomically(path.with_suffix(".hashes"), lambda file: file.write_bytes(hashes))
             # Not tokens.tofile, which ignores that the last bytes did not fit on the disk.
-            write_atomically(path, lambda file: _write(file, np.ascontiguousarray(tokens).data))
+            write_atomically(path, lambda file: file.write_bytes(np.ascontiguousarray(tokens).data))
             _note_checked(path)
             for other in self.folder.glob(f"{self.key}-*"):
                 if other.stem != path.stem:
@@ -113,10 +113,6 @@ class CachedTokens(HashedTokens):
                 with suppress(OSError):  # the next start verifies again
                     _note_checked(self.path)
             return whole
-
-
-def _write(path: Path, data: bytes | memoryview) -> None:
-    path.write_bytes(data)
 
 
 def _form(path: Path) -> dict[str, int]:

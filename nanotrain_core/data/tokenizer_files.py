@@ -58,7 +58,7 @@ def text_only(tokenizer: Any, words: Collection[str] = ()) -> Any:
 
 
 def _is_piece(tokenizer: Any, word: str) -> bool:
-    """Say whether the model itself has a special token: then its algorithm may find it in a text."""
+    """Return whether the model itself has a special token: then its algorithm may find it in a text."""
     of_byte = BYTE.fullmatch(word) is not None  # needed for characters that the vocabulary lacks
     unknown = word == getattr(tokenizer.model, "unk_token", None)
     return not of_byte and not unknown and tokenizer.model.token_to_id(word) is not None

@@ -30,7 +30,6 @@ from nanotrain_core.optim.grad_norm import GlobalNorm, clip_factor
 #: Elements of weights that are loaded from their masters at once: 64 MB in float32.
 WAVE = 2**24
 
-
 #: Ratio of learning rates of two steps beyond which one has jumped, as in a phase or a resumed run. Warm-up
 #: from 0 doubles the rate at most.
 JUMP = 3.0
@@ -209,10 +208,11 @@ class MasterOptimizer(Optimizer):
         changes step by step is left to it: the momentum of gradients, which is in the same tensor, would lag.
         """
         last, now = self._last_lr, self._lr()
-        carrying = [self.inner.state[s.weight] for s in self.encoded if s.feedback and self.momentum]
-        if carrying and last and now > JUMP * last:
-            torch._foreach_mul_([state[str(self.momentum)] for state in carrying], last / now)
         self._last_lr = now or last
+        if self.momentum and last and now > JUMP * last:
+            carrying = [self.inner.state[s.weight][self.momentum] for s in self.encoded if s.feedback]
+            if carrying:
+                torch._foreach_mul_(carrying, last / now)
 
     def update_plain(self, gradients: Sequence[torch.Tensor], found_inf: torch.Tensor | None) -> None:
         """Take a step on the masters of ``plain``, in place, given all slots' gradients in their order.

@@ -168,7 +168,7 @@ def import_prefix(prefix: Path, folder: Path, tokenizer: str | None) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     if tokenizer is not None and info.file is not None:
         content = Path(tokenizer).read_bytes()
-        write_atomically(folder / info.file, lambda copy: _write(copy, content))
+        write_atomically(folder / info.file, lambda copy: copy.write_bytes(content))
     dtype = stored_dtype(vocab)
     shards = []
     for number, (first, last) in enumerate(_shards(index)):
@@ -245,7 +245,3 @@ def _common_end(index: Index, tokens: Tokens, end: int | None) -> int | None:
         last[empty] -= 1
     places = index.pointers[last] // tokens.itemsize + index.lengths[last] - 1
     return end if (tokens[places] == end).all() else None
-
-
-def _write(path: Path, data: bytes) -> None:
-    path.write_bytes(data)

@@ -258,7 +258,7 @@ def _refuse_strangers(out: Path, tokenizer: TokenizerInfo) -> None:
 def _copy_tokenizer(request: Request, tokenizer: TokenizerInfo) -> None:
     if tokenizer.file is not None:
         content = Path(request.tokenizer).read_bytes()
-        write_atomically(request.out / tokenizer.file, lambda path: _write(path, content))
+        write_atomically(request.out / tokenizer.file, lambda path: path.write_bytes(content))
 
 
 def _remove_records(out: Path, manifest: Manifest) -> None:
@@ -294,7 +294,3 @@ def _alone(out: Path) -> Iterator[None]:
 
 def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()
-
-
-def _write(path: Path, data: bytes) -> None:
-    path.write_bytes(data)

@@ -81,7 +81,7 @@ def write_shard(
     if not chat:
         return info
     stretches = np.array(answers, "<i8").reshape(-1, 2)
-    write_atomically(folder / f"{name}{ANSWERS}", lambda path: _write(path, stretches.data))
+    write_atomically(folder / f"{name}{ANSWERS}", lambda path: path.write_bytes(stretches.data))
     digest = hashlib.sha256(stretches.data).hexdigest()
     return attrs.evolve(info, answers=len(stretches), answers_sha256=digest, left_out=left_out)
 
@@ -108,9 +108,9 @@ def seal_shard(
     sha256 = hashlib.sha256(tokens.data).hexdigest()
     if len(tokens) != offsets[-1] or meant not in ("", sha256):
         raise OSError(errno.EIO, f"{paths['.tokens']} does not hold what was written to it")
-    write_atomically(paths[".offsets"], lambda path: _write(path, offsets.data))
+    write_atomically(paths[".offsets"], lambda path: path.write_bytes(offsets.data))
     hashes = piece_hashes(tokens)
-    write_atomically(paths[".hashes"], lambda path: _write(path, hashes))
+    write_atomically(paths[".hashes"], lambda path: path.write_bytes(hashes))
     return ShardInfo(
         name=name,
         documents=len(offsets) - 1,
@@ -137,7 +137,3 @@ def file_sha256(path: Path) -> str:
 
 def _little(dtype: str) -> np.dtype[Any]:
     return np.dtype(dtype).newbyteorder("<")
-
-
-def _write(path: Path, data: bytes | memoryview) -> None:
-    path.write_bytes(data)

@@ -44,11 +44,7 @@ def merge_traces(traces: Mapping[int, Path], into: Path) -> None:
         "traceEvents": events,
     }
     packed = gzip.compress(json.dumps(merged).encode())
-    write_atomically(into, lambda path: _write(path, packed))
-
-
-def _write(path: Path, packed: bytes) -> None:
-    path.write_bytes(packed)
+    write_atomically(into, lambda path: path.write_bytes(packed))
 
 
 def _of_rank(rank: int, place: int, events: list[dict[str, Any]], later: float) -> Iterator[dict[str, Any]]:
