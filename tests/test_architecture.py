@@ -209,7 +209,7 @@ SMALL = {
     "compile": 787,
     "contracts": 700,
     "data": 907,
-    "hf": 926,
+    "hf": 935,
     "launch": 2162,
     "layout": 1212,
     "models": 690,

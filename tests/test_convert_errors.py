@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from hf_models import gpt2, llama
+from hf_models import gpt2, llama, our_tensors
 from safetensors.torch import load_file, save_file
 
 from nanotrain_core.cli import main
@@ -116,6 +116,32 @@ def test_masks_and_frequencies_of_old_files_are_left_out(tmp_path):
     assert open_weights(tmp_path, load_plugins()).hf
     change_tensors(tmp_path, lambda t: t.update({"transformer.h.0.attn.scale": torch.ones(1)}))
     assert "it has a tensor transformer.h.0.attn.scale" in refusal(tmp_path)
+
+
+def test_a_tied_head_that_is_stored_too_must_be_the_embedding(tmp_path):
+    llama(tie_word_embeddings=True).save_pretrained(tmp_path)
+    before = our_tensors(tmp_path)
+    change_tensors(tmp_path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+    after = our_tensors(tmp_path)
+    assert before.keys() == after.keys()
+    assert all(before[name].equal(after[name]) for name in before)
+    change_tensors(tmp_path, lambda t: t["lm_head.weight"].mul_(2))
+    assert "lm_head.weight, and config.json ties the head to the embedding, which is another" in refusal(
+        tmp_path
+    )
+
+
+def test_names_of_a_model_without_its_prefix_are_read_beside_a_head(tmp_path):
+    llama().save_pretrained(tmp_path)
+    before = our_tensors(tmp_path)
+
+    def rename(tensors):
+        for name in list(tensors):
+            tensors[name.removeprefix("model.")] = tensors.pop(name)
+
+    change_tensors(tmp_path, rename)
+    after = our_tensors(tmp_path)
+    assert all(before[name].equal(after[name]) for name in before)
 
 
 def test_files_that_are_not_there_or_damaged(tmp_path):

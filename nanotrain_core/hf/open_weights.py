@@ -42,6 +42,8 @@ from nanotrain_core.run.suggest_run import nearby_weights
 #: The ``[model]`` table of a folder in our format: a recipe can extend it.
 TABLE = "model.toml"
 CONFIG = "config.json"
+#: The name of a head in the files of transformers' classes of language models.
+HEAD = "lm_head.weight"
 #: Maximum ratio of the size a config describes to the files' size at which missing tensors are listed.
 MUCH = 4
 
@@ -257,13 +259,26 @@ def _shards(folder: Path, quantization: Mapping[str, Any] | None) -> Tensors:
 
 
 def _read_hf(folder: Path, shards: Tensors, atlas: Atlas, ignored: Sequence[str]) -> HFWeights:
-    prefix = missing_prefix(shards.shapes, atlas.theirs)
-    found = {prefix + name: shape for name, shape in shards.shapes.items()}
-    if prefix:  # saved without its head, which has no prefix of its own
-        found |= {name: shape for name, shape in shards.shapes.items() if name in atlas.theirs}
-    refuse(folder, list(differences(found, atlas.theirs, ignored)))
+    prefix, theirs = missing_prefix(shards.shapes, atlas.theirs), atlas.theirs
+    # A head has no prefix of its own.
+    names = {name: name if name in theirs or name == HEAD else prefix + name for name in shards.shapes}
+    found = {names[name]: shape for name, shape in shards.shapes.items()}
+    if HEAD in found and HEAD not in theirs:  # the model's is tied
+        shape = found.pop(HEAD)
+        alike = [stored for stored, name in names.items() if name in theirs and theirs[name] == shape]
+        if not _is_copy(shards, HEAD, alike):
+            problem = f"it has a tensor {HEAD}, and {CONFIG} ties the head to the embedding, which is another"
+            refuse(folder, [f"{problem}: expected tie_word_embeddings = false, or equal tensors"])
+    refuse(folder, list(differences(found, theirs, ignored)))
     dtypes = known_dtypes(folder, shards)
-    return HFWeights(shards, atlas, {prefix + name: dtype for name, dtype in dtypes.items()}, prefix)
+    return HFWeights(shards, atlas, {names[name]: dtype for name, dtype in dtypes.items()}, prefix)
+
+
+def _is_copy(shards: Tensors, name: str, of: Iterable[str]) -> bool:
+    """Return whether a tensor equals one of others of its shape."""
+    index = tuple(slice(0, size) for size in shards.shapes[name])
+    tensor = shards.read(name, index)
+    return any(torch.equal(shards.read(other, index), tensor) for other in of)
 
 
 # --- a run that starts from them --------------------------------------------------------------

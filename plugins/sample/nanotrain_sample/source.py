@@ -47,6 +47,8 @@ class Source:
     """Of the sequences of all its phases, which ``tables`` do not have."""
     ends: frozenset[int] = frozenset()
     """Tokens that end a text, as a Hugging Face folder says, beside the tokenizer's end-of-text token."""
+    bos: str | None = None
+    """What a Hugging Face folder calls its tokenizer's BOS, whether or not it stands before texts."""
 
     @property
     def length(self) -> int | None:
@@ -141,7 +143,13 @@ def _weights_alone(folder: Path, step: int | None, tokenizer: str | None, regist
     stored = {str(dtype) for dtype in weights.reader.dtypes.values()}
     precision = PRECISIONS.get(next(iter(stored)), "fp32") if len(stored) == 1 else "fp32"
     model = {"use": weights.selection.use, **_plain(attrs.asdict(weights.selection.config))}
-    return Source(folder, {"model": model, "precision": {"use": precision}}, tokenizer, ends=_ends(folder))
+    return Source(
+        folder,
+        {"model": model, "precision": {"use": precision}},
+        tokenizer,
+        ends=_ends(folder),
+        bos=_bos(folder),
+    )
 
 
 def _ends(folder: Path) -> frozenset[int]:
@@ -160,6 +168,19 @@ def _ends(folder: Path) -> frozenset[int]:
             f"{file}: eos_token_id is {found!r}; expected a token's number, or a list of them"
         )
     return frozenset(ends)
+
+
+def _bos(folder: Path) -> str | None:
+    """Return ``bos_token`` of a Hugging Face folder's tokenizer."""
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        try:
+            found = json.loads((folder / name).read_bytes())["bos_token"]
+        except (OSError, ValueError, LookupError, TypeError):
+            continue
+        found = found.get("content") if isinstance(found, dict) else found
+        if isinstance(found, str):
+            return found
+    return None
 
 
 def ends_of(codec: TextCodec, others: Iterable[int | None]) -> frozenset[int]:

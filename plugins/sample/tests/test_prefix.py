@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from nanotrain_sample.evaluate.generation import generation_of
+from nanotrain_sample.evaluate.generation import empty_context, generation_of, special_token
 from nanotrain_sample.evaluate.scorer import Score
-from nanotrain_sample.source import Source, prefix_of
+from nanotrain_sample.source import Source, find, prefix_of
 
-from nanotrain_core.api import DataError
+from nanotrain_core.api import DataError, load_plugins
 from nanotrain_core.api.text import make_tokenizer
 from nanotrain_core.cli import main
 
@@ -105,6 +105,26 @@ def test_what_a_task_generates_follows_it(llama):
         assert [*asked.prompt.tokens] == theirs(context).input_ids
     asked = generation_of(TEXT, {"max_gen_toks": 4}, codec, 16, "", codec.prefix, {7})
     assert asked.prompt.how.ends == {1, 7}
+
+
+def test_an_empty_context_is_the_named_bos_that_stands_before_no_text(llama, tmp_path):
+    """As in lm_eval, for folders such as DeepSeek's: a BOS in tokenizer_config.json, no post-processor."""
+    folder = shutil.copytree(llama[0], tmp_path / "copy")
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    (folder / "tokenizer.json").write_text(json.dumps({**tokenizer, "post_processor": None}))
+    codec = make_tokenizer(str(folder / "tokenizer.json"))
+    for name, expected in (
+        ("</s>", 1),
+        ({"content": "<s>"}, 0),
+        ("w7", codec.separator),
+        (None, codec.separator),
+    ):
+        (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": name}))
+        bos = find(folder, None, None, load_plugins()).bos
+        number = special_token(codec, bos) if bos else None
+        assert empty_context(codec, (), number) == expected
+        asked = generation_of("", {"max_gen_toks": 4}, codec, 16, "", bos=number)
+        assert [*asked.prompt.tokens] == [expected]
 
 
 def of_data(data):

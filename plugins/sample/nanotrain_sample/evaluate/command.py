@@ -50,6 +50,7 @@ def run(args: argparse.Namespace) -> int:
             what = "is a folder; expected a file" if Path(path).is_dir() else "there is no such file"
             raise NanotrainError(f"--text {path}: {what}")
 
+    from nanotrain_sample.evaluate.generation import special_token
     from nanotrain_sample.evaluate.job import Asked, ScoreJob, ValidationJob
     from nanotrain_sample.evaluate.tasks import check_installed
     from nanotrain_sample.ranks import ForwardJob, degrees_of, run_on_ranks
@@ -88,6 +89,7 @@ def run(args: argparse.Namespace) -> int:
             stride=stride_of(args.stride, length),
             prefix=prefix_of(source, codec, found),
             ends=source.ends,
+            bos=special_token(codec, source.bos) if source.bos else None,
             json=args.json,
         )
         return ScoreJob(**common, tokenizer=source.tokenizer, asked=asked)

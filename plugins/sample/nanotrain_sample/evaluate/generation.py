@@ -48,6 +48,7 @@ def generation_of(
     where: str,
     prefix: Sequence[int] = (),
     ends: Iterable[int] = (),
+    bos: int | None = None,
 ) -> Generation:
     """Return what lm_eval asks for.
 
@@ -59,6 +60,7 @@ def generation_of(
         where: begins error messages.
         prefix: tokens that stand before every text, such as BOS.
         ends: tokens that end a text, beside the end-of-text token of ``codec``.
+        bos: the tokenizer's BOS, if it has one that stands before no text.
 
     Raises:
         NanotrainError: an argument has no counterpart here, or the text may be as long as the
@@ -93,7 +95,7 @@ def generation_of(
         vocab=codec.vocab_size,
         ends=ends_of(codec, (*ends, *(special_token(codec, stop) for stop in until))),
     )
-    question = [*prefix, *codec.encode(context)][tokens - length :] or [empty_context(codec, prefix)]
+    question = [*prefix, *codec.encode(context)][tokens - length :] or [empty_context(codec, prefix, bos)]
     return Generation(Prompt(tuple(question), how), until)
 
 
@@ -109,10 +111,15 @@ def _named(encode_special: Callable[[str], list[int]], text: str) -> list[int]:
     return encode_special(text)
 
 
-def empty_context(codec: TextCodec, prefix: Sequence[int]) -> int:
-    """Return what stands for an empty context: BOS, else the token that ends documents, or a line's end."""
+def empty_context(codec: TextCodec, prefix: Sequence[int], bos: int | None) -> int:
+    """Return what stands for an empty context: BOS, else the token that ends documents, or a line's end.
+
+    As in lm_eval's own models of Hugging Face, BOS stands there even if the tokenizer puts it before no text.
+    """
     if prefix:
         return prefix[-1]
+    if bos is not None:
+        return bos
     return codec.encode("\n")[0] if codec.separator is None else codec.separator
 
 

@@ -34,6 +34,8 @@ class Asked:
     """Tokens of a file that one window scores."""
     prefix: tuple[int, ...] = ()
     """Tokens that stand before every text, such as BOS."""
+    bos: int | None = None
+    """The tokenizer's BOS, if it has one that stands before no text."""
     ends: frozenset[int] = frozenset()
     """Tokens that end a generated text, beside the tokenizer's end-of-text token."""
     json: bool = False
@@ -68,6 +70,7 @@ class ScoreJob(ForwardJob):
                 length=asked.length,
                 prefix=asked.prefix,
                 ends=asked.ends,
+                bos=asked.bos,
                 few_shot=asked.few_shot,
                 limit=asked.limit,
             )

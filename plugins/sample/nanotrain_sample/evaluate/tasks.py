@@ -36,6 +36,7 @@ def run_tasks(
     length: int,
     prefix: Sequence[int],
     ends: frozenset[int],
+    bos: int | None,
     few_shot: int | None,
     limit: int | None,
 ) -> dict[str, Any]:
@@ -49,6 +50,7 @@ def run_tasks(
         length: of what the model reads at once.
         prefix: tokens that stand before every text, such as BOS.
         ends: tokens that end a text, beside the end-of-text token of ``codec``.
+        bos: the tokenizer's BOS, if it has one that stands before no text.
         few_shot: examples before each question; None: as the task says.
         limit: questions of each task, at most.
 
@@ -67,7 +69,7 @@ def run_tasks(
             raise NanotrainError(f"--task {name}: lm_eval knows no such task{did_you_mean(name, known)}")
     try:
         found = simple_evaluate(
-            model=adapter(codec, answers, length, prefix, ends),
+            model=adapter(codec, answers, length, prefix, ends, bos),
             tasks=[*names],
             num_fewshot=few_shot,
             limit=limit,
@@ -90,6 +92,7 @@ def adapter(
     length: int,
     prefix: Sequence[int],
     ends: frozenset[int] = frozenset(),
+    bos: int | None = None,
 ) -> Any:
     """Return the model as ``lm_eval`` knows models."""
     from lm_eval.api.model import TemplateLM
@@ -101,7 +104,7 @@ def adapter(
         @property
         def eot_token_id(self) -> int:
             """Return what stands for an empty context."""
-            return empty_context(codec, prefix)
+            return empty_context(codec, prefix, bos)
 
         def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
             """Return the tokens of a text, after BOS unless ``add_special_tokens`` is false."""
@@ -123,9 +126,9 @@ def adapter(
         def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
             """Return what the model writes after each context, up to the first of the task's stop strings."""
             asked = [
-                generation_of(context, arguments, codec, length, f"--task {request.task_name}", prefix, ends)
+                generation_of(context, arguments, codec, length, where, prefix, ends, bos)
                 for request in requests
-                for context, arguments in [request.args]
+                for (context, arguments), where in [(request.args, f"--task {request.task_name}")]
             ]
             quiet = disable_tqdm or not sys.stderr.isatty()
             with tqdm(total=len(asked), desc="generate", disable=quiet) as progress:
