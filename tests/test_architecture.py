@@ -209,7 +209,7 @@ SMALL = {
     "compile": 787,
     "contracts": 700,
     "data": 907,
-    "hf": 935,
+    "hf": 936,
     "launch": 2162,
     "layout": 1212,
     "models": 690,
