@@ -221,7 +221,7 @@ SMALL = {
     "pipeline": 625,
     "precision": 680,
     "recipe": 1739,
-    "registry": 620,
+    "registry": 738,
     "run": 2700,
     "script": 800,
     "watch": 454,

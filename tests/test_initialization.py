@@ -80,6 +80,9 @@ def test_what_a_part_lacks_is_told_with_its_base():
         def initializer(self, name):
             return Initializer("constant", 0.0)
 
+        def forward(self, inputs, batch):
+            return super().forward(inputs)
+
     part = Plain(1, 1)
     check_part("model 'mine'", part)
     part.register_buffer("cache", torch.zeros(1))
@@ -92,6 +95,10 @@ def test_what_a_part_lacks_is_told_with_its_base():
         check_part("model 'mine'", None)
     with pytest.raises(PluginError, match=r"Misspelt has a method constants, .* not constant of ModelPart"):
         check_part("model 'mine'", type("Misspelt", (ModelPart,), {"constants": print})())
+    nameless = type("Nameless", (ModelPart,), {"initializer": lambda self: None})
+    wanted = r"Nameless.initializer\(self\) cannot be called: .*; expected initializer\(self, name\)"
+    with pytest.raises(PluginError, match=wanted):
+        check_part("model 'mine'", nameless())
 
 
 def test_a_part_knows_no_parameter_and_no_buffer_unless_it_says_so():

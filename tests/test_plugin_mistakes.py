@@ -15,6 +15,7 @@ from nanotrain_core import hookimpl
 from nanotrain_core.component import Component
 from nanotrain_core.errors import DataError, Problem
 from nanotrain_core.recipe.model_config import ModelConfig
+from nanotrain_core.recipe.tree import OptimizerConfig
 
 @attrs.define(frozen=True, kw_only=True)
 class Config({base}):
@@ -31,10 +32,12 @@ def build(config):
     {build}
 '''
 
+BASES = {"model": "ModelConfig", "optimizer": "OptimizerConfig"}
+
 
 def plugin(folder, build="return object()", kind="monitor", name="mistake.py", **changes):
     """Write a plugin; ``changes`` replaces its texts: ``old=new`` with old one of the keys below."""
-    text = PLUGIN.format(build=build, kind=kind, base="ModelConfig" if kind == "model" else "object")
+    text = PLUGIN.format(build=build, kind=kind, base=BASES.get(kind, "object"))
     olds = {
         "factory": 'f"{__name__}:build"',
         "check": "    return ()\n",
@@ -99,13 +102,16 @@ def test_a_mistake_told_on_purpose_is_passed_on_unchanged(tmp_path):
             "without layers, vocab_size, max_length, loss_weights, build, loss_counts, flops",
         ),
         ("topology", r"without layout \(see nanotrain_core.api.torch.Topology\)"),
-        ("monitor", r"without .*on_start, .*\(inherit from nanotrain_core.api.torch.Monitor\)"),
+        (
+            "monitor",
+            r"derive from nanotrain_core.api.torch.Monitor: .* without every_step, .* and 18 more$",
+        ),
         (
             "parallel",
-            r"without apply, around, shard, splits_linear \(inherit from nanotrain_core.api.torch.Parallel\)",
+            r"derive from nanotrain_core.api.torch.Parallel: .* without apply, around, shard, splits_linear$",
         ),
-        ("precision", r"without parameter_dtype, .* \(inherit from nanotrain_core.api.torch.Precision\)"),
-        ("kernels", r"without prepare, ops, .* \(inherit from nanotrain_core.api.torch.Kernels\)"),
+        ("precision", r"from nanotrain_core.api.torch.Precision: .* without parameter_dtype, .* more$"),
+        ("kernels", r"from nanotrain_core.api.torch.Kernels: .* without prepare, ops, gemm and 2 more$"),
     ],
 )
 def test_an_object_that_lacks_part_of_its_contract(tmp_path, kind, text):
@@ -195,6 +201,124 @@ def test_data_need_only_their_methods_before_they_are_open(tmp_path):
     assert "vocab_size" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("kind", "methods", "text"),
+    [
+        (
+            "monitor",
+            "on_step=lambda self: None",
+            r"Mine.on_step\(self\) cannot be called: too many positional arguments \(.*mistake.py:\d+\); "
+            r"expected on_step\(self, report\); see docs/kinds/monitor.md$",
+        ),
+        (
+            "monitor",
+            "on_recover=lambda self, restore, at_least, x: 0",
+            r"\(self, restore, at_least, x\) .*'x'",
+        ),
+        ("monitor", "on_end=lambda: None", r"Mine.on_end\(\) cannot be called: .*on_end\(self, report\)"),
+        ("monitor", "meta={}", r"Mine.meta is a dict; expected meta\(self\); see"),
+        ("monitor", "meta=property(lambda self: 1 / 0)", r"Mine.meta is a property; expected meta\(self\)"),
+        ("monitor", "on_step=staticmethod(lambda: 0)", r"Mine.on_step\(\) cannot be called: too many"),
+        ("monitor", "on_step=torch.no_grad()(lambda self: 0)", r"Mine.on_step\(self\) cannot be called"),
+        (
+            "parallel",
+            "apply=lambda self, part, mesh: part",
+            r"expected apply\(self, part, placements, mesh\)",
+        ),
+        ("optimizer", "step=lambda self: None", r"'loss_scale' .*expected step\(self, \*, loss_scale=...\)"),
+        ("optimizer", "step=lambda self, *, loss_scale: None", r"missing a required .*'loss_scale'"),
+        (
+            "optimizer",
+            "initial_state=lambda self: {}",
+            r"expected initial_state\(self, weight\); see .*optimiz",
+        ),
+        (
+            "optimizer",
+            "carries=lambda self: False",
+            r"Mine.carries is a method; expected a property: write @p",
+        ),
+    ],
+)
+def test_a_method_that_the_core_could_not_call(tmp_path, kind, methods, text):
+    """It had ended the first call of it, hours later perhaps, with a traceback."""
+    base = "MasterOptimizer" if kind == "optimizer" else kind.capitalize()
+    made = (
+        f"import torch; from nanotrain_core.api.torch import {base} as Base; "
+        f"return type('Mine', (Base,), dict({methods}))(*[config][:{kind == 'optimizer'}])"
+    )
+    path = plugin(tmp_path, build=made, kind=kind)
+    with pytest.raises(PluginError, match=text) as error:
+        build(path, kind)
+    assert f"{kind} 'mine' of plugin 'mistake' (mistake.py sha256-" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        "lambda self, *args: None",
+        "lambda self, anything, more=1, *, key=None: None",
+        "staticmethod(lambda report: None)",
+        "classmethod(lambda kind, report: None)",
+        "print",
+        "functools.partial(lambda key, report: None, 1)",
+        "functools.partialmethod(lambda self, report, key: None, key=1)",
+        "type('Called', (), {'__call__': lambda self, report: None})()",
+        "functools.wraps(lambda self: 0)(lambda self, report: None)",
+        "functools.lru_cache(lambda self, report: None)",
+        "torch.no_grad()(lambda self, report: None)",
+        "unittest.mock.Mock()",
+        "operator.itemgetter(1)",
+    ],
+)
+def test_whatever_takes_the_arguments_is_a_method(tmp_path, method):
+    made = (
+        "import functools, operator, torch, unittest.mock; from nanotrain_core.api.torch import Monitor; "
+        f"return type('Mine', (Monitor,), {{'on_step': {method}}})()"
+    )
+    assert build(plugin(tmp_path, build=made))
+
+
+def test_a_method_that_an_object_was_given_is_compared_too(tmp_path):
+    made = (
+        "from nanotrain_core.api.torch import Monitor; found = Monitor(); "
+        "found.on_step = lambda self, report: None; return found"
+    )
+    with pytest.raises(PluginError, match=r"Monitor.on_step\(self, report\) cannot be called: .*'report'"):
+        build(plugin(tmp_path, build=made))
+
+
+def test_an_optional_interface_is_compared_where_it_is_there(tmp_path):
+    members = "'open train_batch validation_batch describe encode decode meta load_meta'.split()"
+    made = (
+        "from unittest.mock import Mock; "
+        f"return type('Mine', (), {{**dict.fromkeys({members}, Mock()), 'skip': lambda self: 1}})()"
+    )
+    with pytest.raises(PluginError, match=r"Mine.skip\(self\) .*expected skip\(self, sequences\); .*data.md"):
+        build(plugin(tmp_path, kind="data", build=made), "data")
+
+
+def test_methods_of_a_models_config_are_compared_when_the_plugin_is_loaded(tmp_path):
+    text = 'Component(name="mine", config=type("Own", (Config,), {"canonical": lambda self, key: 1}), '
+    (broken,) = registry(plugin(tmp_path, kind="model", register=text)).broken
+    assert "model 'mine': Own.canonical(self, key) cannot be called: missing a required" in broken.error
+
+
+def test_the_loss_scale_of_a_precision_is_part_of_its_contract(tmp_path):
+    made = (
+        "from nanotrain_core.api.torch import Precision; made = Precision(); "
+        "made.parameter_dtype = made.gradient_dtype = None; made.loss_scale = 1.0; return made"
+    )
+    wanted = r"its loss_scale is a float without value, update, meta, load_meta \(see .*torch.LossScale\)"
+    with pytest.raises(PluginError, match=wanted):
+        build(plugin(tmp_path, kind="precision", build=made), "precision")
+
+
+def test_a_factory_that_returns_its_class(tmp_path):
+    made = "from nanotrain_core.api.torch import Monitor; return Monitor"
+    with pytest.raises(PluginError, match=r"returned the class Monitor; expected .*return Monitor\(config\)"):
+        build(plugin(tmp_path, build=made))
+
+
 def test_a_factory_that_returns_nothing(tmp_path):
     with pytest.raises(PluginError, match="its factory returned None"):
         build(plugin(tmp_path, build="pass"))
@@ -249,7 +373,7 @@ def test_a_factory_in_no_module_is_found_before_anything_starts(tmp_path, capsys
 def test_a_topology_without_a_layout_is_the_plugins_mistake(tmp_path, capsys):
     code, err = check_command(capsys, plugin(tmp_path, kind="topology"), SMALL + '[topology]\nuse = "mine"\n')
     assert code == Exit.USER
-    assert err.startswith("nanotrain: topology 'mine': ")
+    assert err.startswith("nanotrain: topology 'mine' of plugin 'mistake' (")
     assert "layout" in err
 
 

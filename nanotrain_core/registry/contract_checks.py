@@ -1,7 +1,8 @@
-"""Checks that a built object has the members of its kind's contract: their names, not their signatures."""
+"""Checks that a built object has the members of its kind's contract, with the parameters that it declares."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from difflib import SequenceMatcher
 from typing import Any
@@ -10,8 +11,10 @@ from torch import nn
 
 from nanotrain_core import contracts
 from nanotrain_core.component import Component
+from nanotrain_core.data.codec import HasConversations
 from nanotrain_core.errors import PluginError
 from nanotrain_core.recipe.model_config import ModelConfig
+from nanotrain_core.registry.signatures import expect_signatures
 
 #: Kind -> its contract.
 CONTRACTS: dict[str, type] = {
@@ -30,6 +33,18 @@ CONTRACTS: dict[str, type] = {
 #: Contracts whose attributes exist only after ``open`` or ``setup``; their methods exist from the start.
 LATE_ATTRIBUTES = (contracts.Data, contracts.Optimizer)
 
+#: Kind -> the interfaces that its objects may have in addition.
+OPTIONAL: dict[str, tuple[type, ...]] = {
+    "model": (contracts.ChangesInRun,),
+    "schedule": (contracts.SaysInFlight,),
+    "data": (
+        contracts.SkipsAhead,
+        contracts.ChangesLength,
+        contracts.MixesSources,
+        contracts.HasTokenizer,
+        HasConversations,
+    ),
+}
 
 #: Methods by which a gradient sync is known whose component lacks the capability.
 OWNS_GRADIENTS = ("attach", "finish", "pieces", "gradient_of")
@@ -39,34 +54,74 @@ def missing_members(contract: type, built: Any) -> list[str]:
     """Return the public methods and attributes of ``contract`` that ``built`` lacks, in its order."""
     members = [] if contract in LATE_ATTRIBUTES else list(vars(contract).get("__annotations__", ()))
     members += [name for name in vars(contract) if name not in members]
-    return [name for name in members if not name.startswith("_") and not hasattr(built, name)]
+    return [name for name in members if not name.startswith("_") and not _has(built, name)]
+
+
+def _has(built: Any, name: str) -> bool:
+    """Return whether an object has a member; a property is not evaluated, which may raise anything."""
+    return inspect.getattr_static(built, name, None) is not None or hasattr(built, name)
 
 
 def check_contract(label: str, component: Component, kind: str, built: Any) -> None:
     """Check what a factory returned.
 
     Raises:
-        PluginError: it lacks a member of its contract, and if that is a base class, the text says to inherit;
+        PluginError: it is a class, it lacks a member of its contract, or has a method with other parameters;
             or it is a gradient sync that its component does not provide.
     """
-    wanted = [CONTRACTS[kind]]
+    if isinstance(built, type):
+        name = built.__name__
+        raise PluginError(
+            f"{label}: its factory returned the class {name}; expected an object of it: return {name}(config)"
+        )
+    wanted = [(CONTRACTS[kind], kind)]
     if "gradient_sync" in component.provides:
-        wanted.append(contracts.GradientSync)
+        wanted.append((contracts.GradientSync, "gradient_sync"))
     elif kind in ("parallel", "optimizer") and all(hasattr(built, name) for name in OWNS_GRADIENTS):
         raise PluginError(
             f"{label}: {type(built).__name__} is a gradient sync that would never be called, since its "
             'Component does not say so: add provides={"gradient_sync"}'
         )
-    for contract in wanted:
-        missing = missing_members(contract, built)
-        if missing:
-            returned = "None" if built is None else f"a {type(built).__name__} without {', '.join(missing)}"
-            base = not getattr(contract, "_is_protocol", False) and not isinstance(built, contract)
-            see = f"{'inherit from' if base else 'see'} nanotrain_core.api.torch.{contract.__name__}"
-            raise PluginError(f"{label}: its factory returned {returned} ({see})")
+    for contract, _ in wanted:
+        expect_members(label, contract, built)
         expect_spelling(label, contract, type(built))
     if kind == "model":
         expect_spelling(label, ModelConfig, component.config)
+    if kind == "precision":
+        expect_members(label, contracts.LossScale, built.loss_scale, what="its loss_scale is")
+        expect_signatures(label, kind, contracts.LossScale, built.loss_scale)
+    if isinstance(built, contracts.GathersWeights) and len(wanted) > 1:
+        wanted.append((contracts.GathersWeights, "gradient_sync"))
+    wanted += [(contract, kind) for contract in OPTIONAL.get(kind, ()) if isinstance(built, contract)]
+    known = {contract for contract, _ in wanted}
+    wanted += [(base, kind) for base in type(built).__mro__ if _of_the_core(base) and base not in known]
+    for contract, page in wanted:
+        expect_signatures(label, page, contract, built)
+
+
+def _of_the_core(base: type) -> bool:
+    """Return whether a class is one of the core's, which calls the methods that plugins override."""
+    return base.__module__.startswith("nanotrain_core.")
+
+
+def expect_members(label: str, contract: type, built: Any, *, what: str = "its factory returned") -> None:
+    """Reject an object that lacks members of ``contract``.
+
+    Raises:
+        PluginError: if the contract is a base class, with the advice to derive from it: a class that does not
+            lacks most of it, of which a few names are enough.
+    """
+    missing = missing_members(contract, built)
+    if not missing:
+        return
+    name = f"nanotrain_core.api.torch.{contract.__name__}"
+    if built is None:
+        raise PluginError(f"{label}: {what} None (see {name})")
+    found = f"{what} a {type(built).__name__} without "
+    if getattr(contract, "_is_protocol", False) or isinstance(built, contract):
+        raise PluginError(f"{label}: {found}{', '.join(missing)} (see {name})")
+    few = ", ".join(missing) if len(missing) <= 4 else f"{', '.join(missing[:3])} and {len(missing) - 3} more"
+    raise PluginError(f"{label}: derive from {name}: {found}{few}")
 
 
 def missing_of_part(part: Any) -> list[str]:
@@ -84,7 +139,8 @@ def check_part(label: str, part: Any) -> None:
     """Check what a model's ``build`` returned.
 
     Raises:
-        PluginError: it is no module, lacks a method of a part, or has one that is misspelt.
+        PluginError: it is no module, lacks a method of a part, or has one that is misspelt or takes other
+            arguments.
     """
     if missing := missing_of_part(part):
         raise PluginError(
@@ -92,6 +148,7 @@ def check_part(label: str, part: Any) -> None:
             "nanotrain_core.api.torch.ModelPart)"
         )
     expect_spelling(label, contracts.ModelPart, type(part))
+    expect_signatures(label, "model", contracts.ModelPart, part)
 
 
 def expect_spelling(label: str, contract: type, kind: type) -> None:

@@ -31,6 +31,7 @@ from nanotrain_core.recipe.model_config import ModelConfig
 from nanotrain_core.recipe.tree import OptimizerConfig
 from nanotrain_core.recipe.types import check_config_types
 from nanotrain_core.registry.local_plugins import local_plugins
+from nanotrain_core.registry.signatures import expect_signatures
 
 #: Entry-point group in which a distribution lists its plugins.
 GROUP = "nanotrain.plugins"
@@ -286,6 +287,8 @@ def _check_component(kind: str, component: Component, earlier: list[tuple[str, C
     base = CONFIG_BASES.get(kind, object)
     if not issubclass(config, base):
         raise PluginError(f"{label}: {config.__name__} must derive from nanotrain_core.api.{base.__name__}")
+    if base is not object:
+        expect_signatures(label, kind, base, config)
     try:
         check_config_types(config)
     except (TypeError, NameError) as error:

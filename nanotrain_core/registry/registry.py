@@ -96,7 +96,8 @@ class Registry:
 
         Raises:
             PluginError: the factory cannot be imported, raises, or returns an object that lacks part of the
-                contract of its kind. An unexpected exception is the ``__cause__``.
+                contract of its kind, or has methods with other parameters. An unexpected exception is the
+                ``__cause__``.
         """
         component = self.get(selection.kind, selection.use)
         label = f"{selection.kind} '{selection.use}'"
@@ -115,7 +116,8 @@ class Registry:
                 check_contract,  # contracts use torch's types
             )
 
-            check_contract(label, component, selection.kind, built)
+            owner = self.owner(selection.kind, selection.use)
+            check_contract(f"{label} of {owner}", component, selection.kind, built)
         return built
 
     def owner(self, kind: str, use: str) -> PluginInfo:
