@@ -52,6 +52,7 @@ from nanotrain_core.run.memory import expect_training_to_fit
 from nanotrain_core.run.validate_components import (
     check_costs,
     check_dtensors,
+    check_loss_weights,
     check_meta,
     check_ranges,
     check_vocabulary,
@@ -154,6 +155,7 @@ def compose(
     pp, pp_rank = mesh.degree("pp"), pipeline_rank(mesh)
     costs = built.model.flops(PhaseTimeline(recipe).largest().batch.length)
     check_costs(costs, built.model, recipe)
+    check_loss_weights(built.model, recipe)
     parts = built.schedule.parts(costs, pp)
     rows = _shard(mesh, mesh.layout.row_dims)
     actions = built.schedule.actions(pp, recipe.batch.microbatches(rows.count))

@@ -16,7 +16,7 @@ from nanotrain_core.checkpoint.saver import CheckpointSaver
 from nanotrain_core.compile.captured_executor import CapturingExecutor
 from nanotrain_core.compose import Run, compose
 from nanotrain_core.contracts import EndReport, Monitor, StepEnd, StepStats, UpdateReport
-from nanotrain_core.errors import CheckpointError, PluginError
+from nanotrain_core.errors import CheckpointError
 from nanotrain_core.layout.parameters_in_flight import install_ready_hooks
 from nanotrain_core.moe.routing import balance, counting_routers
 from nanotrain_core.optim.lr_schedule import Scheduler, lr_scheduler
@@ -39,6 +39,7 @@ from nanotrain_core.run.step_report import evaluation, report_step
 from nanotrain_core.run.stop import StopRequest
 from nanotrain_core.run.throughput import Throughput
 from nanotrain_core.run.train_state import capture_state, load_checkpoint
+from nanotrain_core.run.validate_components import check_gradients, check_terms
 from nanotrain_core.watch.progress import FAILED, Progress
 
 if TYPE_CHECKING:
@@ -284,6 +285,9 @@ class RuntimeEngine:
             losses = self.executor.run(run.actions, microbatches, factors)
         self.note("gradient sync")
         run.gradients.finish()
+        if self.step == self._first:
+            check_terms(losses, run.loss_weights, run.mesh)
+            check_gradients(run.gradients)
         self.note("monitors before the update")
         again = partial(replay, self.executor, run.mesh, microbatches, factors)
         update = UpdateReport(
@@ -327,8 +331,6 @@ class RuntimeEngine:
         """
         each = [self.run.feed.counts(batch) for batch in microbatches]
         names = list(self.run.loss_weights)
-        if missing := set(names) - set(*each[:1]):
-            raise PluginError(f"the model's loss_counts lack '{min(missing)}', which loss_weights have")
         zero = torch.zeros((), dtype=torch.float64)
         total = torch.stack([sum((counts[name] for counts in each), start=zero) for name in names])
         summed = sum_over_data(total, self.run.mesh, once_per_pipeline=True, extra_sums=self.stop.flags())

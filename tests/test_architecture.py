@@ -201,7 +201,7 @@ def code_lines(path: Path) -> int:
 ROOMS = {path.parent.name for path in CORE.glob("*/__init__.py")}
 #: What each room of the core may have of code, in lines; "": all that is in none. Not the harness.
 SMALL = {
-    "": 976,
+    "": 980,
     "api": 657,
     "builtin": 490,
     "checkpoint": 923,
@@ -211,7 +211,7 @@ SMALL = {
     "data": 907,
     "hf": 936,
     "launch": 2162,
-    "layout": 1212,
+    "layout": 1215,
     "models": 690,
     "moe": 360,
     "metrics": 1349,
@@ -222,7 +222,7 @@ SMALL = {
     "precision": 680,
     "recipe": 1739,
     "registry": 738,
-    "run": 2700,
+    "run": 2750,
     "script": 800,
     "watch": 454,
 }

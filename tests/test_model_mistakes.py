@@ -8,6 +8,8 @@ from torch import nn
 
 from nanotrain_core.contracts import Monitor, PartOutput
 from nanotrain_core.errors import PluginError
+from nanotrain_core.layout.buckets import BucketQueue
+from nanotrain_core.layout.gradients import AllReduceGradients
 from nanotrain_core.layout.roles import tag
 from nanotrain_core.models.transformer import Transformer, TransformerPart
 from nanotrain_core.moe import routing
@@ -35,8 +37,13 @@ forward = TransformerPart.forward
             lambda found: PartOutput(None, {**found.losses, "z": found.losses["lm"]}),
             "the model returned the loss 'z'; its loss_weights have lm",
         ),
+        (
+            lambda found: PartOutput(None, {"lmm": found.losses["lm"]}),
+            r"stage 0 returned no loss 'lm', and lmm; expected .* next-token losses \(did you mean 'lmm'\?\)",
+        ),
+        (lambda found: PartOutput(None), "stage 0 returned no loss 'lm', and no other; expected the sum"),
     ],
-    ids=["tensor", "none", "of tokens", "unknown"],
+    ids=["tensor", "none", "of tokens", "unknown", "misspelt", "without any"],
 )
 def test_a_part_that_returns_something_else(wrong, text):
     with (
@@ -52,6 +59,82 @@ def test_a_term_that_is_not_counted():
         pytest.raises(PluginError, match="loss_counts lack 'lm', which loss_weights have"),
     ):
         train(ALONE, {})
+
+
+@pytest.mark.parametrize(
+    ("counts", "text"),
+    [
+        (torch.tensor(1), "loss_counts returned a Tensor; expected a mapping from each name in loss_weights"),
+        ({"lmm": torch.tensor(1)}, r"loss_counts lack 'lm', .* \(did you mean 'lmm'\?\)"),
+        ({"lm": torch.ones(4)}, r"loss_counts returned a tensor of shape \[4\] for 'lm'; expected a scalar"),
+    ],
+    ids=["tensor", "misspelt", "of each row"],
+)
+@pytest.mark.parametrize("changes", [{}, {"evaluation": {"every": 1, "sequences": 8}}])
+def test_counts_that_are_something_else(counts, text, changes):
+    """Also where the first batch that is counted is one of validation."""
+    with (
+        mock.patch.object(Transformer, "loss_counts", return_value=counts),
+        pytest.raises(PluginError, match=text),
+    ):
+        train(ALONE, changes)
+
+
+@pytest.mark.parametrize(
+    ("weights", "text"),
+    [
+        (1.0, r"model 'transformer': loss_weights is 1.0; expected the weight of each loss term"),
+        ({"lmm": 1.0}, r"loss_weights is {'lmm': 1.0}; expected .* \(did you mean 'lmm'\?\)"),
+    ],
+)
+def test_weights_that_do_not_weigh_the_next_token_loss(weights, text):
+    found = mock.PropertyMock(return_value=weights)
+    found.__set__ = lambda *_: None
+    with (
+        mock.patch.object(Transformer, "loss_weights", found, create=True),
+        pytest.raises(PluginError, match=text),
+    ):
+        make_engine(ALONE, {})
+
+
+def test_a_term_that_no_stage_returns():
+    """It was shown as 0.0."""
+    made = Transformer.__init__
+
+    def weighed(model, config):
+        made(model, config)
+        model.loss_weights = {"lm": 1.0, "lmz": 0.1}
+
+    expected = r"a weight for the loss 'lmz' and never returned that loss: .* had lm \(did you mean 'lm'\?\)"
+    with (
+        mock.patch.object(Transformer, "__init__", weighed),
+        mock.patch.object(
+            Transformer, "loss_counts", return_value=dict.fromkeys(("lm", "lmz"), torch.ones(()))
+        ),
+        pytest.raises(PluginError, match=expected),
+    ):
+        train(ALONE, {})
+
+
+@pytest.mark.parametrize(
+    ("method", "value", "text"),
+    [
+        ("pieces", None, "AllReduceGradients: pieces returned None; expected a list of the nanotrain_core"),
+        ("gradient_of", None, "gradient_of returned a NoneType for .*; expected a tensor of the shape of"),
+        ("gradient_of", torch.zeros(3), r"returned a tensor of shape \(3,\) for .* piece.weight, \("),
+    ],
+)
+def test_a_gradient_sync_that_returns_something_else(method, value, text):
+    with (
+        mock.patch.object(AllReduceGradients, method, return_value=value),
+        pytest.raises(PluginError, match=text),
+    ):
+        train(ALONE, {})
+
+
+def test_a_queue_of_lists_is_refused():
+    with pytest.raises(PluginError, match="BucketQueue: a bucket is a list; expected hashable objects that"):
+        BucketQueue([[nn.Parameter(torch.zeros(1))]])
 
 
 def test_a_tag_that_is_no_role_is_refused():

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 import torch
 from torch import nn
 
+from nanotrain_core.errors import PluginError
+
 if TYPE_CHECKING:
     from nanotrain_core.layout.exchange import Exchange
 
@@ -138,7 +140,14 @@ class BucketQueue(Generic[B]):
         Args:
             buckets: hashable.
             early: only the first so many are :meth:`ready` before :meth:`rest` yields them; all by default.
+
+        Raises:
+            PluginError: a bucket is something else, such as a list of parameters.
         """
+        for bucket in buckets:
+            if not hasattr(bucket, "parameters") or type(bucket).__hash__ is None:
+                text = "expected hashable objects that have parameters"
+                raise PluginError(f"BucketQueue: a bucket is a {type(bucket).__name__}; {text}")
         self.buckets, self.early = buckets, len(buckets) if early is None else early
         self.buckets_of: dict[nn.Parameter, list[B]] = {}
         for bucket in buckets:

@@ -15,7 +15,7 @@ from torch import nn
 from nanotrain_core.batch import Batch
 from nanotrain_core.checkpoint.tensor_boxes import Shape
 from nanotrain_core.contracts import Computed, GradientSync, PartOutput
-from nanotrain_core.errors import NanotrainError, PluginError
+from nanotrain_core.errors import NanotrainError, PluginError, did_you_mean
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.pipeline.actions import Action
 from nanotrain_core.pipeline.annotation import annotated
@@ -172,6 +172,9 @@ class Executor:
             found = "no value; expected the hidden states for the next stage"
         elif many := [name for name, loss in output.losses.items() if loss.numel() != 1]:
             found = f"several numbers for the loss '{many[0]}'; expected one, their sum"
+        elif stage == self.final and batch.targets is not None and "lm" not in output.losses:
+            found = f"no loss 'lm', and {', '.join(output.losses) or 'no other'}"
+            found += f"; expected the sum of next-token losses{did_you_mean('lm', [*output.losses])}"
         else:
             return output
         raise PluginError(f"the model's part for stage {stage} returned {found}")
@@ -214,7 +217,10 @@ class Executor:
             return []
         if unknown := losses.keys() - self._loss_factors.keys():
             known = ", ".join(self._loss_factors)
-            raise PluginError(f"the model returned the loss '{min(unknown)}'; its loss_weights have {known}")
+            near = did_you_mean(min(unknown), [*self._loss_factors])
+            raise PluginError(
+                f"the model returned the loss '{min(unknown)}'; its loss_weights have {known}{near}"
+            )
         return [torch.stack([self._loss_factors[name] * value for name, value in losses.items()]).sum()]
 
     # --- for its values alone -----------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any, Protocol, TypeGuard
 
@@ -10,7 +10,7 @@ import torch
 
 from nanotrain_core.batch import IGNORE, Batch, Shard
 from nanotrain_core.contracts import ChangesLength, CountsHeldOut, Data, Model, SkipsAhead
-from nanotrain_core.errors import PluginError
+from nanotrain_core.errors import PluginError, did_you_mean
 from nanotrain_core.recipe.tree import BatchConfig, EvaluationConfig
 from nanotrain_core.run.skipped_ranges import SkipsRanges
 from nanotrain_core.run.upload import Upload
@@ -118,7 +118,7 @@ class DataFeed(SkipsRanges):
             part: this rank's part of each sequence, where ranks split it.
         """
         self.part = part
-        self.data, self.counts = data, model.loss_counts
+        self.data, self._model, self._counted = data, model, False
         self.batch, self.evaluation, self.shard = batch, evaluation, shard
         self._validated = batch
         """Shape of the validation batches: see
@@ -143,6 +143,14 @@ class DataFeed(SkipsRanges):
     def length(self) -> int:
         """Sequence length in tokens in the next step."""
         return self.batch.length
+
+    def counts(self, batch: Batch) -> Mapping[str, torch.Tensor]:
+        """Return what the model counts of its loss terms in a batch; those of the first one are validated."""
+        found = self._model.loss_counts(batch)
+        if not self._counted:
+            expect_counts(found, self._model.loss_weights)
+            self._counted = True
+        return found
 
     def resize(self, batch: BatchConfig, validated: BatchConfig) -> None:
         """Use batches of this shape from now on."""
@@ -284,3 +292,22 @@ def _skips_ahead(data: Data) -> TypeGuard[SkipsAhead]:
     order = type(data).__mro__
     skip, take = (next((c for c in order if name in vars(c)), object) for name in ("skip", "train_batch"))
     return isinstance(data, SkipsAhead) and order.index(skip) <= order.index(take)
+
+
+def expect_counts(found: Any, names: Iterable[str]) -> None:
+    """Reject counts of loss terms that a model returns of a batch, unless there is a scalar for each.
+
+    Raises:
+        PluginError: naming the first that is missing, and the nearest one that is there.
+    """
+    if not isinstance(found, Mapping):
+        text = f"a {type(found).__name__}; expected a mapping from each name in loss_weights to its count"
+        raise PluginError(f"the model's loss_counts returned {text}, a scalar tensor")
+    for name in names:
+        if name not in found:
+            near = did_you_mean(name, [*found])
+            raise PluginError(f"the model's loss_counts lack '{name}', which loss_weights have{near}")
+        count = found[name]
+        if isinstance(count, torch.Tensor) and count.dim():
+            text = f"a tensor of shape {list(count.shape)} for '{name}'; expected a scalar, their sum"
+            raise PluginError(f"the model's loss_counts returned {text}")

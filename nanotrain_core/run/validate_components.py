@@ -6,15 +6,16 @@ lose layers or count gradients twice.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
+import torch
 from torch import nn
 
 from nanotrain_core.contracts import ChangesLength, Data, GathersWeights, GradientSync, Model
 from nanotrain_core.contracts.data import RESERVED_KEYS
-from nanotrain_core.errors import DataError, PluginError
+from nanotrain_core.errors import DataError, PluginError, did_you_mean
 from nanotrain_core.layout.mesh import Mesh
-from nanotrain_core.layout.placement import PlacedParameter, Placements, placed_parameters
+from nanotrain_core.layout.placement import Piece, PlacedParameter, Placements, placed_parameters
 from nanotrain_core.layout.roles import Role, shared_tokens, tagged, taken_over_by
 from nanotrain_core.phases.timeline import PhaseTimeline
 from nanotrain_core.pipeline.actions import Costs
@@ -67,6 +68,46 @@ def check_costs(costs: Costs, model: Model, recipe: Recipe) -> None:
         )
 
 
+def check_loss_weights(model: Model, recipe: Recipe) -> None:
+    """Reject weights of loss terms without that of the next-token loss, which evaluation reports."""
+    found = model.loss_weights
+    if not isinstance(found, Mapping) or "lm" not in found:
+        near = did_you_mean("lm", [*found]) if isinstance(found, Mapping) else ""
+        raise PluginError(
+            f"model '{recipe.model.use}': loss_weights is {str(found)[:200]}; expected the weight of each "
+            f'loss term by name, with that of the next-token loss, {{"lm": 1.0}}{near}'
+        )
+
+
+def check_terms(losses: Iterable[str], loss_weights: Iterable[str], mesh: Mesh) -> None:
+    """Reject a loss term that no stage returned in a step: it would be trained on and reported as 0.
+
+    Collective along the pipeline.
+    """
+    own = {*losses}
+    found = own.union(*mesh.gather(own, "pp")) if mesh.degree("pp") > 1 else own
+    for name in loss_weights:
+        if name not in found:
+            returned = ", ".join(sorted(found)) or "none"
+            raise PluginError(
+                f"the model has a weight for the loss '{name}' and never returned that loss: "
+                f"PartOutput.losses had {returned}{did_you_mean(name, sorted(found))}"
+            )
+
+
+def check_gradients(gradients: GradientSync) -> None:
+    """Reject a gradient sync whose complete gradients are no tensors of their pieces' shapes."""
+    for piece in gradients.pieces():
+        found, wanted = gradients.gradient_of(piece), tuple(piece.weight.shape)
+        shape = tuple(found.shape) if isinstance(found, torch.Tensor) else None
+        if shape != wanted:
+            what = f"a {type(found).__name__}" if shape is None else f"a tensor of shape {shape}"
+            raise PluginError(
+                f"gradient sync {type(gradients).__name__}: gradient_of returned {what} for {piece.name}; "
+                f"expected a tensor of the shape of piece.weight, {wanted}"
+            )
+
+
 def check_wrapped(selection: Selection, parts: Iterable[nn.Module], placements: Placements) -> None:
     """Reject the result of a parallel wrapper if it does not match the placements it left."""
     for part in parts:
@@ -108,10 +149,16 @@ def check_per_head(parts: Iterable[nn.Module], placements: Placements) -> None:
 
 
 def check_ranges(gradients: GradientSync, optimizer: object, recipe: Recipe, registry: Registry) -> None:
-    """Reject a gradient sync that returns ranges of weights which no rank would gather after a step."""
+    """Reject a gradient sync that returns no pieces, or ranges that no rank would gather after a step."""
+    pieces = gradients.pieces()
+    if not isinstance(pieces, Sequence) or not all(isinstance(each, Piece) for each in pieces):
+        raise PluginError(
+            f"gradient sync {type(gradients).__name__}: pieces returned {str(pieces)[:200]}; expected a list "
+            "of the nanotrain_core.api.torch.Piece whose gradients this rank completes"
+        )
     if gradients is optimizer or isinstance(gradients, GathersWeights):
         return
-    ranges = [piece.name for piece in gradients.pieces() if piece.span is not None]
+    ranges = [piece.name for piece in pieces if piece.span is not None]
     if ranges:
         syncs = [s.use for s in recipe.parallel if "gradient_sync" in registry.get(s.kind, s.use).provides]
         name = syncs[0] if syncs else type(gradients).__name__
