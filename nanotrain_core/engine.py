@@ -39,7 +39,7 @@ from nanotrain_core.run.step_report import evaluation, report_step
 from nanotrain_core.run.stop import StopRequest
 from nanotrain_core.run.throughput import Throughput
 from nanotrain_core.run.train_state import capture_state, load_checkpoint
-from nanotrain_core.run.validate_components import check_gradients, check_terms
+from nanotrain_core.run.validate_components import check_first_step
 from nanotrain_core.watch.progress import FAILED, Progress
 
 if TYPE_CHECKING:
@@ -285,9 +285,7 @@ class RuntimeEngine:
             losses = self.executor.run(run.actions, microbatches, factors)
         self.note("gradient sync")
         run.gradients.finish()
-        if self.step == self._first:
-            check_terms(losses, run.loss_weights, run.mesh)
-            check_gradients(run.gradients)
+        check_first_step(losses, run.loss_weights, run.gradients, run.mesh, done=self.step - self._first)
         self.note("monitors before the update")
         again = partial(replay, self.executor, run.mesh, microbatches, factors)
         update = UpdateReport(

@@ -12,7 +12,7 @@ from nanotrain_core import RuntimeEngine
 from nanotrain_core.batch import IGNORE, Batch
 from nanotrain_core.builtin.configs import ConsoleConfig
 from nanotrain_core.contracts import Monitor
-from nanotrain_core.errors import NanotrainError
+from nanotrain_core.errors import NanotrainError, PluginError
 from nanotrain_core.layout.gradients import AllReduceGradients
 from nanotrain_core.monitors.console import Console
 from nanotrain_core.recipe.tree import LRScheduleConfig
@@ -273,6 +273,25 @@ def test_a_callback_can_stop_the_run():
     end = engine.fit([Batch(*pair) for pair in make_loader()], steps=10)
     assert end.reason == "stopped"
     assert end.step < 5
+
+
+@pytest.mark.parametrize(
+    ("callback", "text"),
+    [
+        (object(), r"callback object: derive from nanotrain_core.api.torch.Monitor: it is a object without"),
+        (Monitor, r"callback Monitor is a class; expected an object of it: Monitor\(...\)"),
+        (
+            type("Mine", (Monitor,), {"on_step": lambda self: None})(),
+            r"callback Mine: Mine.on_step\(self\) cannot be called: .* expected on_step\(self, report\)",
+        ),
+    ],
+    ids=["without base", "class", "signature"],
+)
+def test_a_callback_that_could_not_be_called_is_refused(callback, text):
+    model = make_model()
+    engine = RuntimeEngine(model, torch.optim.SGD(model.parameters(), lr=0.1), callbacks=[callback])
+    with pytest.raises(PluginError, match=text):
+        engine.fit(make_loader(), steps=1)
 
 
 @pytest.mark.parametrize(("loader", "error"), [(None, TypeError), ([], ValueError)])

@@ -99,6 +99,22 @@ def check_contract(label: str, component: Component, kind: str, built: Any) -> N
         expect_signatures(label, page, contract, built)
 
 
+def check_callback(monitor: Any) -> None:
+    """Check a monitor that a script passes, as those that factories return.
+
+    Raises:
+        PluginError: it is a class, lacks a member of :class:`~nanotrain_core.contracts.Monitor`, or has a
+            method that is misspelt or takes other arguments.
+    """
+    kind = monitor if isinstance(monitor, type) else type(monitor)
+    label = f"callback {kind.__name__}"
+    if kind is monitor:
+        raise PluginError(f"{label} is a class; expected an object of it: {kind.__name__}(...)")
+    expect_members(label, contracts.Monitor, monitor, what="it is")
+    expect_spelling(label, contracts.Monitor, kind)
+    expect_signatures(label, "monitor", contracts.Monitor, monitor)
+
+
 def _of_the_core(base: type) -> bool:
     """Return whether a class is one of the core's, which calls the methods that plugins override."""
     return base.__module__.startswith("nanotrain_core.")

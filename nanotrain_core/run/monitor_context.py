@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from nanotrain_core.compose import Run
 from nanotrain_core.contracts import RunInfo
+from nanotrain_core.registry.contract_checks import check_callback
 from nanotrain_core.run.events import Events
 from nanotrain_core.run.monitor_collectives import MonitorCollectives, MonitorMesh
 from nanotrain_core.run.taps import Taps
@@ -13,7 +14,13 @@ class MonitorContext:
     """Created for each call of ``fit``, with the monitors present at that time."""
 
     def __init__(self, run: Run, events: Events) -> None:
-        """Collective: all ranks have the same monitors."""
+        """Collective: all ranks have the same monitors.
+
+        Raises:
+            PluginError: one of them could not be called.
+        """
+        for monitor in run.monitors:
+            check_callback(monitor)
         self.events = events
         self.board = events.board_on(run.mesh)
         self.collectives = MonitorCollectives(run.mesh, len(events.monitors))

@@ -79,6 +79,23 @@ def check_loss_weights(model: Model, recipe: Recipe) -> None:
         )
 
 
+def check_first_step(
+    losses: Iterable[str], loss_weights: Iterable[str], gradients: GradientSync, mesh: Mesh, *, done: int
+) -> None:
+    """Reject losses and gradients that no later step would complain of; collective along the pipeline.
+
+    Args:
+        losses: the terms that this rank's stages have returned.
+        loss_weights: the terms that have a weight.
+        gradients: with the complete gradients of the step.
+        mesh: of the run.
+        done: steps that were validated before: those after the first are like it.
+    """
+    if not done:
+        check_terms(losses, loss_weights, mesh)
+        check_gradients(gradients)
+
+
 def check_terms(losses: Iterable[str], loss_weights: Iterable[str], mesh: Mesh) -> None:
     """Reject a loss term that no stage returned in a step: it would be trained on and reported as 0.
 
