@@ -309,4 +309,8 @@ class Monitor:
         return {}
 
     def load_meta(self, meta: Mapping[str, Any]) -> None:
-        """Restore what :meth:`meta` returned; not called for a checkpoint without state of this monitor."""
+        """Restore what :meth:`meta` returned; not called for a checkpoint without state of this monitor.
+
+        One resume or rollback may call it several times, also with the state of a checkpoint that is then
+        refused: it replaces the state of this monitor.
+        """
