@@ -50,6 +50,7 @@ from nanotrain_core.run.current_device import make_current
 from nanotrain_core.run.feed import DataFeed, Feed
 from nanotrain_core.run.memory import expect_training_to_fit
 from nanotrain_core.run.validate_components import (
+    check_converted,
     check_costs,
     check_dtensors,
     check_loss_weights,
@@ -274,6 +275,7 @@ def _with_precision_and_kernels(
 ) -> dict[int, nn.Module]:
     """Give the parts, still on ``meta``, the precision's dtypes and GEMM backends, then the kernels'."""
     converted = {stage: built.precision.convert(part) for stage, part in stages.items()}
+    check_converted(converted.values())
     built.precision.check_parts(tuple(converted.values()), mesh)
     for part in converted.values():
         if passes.splits_backward or any(wrapper.splits_linear(mesh) for _, wrapper in built.wrappers):

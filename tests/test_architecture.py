@@ -201,7 +201,7 @@ def code_lines(path: Path) -> int:
 ROOMS = {path.parent.name for path in CORE.glob("*/__init__.py")}
 #: What each room of the core may have of code, in lines; "": all that is in none. Not the harness.
 SMALL = {
-    "": 977,
+    "": 979,
     "api": 657,
     "builtin": 490,
     "checkpoint": 923,
@@ -221,8 +221,8 @@ SMALL = {
     "pipeline": 625,
     "precision": 680,
     "recipe": 1739,
-    "registry": 745,
-    "run": 2760,
+    "registry": 752,
+    "run": 2767,
     "script": 800,
     "watch": 454,
 }

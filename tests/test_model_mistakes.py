@@ -6,13 +6,14 @@ import pytest
 import torch
 from torch import nn
 
-from nanotrain_core.contracts import Monitor, PartOutput
+from nanotrain_core.contracts import MasterWeight, Monitor, PartOutput
 from nanotrain_core.errors import PluginError
 from nanotrain_core.layout.buckets import BucketQueue
 from nanotrain_core.layout.gradients import AllReduceGradients
 from nanotrain_core.layout.roles import tag
 from nanotrain_core.models.transformer import Transformer, TransformerPart
 from nanotrain_core.moe import routing
+from nanotrain_core.precision.uniform import Uniform
 from nanotrain_core.testing import Case
 from nanotrain_core.testing.components.moe_model import Router
 from nanotrain_core.testing.probe import make_engine, train, weights
@@ -129,6 +130,29 @@ def test_a_gradient_sync_that_returns_something_else(method, value, text):
         mock.patch.object(AllReduceGradients, method, return_value=value),
         pytest.raises(PluginError, match=text),
     ):
+        train(ALONE, {})
+
+
+@pytest.mark.parametrize(
+    ("method", "value", "text"),
+    [
+        (
+            "convert",
+            None,
+            "the precision's convert returned a NoneType, which is no model part: return the part",
+        ),
+        ("master", None, r"precision: master returned None \(see nanotrain_core.api.torch.MasterWeight\)"),
+        ("master", object(), r"derive from nanotrain_core.api.torch.MasterWeight: master returned a object"),
+        (
+            "master",
+            type("Mine", (MasterWeight,), {"store": lambda self: None})(),
+            r"Mine.store\(self\) cannot be called: .*; expected store\(self, value\); see .*precision.md",
+        ),
+    ],
+    ids=["no part", "no master", "without base", "signature"],
+)
+def test_a_precision_that_returns_something_else(method, value, text):
+    with mock.patch.object(Uniform, method, return_value=value), pytest.raises(PluginError, match=text):
         train(ALONE, {})
 
 

@@ -26,6 +26,7 @@ from nanotrain_core.errors import NanotrainError
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import Piece, PlacedParameter
 from nanotrain_core.optim.grad_norm import GlobalNorm, clip_factor
+from nanotrain_core.registry.contract_checks import check_masters
 
 #: Elements of weights that are loaded from their masters at once: 64 MB in float32.
 WAVE = 2**24
@@ -110,7 +111,9 @@ class MasterOptimizer(Optimizer):
     ) -> None:
         """Create masters and allocate state."""
         self.gradients, self.mesh = gradients, mesh
-        self.slots = [Slot(piece, self.master(piece, precision)) for piece in gradients.pieces()]
+        masters = {piece: self.master(piece, precision) for piece in gradients.pieces()}
+        check_masters(masters.values())
+        self.slots = [Slot(piece, master) for piece, master in masters.items()]
         self.inner = self.make(self._groups())
         rates = [float(group["lr"]) for group in self.inner.param_groups]
         self._scheduled = next((number for number, rate in enumerate(rates) if rate), 0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from difflib import SequenceMatcher
 from typing import Any
 
@@ -113,6 +113,21 @@ def check_callback(monitor: Any) -> None:
     expect_members(label, contracts.Monitor, monitor, what="it is")
     expect_spelling(label, contracts.Monitor, kind)
     expect_signatures(label, "monitor", contracts.Monitor, monitor)
+
+
+def check_masters(masters: Iterable[Any]) -> None:
+    """Check the masters that a precision returned, one of each class.
+
+    Raises:
+        PluginError: one is no :class:`~nanotrain_core.contracts.MasterWeight`, or has methods with other
+            parameters.
+    """
+    label = "precision"
+    for master in {type(each): each for each in masters}.values():
+        expect_members(label, contracts.MasterWeight, master, what="master returned")
+        for contract in (contracts.MasterWeight, contracts.ErrorFeedback):
+            if isinstance(master, contract):
+                expect_signatures(label, "precision", contract, master)
 
 
 def _of_the_core(base: type) -> bool:

@@ -125,6 +125,16 @@ def check_gradients(gradients: GradientSync) -> None:
             )
 
 
+def check_converted(parts: Iterable[nn.Module]) -> None:
+    """Reject what a precision returned in place of a part of the model, such as None for lack of a return."""
+    for part in parts:
+        if missing_of_part(part):
+            raise PluginError(
+                f"the precision's convert returned a {type(part).__name__}, which is no model part: return "
+                "the part that it was given, or a module with its initializer(name) and constant(name)"
+            )
+
+
 def check_wrapped(selection: Selection, parts: Iterable[nn.Module], placements: Placements) -> None:
     """Reject the result of a parallel wrapper if it does not match the placements it left."""
     for part in parts:
