@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from nanotrain_core.builtin.configs import AdamWConfig
 from nanotrain_core.errors import Problem
 from nanotrain_core.layout.roles import Role
 from nanotrain_core.recipe.divisibility import divisibility_of
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # `nanotrain_core.builtin`, which imports this module, is not needed to run it
+    from nanotrain_core.builtin.configs import AdamWConfig
     from nanotrain_core.layout.layout import Layout
     from nanotrain_core.recipe.tree import Recipe
 

@@ -6,11 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanotrain_core.api import DataError, did_you_mean
 from nanotrain_data.fields import Field, checked
-from nanotrain_data.sources import Part
+
+if TYPE_CHECKING:
+    from nanotrain_data.sources import Part
 
 
 def row_groups(path: Path, unit_bytes: int) -> Iterator[tuple[int, int, int]]:
