@@ -23,7 +23,7 @@ class Exit:
     HUNG = 5  # no progress for run.hang_timeout seconds: the rank was named, stacks are in the run folder
     CORRUPTED = 6  # ranks that hold the same weights hold different bits: parameter and rank were named
     UNSAVED = 7  # the run could not be saved: its last checkpoint, or several in a row
-    PREEMPTED = 75  # stopped by SIGTERM after a checkpoint: run again to resume
+    PREEMPTED = 75  # stopped by SIGTERM, SIGHUP or SIGUSR1: run again with --resume auto
     INTERRUPTED = 130  # stopped by Ctrl-C
 
 
@@ -89,7 +89,7 @@ class Corrupted(NanotrainError):
 
 
 class Preempted(NanotrainError):
-    """SIGTERM arrived while there was no step to finish."""
+    """A signal to end (SIGTERM, SIGHUP, SIGUSR1) arrived while there was no step to finish."""
 
     exit_code = Exit.PREEMPTED
 
