@@ -125,7 +125,7 @@ def test_several_values_out_of_range_are_all_told(tmp_path):
 )
 def test_a_key_that_moved_to_the_kernels_is_told_where(tmp_path, key, table):
     (line,) = problems(tmp_path, SMALL + table + "shared_memory = false\n")
-    said = "unknown key 'shared_memory': it is kernels.shared_memory now, of [kernels] use = \"cpu\", for the"
+    said = "unknown key 'shared_memory': it is kernels.shared_memory, of [kernels] use = \"cpu\", for the"
     assert f": {key}.shared_memory: {said} whole run; valid: " in line
 
 

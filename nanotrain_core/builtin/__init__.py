@@ -39,7 +39,7 @@ def nanotrain_register_kernels(register: Register) -> None:
             name="torch",
             config=configs.TorchKernelsConfig,
             factory="nanotrain_core.models.kernels:TorchKernels",
-            summary="plain PyTorch, the reference for every function; the default on a GPU",
+            summary="plain PyTorch, the reference for every function",
             cuda_graphs=always_captured,
         )
     )

@@ -18,7 +18,7 @@ class DataParallelConfig:
     """``[[parallel]] use = "ddp"``."""
 
     NOT_KEYS: ClassVar[Mapping[str, str]] = {
-        "shared_memory": 'it is kernels.shared_memory now, of [kernels] use = "cpu", for the whole run',
+        "shared_memory": 'it is kernels.shared_memory, of [kernels] use = "cpu", for the whole run',
     }
 
     bucket_mb: float = attrs.field(default=25.0, validator=Range(1e-6, 1e6))

@@ -32,7 +32,7 @@ class TensorParallelConfig:
     """``[[parallel]] use = "tp"``, with ``[topology] tp``."""
 
     NOT_KEYS: ClassVar[Mapping[str, str]] = {
-        "shared_memory": 'it is kernels.shared_memory now, of [kernels] use = "cpu", for the whole run',
+        "shared_memory": 'it is kernels.shared_memory, of [kernels] use = "cpu", for the whole run',
     }
 
     sequence_parallel: bool = True

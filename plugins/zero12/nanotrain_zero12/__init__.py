@@ -29,7 +29,7 @@ class Zero12Config(AdamWConfig):
     """``[optimizer] use = "zero12"``."""
 
     NOT_KEYS: ClassVar[Mapping[str, str]] = {
-        "shared_memory": 'it is kernels.shared_memory now, of [kernels] use = "cpu", for the whole run',
+        "shared_memory": 'it is kernels.shared_memory, of [kernels] use = "cpu", for the whole run',
     }
 
     stage: int = attrs.field(default=1, validator=in_((1, 2)))
