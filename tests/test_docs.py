@@ -18,6 +18,8 @@ from nanotrain_core.component import KINDS, Component
 from nanotrain_core.errors import Exit
 from nanotrain_core.registry.registry import load_plugins
 from nanotrain_core.testing import Case, failures, trials
+from nanotrain_core.testing.case import HARNESS
+from nanotrain_core.testing.chaos import matrix
 
 ROOT = Path(__file__).parents[1]
 PLUGINS = (ROOT / "docs/plugins.md").read_text(encoding="utf-8")
@@ -288,6 +290,62 @@ def test_the_architecture_page_has_every_room():
     text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
     rooms = {path.parent.name for path in ROOT.glob("nanotrain_core/*/__init__.py")}
     assert set(re.findall(r"^\| \[`(\w+)/`\]", text, re.MULTILINE)) == rooms
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pages_name_the_built_in_components(kind):
+    registry = load_plugins()
+    names = [name for name in registry.names(kind) if registry.owner(kind, name).name == "builtin"]
+    architecture = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    rows = [
+        re.search(rf"^\| {kind} \|.*\| ([^|]+) \|$", architecture, re.MULTILINE),
+        re.search(r"^\| built in \| ([^|]+) \|$", KIND_PAGES[kind], re.MULTILINE),
+    ]
+    for row in rows:
+        assert row is not None
+        assert not set(names) - set(re.findall(r"`(\w+)`", row[1]))
+
+
+def test_the_page_on_testing_names_what_the_harness_has():
+    text = (ROOT / "docs/testing.md").read_text(encoding="utf-8")
+    own = {(k, n) for registry in [load_plugins()] for k in KINDS for n in registry.names(k)}
+    every = {(k, n) for registry in [load_plugins(local=HARNESS)] for k in KINDS for n in registry.names(k)}
+    components = {name for _, name in every - own}
+    assert len(components) == len(HARNESS)
+    assert not {name for name in components if f"`{name}`" not in text}
+    checks = {path.name for path in (ROOT / "nanotrain_core/testing/checks").glob("*.py")}
+    of_kinds = {"__init__.py", *(f"{kind}.py" for kind in KINDS)}
+    assert not {name for name in checks - of_kinds if f"`{name}`" not in text}
+
+
+@pytest.mark.parametrize("plugin", ["data", "deepseek", "sample"])
+def test_the_files_of_a_plugin_are_those_of_its_page(plugin):
+    folder = ROOT / "plugins" / plugin
+    table = (folder / "README.md").read_text(encoding="utf-8").partition("\n| file | contents |\n")[2]
+    named = set(re.findall(r"`(\w+\.py)`", table.partition("\n\n")[0]))
+    (package,) = folder.glob("nanotrain_*")
+    assert named == {path.name for path in package.glob("*.py")} - {"__init__.py"}
+
+
+def test_rows_of_the_fault_matrix_that_end_differently_are_named():
+    text = (ROOT / "docs/reliability.md").read_text(encoding="utf-8")
+    (rows,) = re.findall(r"^The runs in rows ([\d, and]+) of its table end differently", text, re.MULTILINE)
+    assert set(re.findall(r"\d+", rows)) == {row.number for row in matrix.ROWS if not row.same_end}
+
+
+def test_every_sentence_about_health_has_a_row():
+    """Its beginning, with numbers and names in the place of ``N`` and of words in capitals."""
+    text = (ROOT / "docs/monitoring.md").read_text(encoding="utf-8")
+    table = text.partition("\n| it begins with |")[2].partition("\n\n")[0]
+    first = [cell for row in table.splitlines()[2:] for cell in re.split("[,;] ", row.split(" | ")[0][2:])]
+    patterns = [re.sub(r"[A-Z]{2,}|N%|N|\\\.\\\.\\\.", ".+", re.escape(cell)) for cell in first]
+    metrics = [
+        metric for use in ("health", "moe", "probes") for metric in load_plugins().get("monitor", use).metrics
+    ]
+    rules = [metric.rule for metric in metrics if metric.rule]
+    said = {re.sub(r"{\w+}", "7", text) for rule in rules for text in (rule.low, rule.high) if text}
+    assert len(said) > 20
+    assert [each for each in sorted(said) if not any(re.match(p, each) for p in patterns)] == []
 
 
 if __name__ == "__main__":
