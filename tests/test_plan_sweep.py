@@ -1,6 +1,7 @@
 """Layouts that are put together from blocks, against plans of the same layouts; what a sweep leaves out."""
 
 from collections import Counter
+from types import SimpleNamespace
 
 import attrs
 import pytest
@@ -154,16 +155,26 @@ def test_few_microbatches_sync_gradients_as_in_a_whole_plan(tmp_path, dp, pp, sc
     assert estimate.peak == pytest.approx(whole.worst.peak, rel=0.01)
 
 
-@pytest.mark.parametrize(("sequence_parallel", "tp_alike"), [(True, 1), (False, 2)])
-def test_activations_are_compared_over_degrees_of_tp_with_sequence_parallelism_alone(
-    dense, sequence_parallel, tp_alike
-):
-    """Without it tp splits some of them, and neither all nor none."""
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_layouts_are_left_out_by_activations_of_no_larger_tp(dense, sequence_parallel):
+    """Of as many tokens a rank has more of them where tp is larger: of the inputs that it gathers."""
     (tp,) = dense.recipe.parallel
     tp = attrs.evolve(tp, config=attrs.evolve(tp.config, sequence_parallel=sequence_parallel))
-    recipe = attrs.evolve(dense.recipe, parallel=[tp])
-    held = _held(recipe, find_problems(recipe, dense.registry)[0], 0)
-    assert (held.tokens, held.alike) == (256, (2, tp_alike))
+    found = attrs.evolve(dense, recipe=attrs.evolve(dense.recipe, parallel=[tp]))
+    small, large, longer = (
+        changed(found, pp=pp, tp=tp, microbatch=tp) for pp, tp in ((2, 2), (2, 4), (4, 2))
+    )
+    plan = SimpleNamespace(hardware=find_hardware("h100"))
+
+    def is_full(recipe, before):
+        layout, other = (find_problems(each, dense.registry)[0] for each in (recipe, before))
+        known = Known(held=(_held(before, other, 10**12),))
+        return Comparison(plan, dense.registry, known, WHOLE)._is_full(recipe, layout)
+
+    assert is_full(small, small)
+    assert is_full(large, small)
+    assert not is_full(small, large)
+    assert not is_full(small, longer)
 
 
 def test_operators_are_remembered_apart_by_default_dtype():
@@ -423,6 +434,29 @@ def test_bounds_leave_out_no_layout_that_is_among_the_fastest(dense, monkeypatch
     assert exhaustive.examined == bounded.examined
     fastest = [[each for each in found.candidates if each.fits][:WHOLE] for found in (bounded, exhaustive)]
     assert fastest[0] == fastest[1]
+
+
+@pytest.mark.full
+def test_a_sweep_of_a_recipe_with_larger_tp_has_the_layout_without(dense, monkeypatch):
+    """Its activations are fewer than those of the recipe, of as many tokens in a microbatch of a rank."""
+    monkeypatch.setattr("nanotrain_plan.grid.MICROBATCHES", (1, 8))
+    monkeypatch.setattr("nanotrain_plan.grid.GRANULARITIES", (None,))
+    (tp,) = dense.recipe.parallel
+    tp = attrs.evolve(tp, config=attrs.evolve(tp.config, sequence_parallel=True))
+    recipe = attrs.evolve(dense.recipe, parallel=[tp], run=attrs.evolve(dense.recipe.run, ranks=8))
+    recipe = with_component(recipe, dense.registry, "optimizer", "sgd")
+    recipe = attrs.evolve(recipe, batch=attrs.evolve(recipe.batch, sequences=8, length=4096))
+    found = attrs.evolve(dense, recipe=recipe)
+    own, other = (
+        changed(found, pp=1, tp=degree, microbatch=degree, schedule="accumulate") for degree in (8, 1)
+    )
+    hardware = find_hardware("h100")
+    memory_gb = 1.02 * try_plan(other, dense.registry, hardware).worst.peak / 1e9
+    scarce = attrs.evolve(hardware, memory_gb=memory_gb, reserved_gb=0.0)
+    plan = try_plan(own, dense.registry, scarce)
+    assert not plan.fits
+    best = sweep(plan, dense.registry, 500, processes=1).candidates[0]
+    assert (best.layout, best.fits) == ("dp 8, microbatch 1, no recompute, sgd", True)
 
 
 @pytest.mark.full

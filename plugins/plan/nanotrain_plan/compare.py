@@ -59,15 +59,31 @@ class Candidate:
 
 
 @attrs.define(frozen=True)
+class Split:
+    """How a layout shares out activations."""
+
+    pp: int
+    tp: int
+    cp: int
+    tokens: float
+    """In a microbatch, of a rank."""
+
+    def bounds(self, other: Split) -> bool:
+        """Return whether a layout that is split like ``other`` has at least about as many activations.
+
+        Of as many tokens a rank has no fewer where tp or cp is larger, and may have half as many where it is
+        smaller: gathered inputs, and what tp does not split, are of the tokens of all ranks along tp.
+        """
+        degrees = self.pp == other.pp and self.tp <= other.tp and self.cp <= other.cp
+        return degrees and self.tokens <= other.tokens
+
+
+@attrs.define(frozen=True)
 class Held:
     """Activations of a layout of which each layer had a microbatch in flight."""
 
     granularity: str | None
-    alike: tuple[int, int]
-    """Only layouts of as many pipeline ranks are compared, and of the same degree of tp where that splits
-    some of the activations alone, as it does without sequence parallelism."""
-    tokens: float
-    """In a microbatch, of a rank."""
+    split: Split
     bytes: int
 
 
@@ -76,10 +92,7 @@ class Deferred:
     """The additional memory that a schedule takes because its weight gradients have a separate pass."""
 
     schedule: str
-    alike: tuple[int, int]
-    """As :attr:`Held.alike`."""
-    tokens: float
-    """In a microbatch, of a rank."""
+    split: Split
     bytes: tuple[int, ...]
     """Of each pipeline rank."""
 
@@ -200,7 +213,7 @@ class Comparison:
         own = _held(recipe, layout, 0)
         if bound is not None and own is not None:
             more = (m.peak - low for m, low in zip(found[1].memory, bound.peaks, strict=True))
-            self.found.deferred.append(Deferred(recipe.schedule.use, own.alike, own.tokens, tuple(more)))
+            self.found.deferred.append(Deferred(recipe.schedule.use, own.split, tuple(more)))
 
     def _least(self, recipe: Recipe, layout: Layout, bound: Bound) -> float:
         """Return the bytes that a layout takes at least.
@@ -211,8 +224,7 @@ class Comparison:
         if own is None:
             return most
         for each in (*self.known.deferred, *self.found.deferred):
-            alike = (each.schedule, each.alike) == (recipe.schedule.use, own.alike)
-            if alike and each.tokens <= own.tokens:
+            if each.schedule == recipe.schedule.use and each.split.bounds(own.split):
                 peaks = (a + LEAST * b for a, b in zip(bound.peaks, each.bytes, strict=True))
                 most = max(most, *peaks)
         return most
@@ -227,7 +239,7 @@ class Comparison:
         return TOLERANCE * self.plan.data.tokens < least * seconds
 
     def _is_full(self, recipe: Recipe, layout: Layout) -> bool:
-        """Return whether layouts before, with no more tokens in a microbatch, had too many activations."""
+        """Return whether a layout before, whose activations are no more than its own, had too many."""
         own = _held(recipe, layout, 0)
         return (
             own is not None
@@ -235,8 +247,7 @@ class Comparison:
             and any(
                 LEAST * held.bytes > self.plan.hardware.usable
                 for held in self.known.held
-                if (held.granularity, held.alike) == (own.granularity, own.alike)
-                and held.tokens <= own.tokens
+                if held.granularity == own.granularity and held.split.bounds(own.split)
             )
         )
 
@@ -292,11 +303,9 @@ def _held(recipe: Recipe, layout: Layout, size: int) -> Held | None:
     if recipe.batch.microbatches(layout.size(*layout.row_dims)) < pp:
         return None
     recomputed = find(recipe, "recompute")
-    tp = find(recipe, "tp")
-    whole = tp is None or getattr(tp.config, "sequence_parallel", False)
-    alike = pp, 1 if whole else layout.degree("tp")
     tokens = recipe.batch.microbatch * recipe.batch.length / layout.degree("tp", "cp")
-    return Held(recomputed.config.granularity if recomputed else None, alike, tokens, size)
+    split = Split(pp, layout.degree("tp"), layout.degree("cp"), tokens)
+    return Held(recomputed.config.granularity if recomputed else None, split, size)
 
 
 def describe(recipe: Recipe, layout: Layout) -> str:
