@@ -65,6 +65,8 @@ class Throughput(Monitor):
         self.paced: tuple[float, int] | None = None
         self.effective: float | torch.Tensor | None = None
         """Tokens since the last logged step that the loss does not ignore; None if they are not counted."""
+        self.taken = 0
+        """Tokens of the same steps, ignored or not."""
 
     def _peak(self) -> float | None:
         """Return the FLOP/s that MFU is a share of, None where they are not known."""
@@ -87,11 +89,12 @@ class Throughput(Monitor):
         self.steps += 1
         if (counted := update.count("lm")) is not None:
             self.effective = counted if self.effective is None else self.effective + counted
+            self.taken += update.tokens
 
     def on_step(self, report: StepReport) -> None:
         """Publish."""
         steps, self.steps = max(1, self.steps), 0
-        self._speed(report, steps)
+        self._speed(report)
         self._steps()
         self._parts(steps)
         self.settled = True
@@ -99,17 +102,19 @@ class Throughput(Monitor):
     def on_rollback(self, report: RollbackReport) -> None:
         """Restart the measurements: discarded steps are not reported."""
         self.before, self.steps, self.effective = self.run.progress.measured(), 0, None
+        self.taken = 0
         self.last = self.paced = None
 
-    def _speed(self, report: StepReport, steps: int) -> None:
+    def _speed(self, report: StepReport) -> None:
         run, put = self.run, self.run.metrics.scalar
         put("speed/tokens_per_second_per_device", report.tokens_per_second / run.world_size)
         put("speed/steps_per_second", 1 / report.seconds)
         if report.sequences_per_second:
             put("speed/samples_per_second", report.sequences_per_second)
-        if self.effective is not None:
-            put("speed/effective_tokens_per_second", self.effective / (steps * report.seconds))
-        self.effective = None
+        if self.effective is not None:  # as a share, since the report's interval may be shorter
+            share = self.effective / max(1, self.taken)
+            put("speed/effective_tokens_per_second", share * report.tokens_per_second)
+        self.effective, self.taken = None, 0
         if report.flops_per_token:
             achieved = report.flops_per_token * report.tokens_per_second / run.world_size
             put("speed/tflops", achieved / 1e12)

@@ -35,7 +35,7 @@ class Works:
 REPORT = {
     "step": 1,
     "seconds": 3.0,
-    "tokens_per_second": 1.0,
+    "tokens_per_second": 16 / 3,
     "sequences_per_second": 0.5,
     "flops_per_token": 0.0,
 }
@@ -71,6 +71,19 @@ def test_saves_and_evaluations_are_told_in_seconds_since_the_last_logged_step_an
         assert told["time/evaluation"] == evaluation
         assert told["time/checkpoint"] == checkpoint
         assert (told["time/forward_backward"], told["time/data"]) == (2.0, 1.0)
+
+
+def test_effective_tokens_are_a_share_of_the_rate_whose_interval_an_evaluation_shortens():
+    """None is ignored, so both rates are one; the interval is the last step's, which has most tokens."""
+    told, progress = {}, Works()
+    monitor = started(progress, told)
+    for step, tokens in enumerate((16, 16, 32), start=1):
+        progress.step()
+        counts = {"lm": torch.tensor(float(tokens))}
+        monitor.on_before_update(SimpleNamespace(tokens=tokens, step=step, count=counts.get))
+    rate = {"seconds": 2.0, "tokens_per_second": 16.0}
+    monitor.on_step(SimpleNamespace(**{**REPORT, "step": 3, **rate}))
+    assert float(told["speed/effective_tokens_per_second"]) == 16.0
 
 
 def test_seconds_of_a_step_are_those_of_steps_since_the_last_logged_or_the_rollback():
