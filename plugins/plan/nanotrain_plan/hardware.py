@@ -20,14 +20,24 @@ class HardwareError(NanotrainError):
     """There is no such hardware, or its file is wrong: the text has file, key and what is expected."""
 
 
+#: More than a device, a node or a link has of anything, in a file's units: products of them are finite.
+MOST = 1e12
+
+_AT_MOST = "expected a number of at most 1e12"
+
+
 def _above_zero(instance: Any, field: Any, value: float) -> None:
     if not 0 < value < inf:
         raise ValueError(f"{field.name}: expected a number above 0, got {value!r}")
+    if value > MOST:
+        raise ValueError(f"{field.name}: {_AT_MOST}")
 
 
 def _not_below_zero(instance: Any, field: Any, value: float) -> None:
     if not 0 <= value < inf:
         raise ValueError(f"{field.name}: expected 0 or a number above it, got {value!r}")
+    if value > MOST:
+        raise ValueError(f"{field.name}: {_AT_MOST}")
 
 
 def _fraction(instance: Any, field: Any, value: float) -> None:
@@ -191,6 +201,8 @@ def read_hardware(path: Path) -> Hardware:
         if type(peaks.get(key)) not in (int, float) or not 0 < peaks[key] < inf:
             given = repr(peaks[key]) if key in peaks else "nothing"
             raise _wrong(source, f"peak_tflops.{key}", f"expected a number above 0, got {given}")
+        if peaks[key] > MOST:
+            raise _wrong(source, f"peak_tflops.{key}", _AT_MOST)
     found: Hardware = _make(source, Hardware, parts, "")
     return found
 

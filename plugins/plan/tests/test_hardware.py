@@ -73,6 +73,17 @@ def test_what_is_no_hardware_file_is_told_what_is_expected(tmp_path, monkeypatch
         ("gemm = 0.70", "gem = 0.70", r"achieved\.gem: no such key.*gemm"),
         ("float32 = 66.9", "float32 = 0", r"peak_tflops\.float32: expected a number above 0, got 0"),
         ("memory_gb = 84.9", "memory_gb = inf", r"memory_gb: expected a number above 0, got inf"),
+        ("memory_gb = 84.9", "memory_gb = 1e305", r":7: memory_gb: expected a number of at most 1e12$"),
+        (
+            "memory_gb = 84.9",
+            f"launch_us = 1{309 * '0'}\nmemory_gb = 84.9",
+            r":7: launch_us: expected a number of at most 1e12$",
+        ),
+        (
+            "bfloat16 = 989.4",
+            f"bfloat16 = 1{309 * '0'}",
+            r":14: peak_tflops\.bfloat16: expected a number of at most 1e12$",
+        ),
         (
             "reserved_gb = 3.0",
             "reserved_gb = 90",
