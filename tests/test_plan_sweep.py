@@ -285,6 +285,26 @@ def test_advice_that_is_enough_for_devices_and_hosts_comes_first(dense, monkeypa
     assert [each.told for each in advise(plan, dense.registry)] == ["slow", "fast"]
 
 
+def test_advice_is_compared_by_the_rates_of_whole_runs(dense, monkeypatch):
+    """Of a recipe with phases changes may plan another: here that of the slower run has the faster step."""
+    plan = try_plan(dense.recipe, dense.registry, find_hardware("h100"))
+    less = [attrs.evolve(rank, peak=rank.peak // 2) for rank in plan.memory]
+    slow, fast = (
+        attrs.evolve(
+            plan,
+            memory=less,
+            time=attrs.evolve(plan.time, seconds=step),
+            phases=[SimpleNamespace(seconds=seconds)],
+        )
+        for step, seconds in ((0.5, 20.0), (1.0, 10.0))
+    )
+    changes = [Change("slow", lambda recipe: slow), Change("fast", lambda recipe: fast)]
+    monkeypatch.setattr("nanotrain_plan.advice.changes", lambda *_: changes)
+    monkeypatch.setattr("nanotrain_plan.advice.try_plan", lambda planned, *_: planned)
+    rates = [(each.told, each.tokens_per_second) for each in advise(plan, dense.registry)]
+    assert rates == [("fast", plan.data.tokens / 10.0), ("slow", plan.data.tokens / 20.0)]
+
+
 def test_a_pipeline_with_offloaded_activations_is_planned_whole(dense):
     config = dense.registry.get("parallel", "activation_offload").config(min_mb=0.01)
     offload = Selection("parallel", "activation_offload", config)

@@ -33,6 +33,7 @@ class Advice:
     told: str
     peak: int
     tokens_per_second: float
+    """The mean over the run, as a sweep's: which phase is planned may differ."""
     fits: bool
     """On the devices, and in their hosts' memory."""
 
@@ -61,7 +62,7 @@ def advise(plan: Plan, registry: Registry, tell: Callable[[int], None] = lambda 
     found.sort(
         key=lambda pair: (
             not pair[1].fits_everywhere,
-            -pair[1].tokens_per_second if pair[1].fits_everywhere else pair[1].worst.peak,
+            -pair[1].run_tokens_per_second if pair[1].fits_everywhere else pair[1].worst.peak,
         )
     )
     told = [_advice(change.told, planned) for change, planned in found]
@@ -89,7 +90,7 @@ def _advice(told: str, planned: Plan) -> Advice:
     return Advice(
         told=told,
         peak=planned.worst.peak,
-        tokens_per_second=planned.tokens_per_second,
+        tokens_per_second=planned.run_tokens_per_second,
         fits=planned.fits_everywhere,
     )
 

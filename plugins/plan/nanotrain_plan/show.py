@@ -405,7 +405,8 @@ def _relief(plan: Plan) -> str:
 def _advice(plan: Plan, advice: Sequence[Advice]) -> RenderableType:
     if not advice:
         return Text("No change of one or several keys that was tried does: more ranks, or a smaller model.")
-    table = _table("change", "peak", "", "tokens/s", left=1)
+    rate = "tokens/s of the run" if plan.phases else "tokens/s"
+    table = _table("change", "peak", "", rate, left=1)
     for each in advice:
         style, share = "green" if each.fits else "red", f"{each.peak / plan.hardware.usable:.0%}"
         if not each.fits and each.peak <= plan.hardware.usable:
