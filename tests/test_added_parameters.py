@@ -1,5 +1,6 @@
-"""A run whose wrapper adds parameters starts from weights of the model that lack them."""
+"""A run whose wrapper adds parameters starts from weights without them, and commands read what it saved."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -7,10 +8,12 @@ import torch
 from safetensors.torch import save_file
 from structlog.testing import capture_logs
 
+from nanotrain_core.cli import main
 from nanotrain_core.compose import compose
 from nanotrain_core.errors import CheckpointError
 from nanotrain_core.recipe import write_resolved
 from nanotrain_core.testing import Case
+from nanotrain_core.testing.probe import make_engine
 
 PLUGINS = [str(Path(__file__).with_name("added_parameters.py"))]
 
@@ -48,3 +51,39 @@ def test_added_parameters_keep_their_initial_values_and_a_warning_counts_them(we
 def test_a_parameter_that_a_wrapper_has_renamed_is_refused(weights):
     with pytest.raises(CheckpointError, match=r"has norm\.weight, and the run has norm\.gain instead"):
         composed("renames", weights=str(weights))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The folder of a run whose adapters have been trained: its loss is not that of its model alone."""
+    folder = tmp_path_factory.mktemp("adapted")
+    around = {"parallel": [{"use": "adapters"}], "evaluation": {"sequences": 3}}
+    case = Case("checkpoint", use="simple", overrides=around, plugins=PLUGINS)
+    make_engine(case, {"run": {"steps": 3}, "monitor": [{"use": "jsonl"}]}, folder=folder).fit()
+    return folder
+
+
+def test_a_checkpoint_with_added_parameters_is_whole_where_its_wrapper_is_installed(trained, capsys):
+    """Each was reported as a tensor for which the model has no place."""
+    assert main(["ckpt", "verify", str(trained), "--plugin", *PLUGINS]) == 0
+    assert "step 3: whole" in capsys.readouterr().out
+    assert main(["ckpt", "verify", str(trained)]) == 2
+    assert "no parallel named 'adapters'" in capsys.readouterr().out
+
+
+def test_eval_computes_with_added_parameters(trained, capsys):
+    rows = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
+    losses = [row["loss"] for row in rows if row["event"] == "evaluation"]
+    assert main(["eval", str(trained), "--json", "--plugin", *PLUGINS]) == 0
+    (text,) = json.loads(capsys.readouterr().out)["texts"]
+    assert text["loss"] == pytest.approx(losses[-1], abs=1e-9)
+
+
+def test_weights_with_added_parameters_start_a_run_with_the_same_wrapper(trained):
+    found, _ = composed("adapters", weights=str(trained))
+    assert any(not torch.equal(p, torch.ones_like(p)) for name, p in found.items() if name.endswith(".scale"))
+
+
+def test_convert_says_what_added_parameters_are_for(trained, tmp_path, capsys):
+    assert main(["convert", str(trained), str(tmp_path / "out"), "--plugin", *PLUGINS]) == 2
+    assert "one that a wrapper of its run added is read by `nanotrain eval`" in capsys.readouterr().err

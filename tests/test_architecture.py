@@ -224,14 +224,14 @@ ROOMS = {path.parent.name for path in CORE.glob("*/__init__.py")}
 #: What each room of the core may have of code, in lines; "": all that is in none. Not the harness.
 SMALL = {
     "": 979,
-    "api": 657,
+    "api": 660,
     "builtin": 490,
     "checkpoint": 923,
     "cli": 1724,
     "compile": 787,
     "contracts": 700,
     "data": 907,
-    "hf": 936,
+    "hf": 942,
     "launch": 2162,
     "layout": 1215,
     "models": 690,
@@ -244,7 +244,7 @@ SMALL = {
     "precision": 680,
     "recipe": 1739,
     "registry": 752,
-    "run": 2767,
+    "run": 2827,
     "script": 800,
     "watch": 454,
 }

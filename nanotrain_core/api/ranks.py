@@ -13,6 +13,7 @@ from nanotrain_core.launch.process_groups import ending_process_groups
 from nanotrain_core.launch.rendezvous import meet_ranks
 from nanotrain_core.launch.worker import Job
 from nanotrain_core.launch.worker import join as join_ranks
+from nanotrain_core.run.added_parameters import adding_wrappers
 from nanotrain_core.run.stop import EXIT_OF
 from nanotrain_core.testing.degrees import Degrees
 from nanotrain_core.testing.pool import RankFailure, run_ranks
@@ -24,6 +25,7 @@ __all__ = [
     "Nodes",
     "RankFailure",
     "Ranks",
+    "adding_wrappers",
     "choose_device",
     "ending_process_groups",
     "is_port",

@@ -99,7 +99,7 @@ def summary(described: Mapping[str, Any]) -> list[str]:
 
 def verify(args: argparse.Namespace, registry: Registry) -> int:
     """Read checkpoints completely; the exit code is 2 if one is damaged."""
-    from nanotrain_core.hf.open_weights import model_problems
+    from nanotrain_core.run.added_parameters import model_problems
 
     code = Exit.DONE
     found = find_checkpoints(args.path, registry, args.step)

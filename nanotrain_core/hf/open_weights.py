@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import sha256
 from math import prod
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import attrs
@@ -18,13 +19,12 @@ import tomli
 import torch
 from torch import nn
 
-from nanotrain_core.checkpoint.info import CheckpointInfo
 from nanotrain_core.checkpoint.listing import newest_path
 from nanotrain_core.checkpoint.run_state import load_json, read_json
 from nanotrain_core.checkpoint.safetensors_files import DTYPES, Shards, Tensors
 from nanotrain_core.checkpoint.tensor_boxes import Shape
 from nanotrain_core.contracts import Model, SavedWeights, WeightReader
-from nanotrain_core.errors import CheckpointError, NanotrainError, describe, did_you_mean
+from nanotrain_core.errors import CheckpointError, describe, did_you_mean
 from nanotrain_core.hf.block_scaled import BlockScaled
 from nanotrain_core.hf.mapping import HFError, HFMapping, ParameterMapping, expect
 from nanotrain_core.hf.weights import Atlas, HFWeights, differences, missing_prefix, not_finite
@@ -46,6 +46,7 @@ CONFIG = "config.json"
 HEAD = "lm_head.weight"
 #: Maximum ratio of the size a config describes to the files' size at which missing tensors are listed.
 MUCH = 4
+NOTHING: Mapping[str, Shape] = MappingProxyType({})
 
 
 @attrs.define(frozen=True, eq=False)
@@ -61,8 +62,13 @@ class Weights:
     """Of the checkpoint, if they are of one that tells."""
 
 
-def open_weights(path: Path, registry: Registry) -> Weights:
+def open_weights(path: Path, registry: Registry, added: Mapping[str, Shape] = NOTHING) -> Weights:
     """Open the weights at ``path``, and compare names and shapes with the model of its table.
+
+    Args:
+        path: of a file or folder.
+        registry: the plugins.
+        added: shapes of parameters that a run has beside the model's: the weights may have them too.
 
     Raises:
         CheckpointError: there are no weights, or they do not match the model.
@@ -72,7 +78,15 @@ def open_weights(path: Path, registry: Registry) -> Weights:
         return _open_hf(path, registry)
     saved = _open_ours(path) if (path / TABLE).is_file() else _open_checkpoint(path, registry)
     selection = select(saved.model, registry, path)
-    refuse(path, list(differences(saved.reader.shapes, shapes_of(selection, registry))))
+    shapes, found = shapes_of(selection, registry), saved.reader.shapes
+    also = {name: shape for name, shape in added.items() if name in found}
+    problems = list(differences(found, {**also, **shapes}))
+    if problems and found.keys() > shapes.keys():
+        problems[0] += (
+            "; one that a wrapper of its run added is read by `nanotrain eval` and `sample`, and by "
+            "`nanotrain run` under that wrapper; merge it into the model's own for use without the wrapper"
+        )
+    refuse(path, problems)
     return Weights(path, selection, saved.reader, hf=False, step=saved.step)
 
 
@@ -143,8 +157,8 @@ def known_dtypes(path: Path, shards: Tensors) -> dict[str, torch.dtype]:
     return {name: DTYPES[code] for name, code in shards.dtypes.items()}
 
 
-def select(table: Mapping[str, Any], registry: Registry, path: Path) -> Selection:
-    """Resolve a ``[model]`` table's types.
+def select(table: Mapping[str, Any], registry: Registry, path: Path, kind: str = "model") -> Selection:
+    """Resolve the types of a ``[model]`` table, or of another kind's.
 
     Raises:
         CheckpointError: it does not fit the component as installed.
@@ -152,11 +166,11 @@ def select(table: Mapping[str, Any], registry: Registry, path: Path) -> Selectio
     rest: dict[str, Any] = without_none(table)
     use = rest.pop("use", None)
     if not isinstance(use, str):
-        raise CheckpointError(f"{path}: the model's table does not say which model to use")
-    config, problems = structure(rest, registry.get("model", use).config, "model")
+        raise CheckpointError(f"{path}: the {kind}'s table does not say which {kind} to use")
+    config, problems = structure(rest, registry.get(kind, use).config, kind)
     if problems:
         raise CheckpointError("\n".join(f"{path}: {problem.key}: {problem.message}" for problem in problems))
-    return Selection("model", use, config)
+    return Selection(kind, use, config)
 
 
 def on_meta(selection: Selection, registry: Registry) -> nn.Module:
@@ -169,27 +183,6 @@ def on_meta(selection: Selection, registry: Registry) -> nn.Module:
 def shapes_of(selection: Selection, registry: Registry) -> dict[str, Shape]:
     """Return the global shape of every parameter of a model."""
     return {name: tuple(p.shape) for name, p in on_meta(selection, registry).named_parameters()}
-
-
-def model_problems(saved: CheckpointInfo, registry: Registry) -> list[str]:
-    """Return why a checkpoint's weights are not those of its model, or its model not that of its recipe.
-
-    Nothing for a script's checkpoint, which has neither. A model that is not installed is a problem.
-    """
-    described = saved.describe()
-    weights = {name: tuple(t["shape"]) for name, t in described["tensors"].items() if "/" not in name}
-    if not described["meta"].get("model"):
-        return []
-    try:
-        model = select(described["meta"]["model"], registry, saved.path)
-        recipe = tomli.loads(described["meta"]["recipe"])
-        ours = select(recipe["model"], registry, saved.path)
-        changing = {key for phase in recipe.get("phase", ()) for key in phase.get("model", ())}
-        what = f"{saved.path}: unlike its recipe, its state is"
-        refuse_other_model(model_table(model), ours, what=what, changing=changing)
-        return [f"{saved.path}: {problem}" for problem in differences(weights, shapes_of(model, registry))]
-    except (NanotrainError, tomli.TOMLDecodeError, LookupError) as problem:
-        return [str(problem)]
 
 
 # --- another library's ------------------------------------------------------------------------
@@ -304,13 +297,14 @@ def load_weights(
 ) -> None:
     """Fill this rank's blocks one at a time, reading little more. Rank 0 checks for damage. Collective.
 
-    Parameters that a wrapper has added to the model keep their initial values.
+    Parameters that a wrapper has added to the model keep their initial values if the weights lack them.
 
     Raises:
         CheckpointError: the weights are damaged, of another model than the run's, beyond the range of its
             dtypes, or differ on some rank.
     """
-    weights = open_weights(path, registry)
+    beside = _beside_the_model(selection, registry, placed, mesh)
+    weights = open_weights(path, registry, beside)
     refuse_other_model(model_table(weights.selection), selection, what=f"{path} has weights")
     with show_progress("verifying weights"):
         damage = mesh.gather(tuple(weights.reader.damage()) if mesh.rank == 0 else ())[0]
@@ -320,7 +314,7 @@ def load_weights(
     other = next((rank for rank, found in enumerate(prints) if found != prints[0]), None)
     if other is not None:
         raise CheckpointError(f"rank {other} finds other weights in {path} than rank 0")
-    added = _added(path, weights.reader, placed, mesh)
+    added = _not_in(path, weights.reader, beside, placed, mesh)
     wanted = [each for each in placed if each.placement.name not in added]
     odd: list[str] = []
     with show_progress("loading weights", sum(each.parameter.nbytes for each in wanted), "B") as advance:
@@ -336,17 +330,30 @@ def load_weights(
         raise CheckpointError(f"{path}: {first}")
 
 
-def _added(path: Path, reader: WeightReader, placed: Sequence[PlacedParameter], mesh: Mesh) -> set[str]:
-    """Return names of parameters that the model of the weights does not have, such as a wrapper's adapters.
+def _beside_the_model(
+    selection: Selection, registry: Registry, placed: Sequence[PlacedParameter], mesh: Mesh
+) -> dict[str, Shape]:
+    """Return shapes of the run's parameters that its model does not have, such as a wrapper's adapters."""
+    shapes = shapes_of(selection, registry)
+    own = {p.placement.name: p.placement.global_shape for p in placed if p.placement.name not in shapes}
+    return {name: shape for theirs in mesh.gather(own) for name, shape in theirs.items()}
+
+
+def _not_in(
+    path: Path,
+    reader: WeightReader,
+    beside: Mapping[str, Shape],
+    placed: Sequence[PlacedParameter],
+    mesh: Mesh,
+) -> set[str]:
+    """Return which parameters of the run beside its model's are not in the weights.
 
     Raises:
-        CheckpointError: one of that model's is on no rank, so that a wrapper has renamed it.
+        CheckpointError: one of the model's is on no rank, so that a wrapper has renamed it.
     """
-    names = {each.placement.name for each in placed}
-    if not any(mesh.gather(bool(names - reader.shapes.keys()))):
+    if not (added := beside.keys() - reader.shapes.keys()):
         return set()
-    names = set().union(*mesh.gather(names))
-    added = names - reader.shapes.keys()
+    names = set().union(*mesh.gather({each.placement.name for each in placed}))
     if lost := reader.shapes.keys() - names:
         raise CheckpointError(
             f"{path} has {min(lost)}, and the run has {min(added)} instead: expected wrappers to keep the "

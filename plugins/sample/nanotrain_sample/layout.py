@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -83,7 +83,7 @@ def tables_for(source: Source, degrees: Mapping[str, int], registry: Registry) -
         "topology": topology if degrees and topology.get("use") != "grid" else {"use": "grid"},
         "kernels": {"use": "auto"},
         "model": saved["model"],
-        "parallel": list(wrappers(saved.get("parallel", ()), degrees, registry)),
+        "parallel": list(wrappers(saved.get("parallel", ()), degrees, registry, source.adding)),
         "schedule": {"use": _first("schedule", "pp", registry) if degrees.get("pp", 1) > 1 else "accumulate"},
         "optimizer": {"use": "sgd"},
         "precision": saved["precision"],
@@ -93,16 +93,19 @@ def tables_for(source: Source, degrees: Mapping[str, int], registry: Registry) -
     }
 
 
-def wrappers(saved: Sequence[Tables], degrees: Mapping[str, int], registry: Registry) -> Iterator[Tables]:
+def wrappers(
+    saved: Sequence[Tables], degrees: Mapping[str, int], registry: Registry, adding: Collection[int] = ()
+) -> Iterator[Tables]:
     """Yield the wrappers that split the model along ``degrees``: the run's in their order, then others.
 
-    Data parallelism needs no wrapper, since there are no gradients.
+    Those of the run at the places ``adding`` are among them: the model has their parameters. Data
+    parallelism needs no wrapper, since there are no gradients.
     """
     wanted = {dim for dim, degree in degrees.items() if degree > 1 and dim not in ("dp", "edp", "pp")}
-    for table in saved:
+    for place, table in enumerate(saved):
         offers = registry.offers("parallel", table["use"])
         handled = wanted.intersection(*(component.mesh_dims for _, component in offers)) if offers else ()
-        if handled:
+        if handled or place in adding:
             yield table
             wanted = wanted.difference(handled)
     for dim in ("tp", *sorted(wanted - {"tp"})):  # dense layers are split before experts

@@ -21,6 +21,7 @@ from nanotrain_core.api import (
     Resolution,
     find_checkpoints,
 )
+from nanotrain_core.api.ranks import adding_wrappers
 from nanotrain_core.api.text import HasConversations, HasPrefix, HasTokenizer, TextCodec, make_tokenizer
 from nanotrain_core.api.torch import open_weights
 
@@ -49,6 +50,8 @@ class Source:
     """Tokens that end a text, as a Hugging Face folder says, beside the tokenizer's end-of-text token."""
     bos: str | None = None
     """What a Hugging Face folder calls its tokenizer's BOS, whether or not it stands before texts."""
+    adding: tuple[int, ...] = ()
+    """Which of the recipe's wrappers add parameters to the model, by their places in it."""
 
     @property
     def length(self) -> int | None:
@@ -78,6 +81,7 @@ def find(path: Path, step: int | None, tokenizer: str | None, registry: Registry
         tokenizer,
         fingerprint=meta.get("data", {}).get("fingerprint"),
         lengths=_lengths(tables),
+        adding=adding_wrappers(saved, registry),
     )
 
 

@@ -1,0 +1,88 @@
+"""Parameters that wrappers of a run add to its model, such as adapters of LoRA. Torch-free when imported."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import tomli
+
+from nanotrain_core.checkpoint.info import CheckpointInfo
+from nanotrain_core.checkpoint.tensor_boxes import Shape
+from nanotrain_core.errors import NanotrainError
+from nanotrain_core.layout.layout import Layout, View
+from nanotrain_core.recipe.model_table import model_table, refuse_other_model
+from nanotrain_core.registry.registry import Registry
+
+
+def model_problems(saved: CheckpointInfo, registry: Registry) -> list[str]:
+    """Return why a checkpoint's weights are not those of its model, or its model not that of its recipe.
+
+    Nothing for a script's checkpoint, which has neither. A model that is not installed is a problem, as is a
+    wrapper of a run with parameters that the model lacks.
+    """
+    from nanotrain_core.hf.open_weights import select, shapes_of
+    from nanotrain_core.hf.weights import differences
+
+    meta = saved.describe()["meta"]
+    if not meta.get("model"):
+        return []
+    try:
+        model = select(meta["model"], registry, saved.path)
+        recipe = tomli.loads(meta["recipe"])
+        ours = select(recipe["model"], registry, saved.path)
+        changing = {key for phase in recipe.get("phase", ()) for key in phase.get("model", ())}
+        what = f"{saved.path}: unlike its recipe, its state is"
+        refuse_other_model(model_table(model), ours, what=what, changing=changing)
+        weights, expected = _weights(saved), shapes_of(model, registry)
+        if weights.keys() - expected.keys():
+            expected |= {name: shape for _, added in _added(saved, registry) for name, shape in added.items()}
+        return [f"{saved.path}: {problem}" for problem in differences(weights, expected)]
+    except (NanotrainError, tomli.TOMLDecodeError, LookupError) as problem:
+        return [str(problem)]
+
+
+def adding_wrappers(saved: CheckpointInfo, registry: Registry) -> tuple[int, ...]:
+    """Return which wrappers of a checkpoint's recipe, by their places in it, add parameters to its model.
+
+    Raises:
+        NanotrainError: a wrapper is not installed, and the checkpoint has parameters that the model lacks.
+    """
+    from nanotrain_core.hf.open_weights import select, shapes_of
+
+    model = select(saved.describe()["meta"]["model"], registry, saved.path)
+    if not _weights(saved).keys() - shapes_of(model, registry).keys():
+        return ()
+    return tuple(number for number, added in _added(saved, registry) if added)
+
+
+def _weights(saved: CheckpointInfo) -> dict[str, Shape]:
+    tensors = saved.describe()["tensors"]
+    return {name: tuple(tensor["shape"]) for name, tensor in tensors.items() if "/" not in name}
+
+
+def _added(saved: CheckpointInfo, registry: Registry) -> Iterator[tuple[int, Mapping[str, Shape]]]:
+    """Yield the place of each wrapper in the recipe, and the shapes of the parameters that it adds.
+
+    They are applied on one rank: what they split over several is whole there.
+    """
+    from nanotrain_core.hf.open_weights import select
+    from nanotrain_core.layout.mesh import Mesh
+    from nanotrain_core.layout.meta_device import meta_device
+    from nanotrain_core.layout.placement import place
+    from nanotrain_core.pipeline.actions import Part
+    from nanotrain_core.run.wrapping import wrap
+
+    meta = saved.describe()["meta"]
+    tables: Sequence[Mapping[str, Any]] = tomli.loads(meta["recipe"]).get("parallel", ())
+    selections = [select(table, registry, saved.path, kind="parallel") for table in tables]
+    model = registry.build(select(meta["model"], registry, saved.path))
+    mesh = Mesh(Layout({"dense": View(("dp",), (1,))}))
+    with meta_device():
+        stages = {0: model.build(Part.whole(model.layers))}
+    placements = place(stages.values(), mesh.layout)
+    for number, selection in enumerate(selections):
+        before = set(placements)
+        stages = wrap(stages, placements, mesh, [(selection, registry.build(selection))])
+        parameters = {name for name, _ in stages[0].named_parameters()} - before
+        yield number, {name: placements[name].global_shape for name in parameters}
