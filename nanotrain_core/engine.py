@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -37,7 +36,7 @@ from nanotrain_core.run.run_progress import RunProgress
 from nanotrain_core.run.step_readback import StepFlags, StepReadback
 from nanotrain_core.run.step_report import evaluation, report_step
 from nanotrain_core.run.stop import StopRequest
-from nanotrain_core.run.throughput import Throughput
+from nanotrain_core.run.throughput import Stopwatch, Throughput
 from nanotrain_core.run.train_state import capture_state, load_checkpoint
 from nanotrain_core.run.validate_components import check_first_step
 from nanotrain_core.watch.progress import FAILED, Progress
@@ -343,6 +342,7 @@ class RuntimeEngine:
 
         A stop request ends it without a report; a resumed run then evaluates before its first step.
         """
+        watch = Stopwatch()
         mine, counted, seen = torch.zeros(3, 1, dtype=torch.float64, device=self.run.mesh.device)
         for batch, positions in self.run.feed.validation():
             self.note("evaluation")
@@ -353,8 +353,8 @@ class RuntimeEngine:
             mine += self.executor.forward(batch).get("lm", 0.0)
             counted += self.run.feed.counts(batch)["lm"]
             seen += positions
-        if report := evaluation(self, mine, counted, seen):
-            self.reached.evaluated = self.step if isfinite(report.loss) else self.reached.evaluated
+        if report := evaluation(self, mine, counted, seen, watch):
+            self.reached.note_evaluation(report.loss)
             self.events.evaluation(report)
         self.throughput.restart()
 

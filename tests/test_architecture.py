@@ -223,7 +223,7 @@ def code_lines(path: Path) -> int:
 ROOMS = {path.parent.name for path in CORE.glob("*/__init__.py")}
 #: What each room of the core may have of code, in lines; "": all that is in none. Not the harness.
 SMALL = {
-    "": 979,
+    "": 983,
     "api": 660,
     "builtin": 490,
     "checkpoint": 923,
@@ -236,7 +236,7 @@ SMALL = {
     "layout": 1215,
     "models": 690,
     "moe": 360,
-    "metrics": 1349,
+    "metrics": 1362,
     "monitors": 1060,
     "optim": 756,
     "phases": 372,
@@ -244,7 +244,7 @@ SMALL = {
     "precision": 680,
     "recipe": 1739,
     "registry": 752,
-    "run": 2827,
+    "run": 2837,
     "script": 800,
     "watch": 454,
 }

@@ -1,6 +1,7 @@
 """The thin-script door: a model, an optimizer and loaders, trained as a plain loop would."""
 
 import copy
+import time
 
 import pytest
 import torch
@@ -216,7 +217,9 @@ def test_ranks_with_different_numbers_of_validation_batches_are_told_so():
 def test_validation_is_the_mean_over_all_targets():
     model, loader, recorder = make_model(), make_loader(), Recorder()
     engine = RuntimeEngine(model, torch.optim.SGD(model.parameters(), lr=0.0), callbacks=[recorder])
+    began = time.monotonic()
     engine.fit(loader, loader, steps=1)
+    took = time.monotonic() - began
     tokens = torch.cat([tokens for tokens, _ in loader])
     targets = torch.cat([targets for _, targets in loader])
     expected = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()).item()
@@ -224,6 +227,7 @@ def test_validation_is_the_mean_over_all_targets():
     assert report.loss == pytest.approx(expected, rel=1e-6)
     assert report.tokens == int((targets != IGNORE).sum())
     assert report.positions == targets.numel()
+    assert 0 < report.seconds < took
 
 
 def test_the_schedule_drives_the_scripts_optimizer():

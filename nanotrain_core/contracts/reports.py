@@ -62,6 +62,8 @@ class EvaluationReport:
     """The predicted tokens over which it is the mean."""
     positions: int = 0
     """Tokens of these sequences, predicted or not, without the rows that pad the last batch."""
+    seconds: float | None = None
+    """How long it took on this rank; None where nobody measured it."""
 
 
 @attrs.define(frozen=True)

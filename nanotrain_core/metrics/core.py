@@ -112,6 +112,13 @@ CORE = (
         summary="validation loss in bits per byte of the text, if tokens are text",
     ),
     Metric(
+        name="validation/seconds",
+        unit="s",
+        group="time",
+        reduce="last",
+        summary="time of an evaluation on rank 0",
+    ),
+    Metric(
         name="checkpoint/seconds",
         unit="s",
         group="reliability",

@@ -17,7 +17,11 @@ STEP = {
         *("expert_load", "bubble", "phase"),
     )
 }
-EVALUATION = {"validation/loss": "loss", "validation/bits_per_byte": "bits_per_byte"}
+EVALUATION = {
+    "validation/loss": "loss",
+    "validation/bits_per_byte": "bits_per_byte",
+    "validation/seconds": "seconds",
+}
 CHECKPOINT = {"checkpoint/seconds": "seconds", "checkpoint/blocked": "blocked"}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,6 +29,11 @@ class RunProgress:
     def nothing_pending(self) -> None:
         """Drop what is pending: the run goes back to a step from before it."""
         self.evaluation_pending = self.save_pending = False
+
+    def note_evaluation(self, loss: float) -> None:
+        """Note this step's validation loss, for which retention keeps a checkpoint if it is finite."""
+        if math.isfinite(loss):
+            self.evaluated = self.step
 
     def meta(self) -> dict[str, Any]:
         """Return it for a checkpoint."""

@@ -12,6 +12,7 @@ from nanotrain_core.contracts import EvaluationReport, StepReport, StepStats
 from nanotrain_core.metrics.of_reports import of_step
 from nanotrain_core.pipeline.executor import Losses
 from nanotrain_core.run.global_metrics import bubble, expert_load, sum_over_data
+from nanotrain_core.run.throughput import Stopwatch
 
 if TYPE_CHECKING:
     from nanotrain_core.engine import RuntimeEngine
@@ -70,7 +71,7 @@ def report_step(
 
 
 def evaluation(
-    engine: RuntimeEngine, loss: torch.Tensor, counted: torch.Tensor, seen: torch.Tensor
+    engine: RuntimeEngine, loss: torch.Tensor, counted: torch.Tensor, seen: torch.Tensor, watch: Stopwatch
 ) -> EvaluationReport | None:
     """Return the report of an evaluation from this rank's sums, None if nothing was predicted. Collective.
 
@@ -79,6 +80,7 @@ def evaluation(
         loss: summed next-token losses [1], float64.
         counted: number of predicted tokens [1].
         seen: tokens of these sequences, predicted or not, without padding [1].
+        watch: made when the evaluation began.
     """
     run = engine.run
     total = sum_over_data(loss, run.mesh).item()
@@ -88,4 +90,5 @@ def evaluation(
         return None
     per_token = run.feed.bytes_per_token
     bits = total / count / per_token / math.log(2) if per_token else None
-    return EvaluationReport(engine.step, total / count, bits, count, positions)
+    # The device has computed everything by now: its sums have been read.
+    return EvaluationReport(engine.step, total / count, bits, count, positions, watch.seconds)

@@ -14,9 +14,10 @@ from nanotrain_report.folder import RunFolder
 #: Steps whose median says how long the next ones take.
 RECENT = 20
 #: A step that by the dates took so many times as long as usual, and so many seconds, has been dated by a
-#: clock that jumped: hang detection ends what takes longer, unless its default is changed. Evaluations and
-#: saves between two steps may take any time.
+#: clock that jumped: hang detection ends what takes longer, unless its default is changed.
 FAR, LONGEST = 100.0, 1200.0
+#: Curves with the seconds of what lies between two steps, by the monotonic clock of the run.
+BETWEEN = ("validation/seconds", "checkpoint/blocked")
 
 
 def pace(run: RunFolder) -> float | None:
@@ -28,23 +29,38 @@ def pace(run: RunFolder) -> float | None:
 def gaps(run: RunFolder) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
     """Return the seconds between logged steps, with everything between them, and in which the run was begun
     again: there a pause may have any length."""
-    times, usual, events = run.history.times, pace(run), run.history.events
+    times, usual, curves = run.history.times, pace(run), run.history.curves
     seconds: npt.NDArray[Any] = np.diff(np.asarray(times.values, np.float64))
+    measured = np.zeros_like(seconds)
+    for curve in filter(None, map(curves.get, BETWEEN)):
+        gap, inside = _gaps_with(times.steps, curve.steps)
+        np.add.at(measured, gap, np.asarray(curve.values, np.float64)[inside])
     expected = np.diff(np.asarray(times.steps, np.int64)) * (usual or 0.0)
-    resumed = _gaps_after(times.steps, [seam.step for seam in run.history.seams])
-    saves = [row["step"] for row in events if row["event"] in ("checkpoint", "save_failed")]
-    evaluated = run.history.curves.get("validation/loss")
-    of_any_length = resumed | _gaps_after(times.steps, [*saves, *(evaluated.steps if evaluated else ())])
-    far = np.maximum(FAR * expected, LONGEST) if usual is not None else np.inf
-    return np.where((seconds < 0) | ~of_any_length & (seconds > far), expected, seconds), resumed
+    resumed = _any(times.steps, [seam.step for seam in run.history.seams])
+    # What nobody measured may have taken any time.
+    failed = [row["step"] for row in run.history.events if row["event"] == "save_failed"]
+    names = ("validation/seconds", "validation/loss")  # runs of earlier versions have the loss alone
+    timed, evaluated = (set(curves[name].steps) if name in curves else set() for name in names)
+    of_any_length = resumed | _any(times.steps, [*failed, *sorted(evaluated - timed)])
+    far = np.maximum(FAR * expected, LONGEST) + measured if usual is not None else np.inf
+    jumped = (seconds < 0) | ~of_any_length & (seconds > far)
+    return np.where(jumped, expected + measured, seconds), resumed
 
 
-def _gaps_after(logged: Sequence[int], steps: Sequence[int]) -> npt.NDArray[np.bool_]:
+def _any(logged: Sequence[int], steps: Sequence[int]) -> npt.NDArray[np.bool_]:
     """Return for each gap between two logged steps whether one of ``steps`` is its first or lies in it."""
     found = np.zeros(max(0, len(logged) - 1), np.bool_)
-    after = np.searchsorted(logged, np.asarray(steps, np.int64), side="right") - 1
-    found[after[(after >= 0) & (after < len(found))]] = True
+    found[_gaps_with(logged, steps)[0]] = True
     return found
+
+
+def _gaps_with(
+    logged: Sequence[int], steps: Sequence[int]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+    """Return the gaps between logged steps that ``steps`` begin or lie in, and which of these are in any."""
+    after = np.searchsorted(logged, np.asarray(steps, np.int64), side="right") - 1
+    inside = (after >= 0) & (after < len(logged) - 1)
+    return after[inside], inside
 
 
 def took(run: RunFolder, first: int, last: int) -> float | None:

@@ -151,12 +151,17 @@ def test_a_clock_that_jumps_changes_no_time(tmp_path, jump, resumed):
     assert took(found, 91, 101) is None
 
 
-@pytest.mark.parametrize("event", ["evaluation", "checkpoint", "save_failed"])
-@pytest.mark.parametrize("jump", [0.0, -3600.0])
-def test_long_evaluations_and_saves_are_time_of_the_run(tmp_path, event, jump):
-    """They had been taken for jumps of the clock."""
+@pytest.mark.parametrize(
+    "event", ["evaluation", "evaluation of an earlier version", "checkpoint", "save_failed"]
+)
+@pytest.mark.parametrize("jump", [0.0, -3600.0, 86400.0])
+def test_long_evaluations_and_saves_are_time_of_the_run_and_jumps_beside_them_are_not(tmp_path, event, jump):
+    """They had been taken for jumps of the clock, and then jumps for them."""
     run = MadeUp(tmp_path / "run", steps=200)
     fields = {"loss": 1.0, "path": "step", "seconds": 1500.0, "blocked": 1500.0, "problem": "disk full"}
+    event, _, earlier = event.partition(" ")
+    if earlier:
+        del fields["seconds"]
     run.start()
     for step in range(1, 101):
         run.step(step)
@@ -165,8 +170,10 @@ def test_long_evaluations_and_saves_are_time_of_the_run(tmp_path, event, jump):
             run.row(event, step=step, **fields)
     run.row("end", reason="done", step=100)
     run.write()
-    missed = 1500.0 if jump else 0.0  # nobody knows how long the one took in which the clock was set back
-    assert wall(open_run(run.folder)) == pytest.approx(53.5 + 5 * 1500.0 - missed, abs=1.0)
+    expected = 53.5 + 5 * 1500.0
+    if earlier or event == "save_failed":  # nobody knows how long the one took in which the clock was set
+        expected += jump if jump > 0 else -1500.0 * (jump < 0)
+    assert wall(open_run(run.folder)) == pytest.approx(expected, abs=1.0)
 
 
 def test_top_of_a_run_without_metrics_goes_by_its_log(tmp_path, capsys):
