@@ -230,7 +230,7 @@ SMALL = {
     "cli": 1724,
     "compile": 787,
     "contracts": 700,
-    "data": 907,
+    "data": 912,
     "hf": 942,
     "launch": 2162,
     "layout": 1215,

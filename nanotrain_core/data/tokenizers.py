@@ -36,6 +36,10 @@ class Tokenizer(TextCodec, Protocol):
 
     name: str
     """Short, and different for different tokenizers."""
+    unlike_earlier: str
+    """What earlier versions did otherwise with the same file, of which the tokens differ: mostly nothing."""
+    ends_unlike_earlier: bool
+    """Whether documents ended with another token in earlier versions."""
 
     def tokenize(self, documents: Sequence[Document], fingerprint: str) -> Tokens | CachedTokens:
         """Return all documents as one array of the smallest unsigned type, each followed by a separator."""
@@ -54,6 +58,7 @@ class Bytes:
     """A token for each of the 256 bytes; byte 0 ends a document."""
 
     name = "bytes"
+    unlike_earlier, ends_unlike_earlier = "", False
     vocab_size = 256
     separator: int | None = 0
 
@@ -95,14 +100,16 @@ class TokenizerFile:
         special = {number for number, token in added.items() if token.special}
         # Ordinary pieces may be called so, too: </s> is a tag of HTML to a tokenizer that has <eos>.
         self.separator = next((token for token in named if token in special), next(iter(named), None))
-        # Words behind the hash tell tokens from those that earlier versions made with the same file.
-        self.name = f"{path.name} {hashlib.sha256(content).hexdigest()[:12]}{unset(self._tokenizer)}"
+        changed = unset(self._tokenizer)
         # <|endoftext|> in a document's text does not end it, and a message cannot begin a turn.
         self._text_only = text_only(self._tokenizer)
         if self._text_only is not self._tokenizer:
-            self.name += " without special pieces"
-        if named and self.separator != named[0]:
-            self.name += f" ends with {self.separator}"
+            changed += " without special pieces"
+        self.unlike_earlier = changed.removeprefix(" whole")  # which texts of any length were to `prepare`
+        self.ends_unlike_earlier = bool(named) and self.separator != named[0]
+        end = f" ends with {self.separator}" if self.ends_unlike_earlier else ""
+        # Words behind the hash tell tokens from those that earlier versions made with the same file.
+        self.name = f"{path.name} {hashlib.sha256(content).hexdigest()[:12]}{changed}{end}"
 
     def tokenize(self, documents: Sequence[Document], fingerprint: str) -> Tokens | CachedTokens:
         """Return the tokens of all documents, from the cache if present.

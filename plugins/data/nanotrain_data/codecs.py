@@ -58,6 +58,10 @@ ENCODINGS = {
 class Codec(TextCodec, Protocol):
     """A tokenizer that many texts are given at a time."""
 
+    unlike_earlier: str
+    ends_unlike_earlier: bool
+    """As a :class:`~nanotrain_core.api.text.Tokenizer` has both."""
+
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the tokens of each text, none added."""
         ...
@@ -65,6 +69,8 @@ class Codec(TextCodec, Protocol):
 
 class Tiktoken:
     """An encoding of OpenAI's tiktoken, from a file that was downloaded."""
+
+    unlike_earlier, ends_unlike_earlier = "", False
 
     def __init__(self, path: Path) -> None:
         known = ENCODINGS.get(path.stem)
@@ -122,6 +128,8 @@ def _ranks(content: bytes) -> dict[bytes, int]:
 
 class SentencePiece:
     """A model of SentencePiece."""
+
+    unlike_earlier, ends_unlike_earlier = "", False
 
     def __init__(self, path: Path) -> None:
         try:

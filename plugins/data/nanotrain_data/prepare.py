@@ -2,7 +2,7 @@
 
 A unit of the corpus becomes a shard, with a record beside it (``NAME.json``) of what it was made of. The
 manifest is written last and takes the place of the records. What is interrupted goes on: a shard whose record
-and hashes are right is kept.
+is as it was written, and whose hashes are right, is kept.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from nanotrain_data.manifest import (
 )
 from nanotrain_data.request import Request
 from nanotrain_data.sources import units_of
-from nanotrain_data.unit_writer import Task, cannot_write, record, write_all, write_record
+from nanotrain_data.unit_writer import Task, cannot_write, read_record, record, write_all, write_record
 from nanotrain_data.verify import damage, tokenizer_problems
 from nanotrain_data.writer import ANSWERS, SUFFIXES, file_sha256
 
@@ -64,7 +64,7 @@ def prepare(request: Request, workers: int) -> Prepared:
     end = codec.separator if request.end_documents and not chat else None
     form = [tokenizer.sha256, stored_dtype(codec.vocab_size), end, request.field]
     form += [chat.sha256] if chat else []
-    form += _told_apart(codec, tokenizer, conversations)
+    form += _told_apart(codec, conversations)
     made_of = _digest([form, [[part.identity for part in unit.parts] for unit in units]])
     try:
         request.out.mkdir(parents=True, exist_ok=True)
@@ -120,18 +120,16 @@ def _conversations(request: Request, codec: Codec) -> ConversationCodec | None:
     return open_conversation_codec(codec, request.tokenizer, request.chat_template, date)
 
 
-def _told_apart(codec: Codec, tokenizer: TokenizerInfo, chat: ConversationCodec | None) -> list[str]:
+def _told_apart(codec: Codec, chat: ConversationCodec | None) -> list[str]:
     """Return what tells tokens from those that earlier versions made with the same file: of most, nothing.
 
     Shards of both would be in one folder otherwise, since the hash of the file is the same.
     """
-    _, _, words = str(getattr(codec, "name", "")).partition(f" {tokenizer.sha256[:12]}")
-    words, _, end = words.removeprefix(" whole").partition(" ends with ")  # long texts always were whole
-    told = [words] if words else []
+    told = [codec.unlike_earlier] if codec.unlike_earlier else []
     if chat is None:
         return told  # another end of documents is told beside
     if chat.template is None:
-        return [*told, f"ends with {end}"] if end else told
+        return [*told, f"ends with {codec.separator}"] if codec.ends_unlike_earlier else told
     return [*told, *chat.unflagged]
 
 
@@ -172,17 +170,19 @@ def _of_records(out: Path, tasks: Sequence[Task]) -> dict[Task, ShardInfo]:
 
 
 def _recorded(out: Path, task: Task) -> ShardInfo | None:
+    known = read_record(record(out, task.number))
+    if known is None or known["made_of"] != task.digest:
+        return None
     try:
-        known = json.loads(record(out, task.number).read_bytes())
         info = ShardInfo(**known["shard"])
         hashes = [info.sha256, info.offsets_sha256, info.hashes_sha256]
         suffixes = [*SUFFIXES]
         if info.answers_sha256 is not None:
             hashes, suffixes = [*hashes, info.answers_sha256], [*suffixes, ANSWERS]
         found = [file_sha256(out / f"{info.name}{suffix}") for suffix in suffixes]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, TypeError):  # of another version's fields
         return None
-    return info if known["made_of"] == task.digest and found == hashes else None
+    return info if found == hashes else None
 
 
 def _of_manifest(out: Path, made_of: str, tasks: Sequence[Task]) -> dict[Task, ShardInfo]:
@@ -239,11 +239,9 @@ def _date_of(out: Path) -> str | None:
         chat = read_manifest(out).chat
         return chat.date if chat else None
     for path in sorted(out.glob("[0-9]*.json")):
-        try:
-            date: str | None = json.loads(path.read_bytes())["date"]
+        if (known := read_record(path)) is not None:
+            date: str | None = known["date"]
             return date
-        except (OSError, ValueError, KeyError, TypeError):
-            continue  # cut short, and made anew
     return None
 
 

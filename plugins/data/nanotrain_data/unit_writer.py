@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import multiprocessing
 import os
@@ -54,7 +55,21 @@ def record(out: Path, number: int) -> Path:
 def write_record(request: Request, task: Task, info: ShardInfo) -> None:
     """Say of a shard that it is whole."""
     known = {"made_of": task.digest, "shard": attrs.asdict(info), "date": request.date}
-    write_text_atomically(record(request.out, task.number), json.dumps(known))
+    sealed = {**known, "sha256": _digest_of(known)}
+    write_text_atomically(record(request.out, task.number), json.dumps(sealed))
+
+
+def read_record(path: Path) -> dict[str, Any] | None:
+    """Return what :func:`write_record` wrote; None if there is nothing, or it is not as it was written."""
+    try:
+        known = json.loads(path.read_bytes())
+        return known if known.pop("sha256") == _digest_of(known) else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _digest_of(known: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(known).encode()).hexdigest()
 
 
 def cannot_write(out: Path, error: OSError) -> DataError:

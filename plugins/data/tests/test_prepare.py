@@ -178,6 +178,26 @@ def test_an_interrupted_one_goes_on_and_keeps_only_shards_that_are_right(tmp_pat
     assert files_of(out) == files_of(tmp_path / "whole")
 
 
+@pytest.mark.parametrize("edit", [{"documents": 1}, {"bytes": 7}, None])
+def test_a_record_that_was_edited_is_not_believed(tmp_path, monkeypatch, edit):
+    """Its numbers, which no hash of the shard tells, were in the manifest. None: of an earlier version."""
+    source, out = corpus(tmp_path / "in", "jsonl"), tmp_path / "out"
+    with monkeypatch.context() as patched:
+        interrupted(patched, after=2)
+        with pytest.raises(Interrupted):
+            prepared(out, source, unit_bytes=6000)
+    known = json.loads((out / "00001.json").read_text())
+    if edit:
+        known["shard"] |= edit
+    else:
+        del known["sha256"]
+    (out / "00001.json").write_text(json.dumps(known))
+    again = prepared(out, source, unit_bytes=6000)
+    assert again.written == len(again.manifest.shards) - 1
+    prepared(tmp_path / "whole", source, unit_bytes=6000)
+    assert files_of(out) == files_of(tmp_path / "whole")
+
+
 def test_a_source_that_changed_meanwhile_is_read_again(tmp_path, monkeypatch):
     source, out = corpus(tmp_path / "in", "txt"), tmp_path / "out"
     with monkeypatch.context() as patched:
