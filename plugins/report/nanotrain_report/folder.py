@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from collections.abc import Mapping
 from functools import cached_property
@@ -28,6 +29,8 @@ from nanotrain_core.api import (
 from nanotrain_report.families import Family, Line, families
 from nanotrain_report.health import Judging
 
+#: What a run calls its resolved recipes: with a number from 2 where a resume changed it.
+RECIPE = re.compile(r"recipe(?:-([1-9]\d*))?\.toml")
 #: Sections of a recipe that are lists of tables.
 LISTS = ("parallel", "monitor", "phase")
 #: What is read of a recipe's tables and of the log's entries, where only values of this kind are.
@@ -74,9 +77,10 @@ class RunFolder:
 
     @cached_property
     def recipe_file(self) -> Path | None:
-        """The newest resolved recipe: a resumed run that changed it has left several."""
-        found = [path for path in self.path.glob("recipe*.toml") if path.is_file()]
-        return max(found, key=lambda path: (len(path.name), path.name)) if found else None
+        """The newest resolved recipe: a resumed run that changed it has left several. Others are a user's."""
+        names = ((RECIPE.fullmatch(path.name), path) for path in self.path.glob("recipe*.toml"))
+        found = [(int(name[1] or 1), path) for name, path in names if name and path.is_file()]
+        return max(found)[1] if found else None
 
     @cached_property
     def recipe(self) -> Mapping[str, Any]:

@@ -293,6 +293,14 @@ def test_a_folder_that_is_no_run_is_refused_in_a_line(tmp_path, capsys, monkeypa
     assert len(err.splitlines()) == 1
 
 
+def test_the_recipe_is_the_newest_that_the_run_wrote(tmp_path):
+    """A longer name had won, of a file that somebody put there."""
+    run = full_run(tmp_path, 4)
+    for name in ("recipe-2", "recipe-10", "recipe-9", "recipe-10-old", "recipe-next-try", "recipes"):
+        (run / f"{name}.toml").write_text(f'[run]\nname = "{name}"\n')
+    assert open_run(run).recipe["run"]["name"] == "recipe-10"
+
+
 def test_files_that_others_wrote_or_changed_cost_what_cannot_be_shown_and_no_more(tmp_path):
     run = MadeUp(tmp_path, steps=9)
     run.start()
