@@ -76,6 +76,25 @@ def test_sizes_that_are_not_those_of_the_launcher_are_refused(nproc, nnodes, fit
                 ranks.check_sizes(nproc, nnodes)
 
 
+def test_a_recipe_with_another_number_of_ranks_than_the_launcher_is_told():
+    """A shell that a launcher's variables were left in trained a recipe of four ranks on one."""
+    for environment in (TORCHRUN, SRUN):
+        ranks = Ranks.detect(environment)
+        assert (
+            ranks.compare(None) is ranks.compare((8, "my.toml:3")) is ranks.compare((8, "--set #1")) is None
+        )
+        note = ranks.compare((4, "my.toml:3"), environment)
+        assert note.startswith(
+            "my.toml:3: run.ranks is 4, and by its environment this process is rank 5 of 8"
+        )
+        assert (
+            f"the run has 8. If an earlier launcher left this here: unset {next(iter(environment))}" in note
+        )
+        with pytest.raises(LaunchError, match=r"--set #1: run\.ranks is 4, and by its environment"):
+            ranks.compare((4, "--set #1"), environment)
+    assert Ranks(world_size=2).compare((4, "my.toml:3")) is None  # our own launcher: --nproc
+
+
 def test_ranks_share_the_cores_of_a_host():
     alone, shared = Ranks(), Ranks(local_world_size=10_000)
     assert alone.threads() >= shared.threads() == 1

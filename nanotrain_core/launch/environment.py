@@ -81,11 +81,35 @@ class Ranks:
             return
         given = {"--nproc": nproc, "--nnodes": nnodes}
         options = " ".join(f"{name} {value}" for name, value in given.items() if value is not None)
-        names = " ".join(name for name in VARIABLES[self.launcher] if name in environment)
         raise LaunchError(
-            f"{options}: by its environment this process is rank {self.rank} of {self.world_size} that "
-            f"{self.launcher} has started; leave the option out, or start the ranks here after: unset {names}"
+            f"{options}: {self._said()}; leave the option out, or start the ranks here after: "
+            f"unset {self._names(environment)}"
         )
+
+    def compare(
+        self, stated: tuple[object, str] | None, environment: Mapping[str, str] = os.environ
+    ) -> str | None:
+        """Compare ``run.ranks`` of a recipe, and where it says so, with what the launcher has started.
+
+        A recipe may be trained by any number of ranks: the text that is returned is a note.
+
+        Raises:
+            LaunchError: an option of this command has said it, and they differ.
+        """
+        if self.launcher not in VARIABLES or stated is None or stated[0] == self.world_size:
+            return None
+        text = f"{stated[1]}: run.ranks is {stated[0]}, and {self._said()}"
+        names = self._names(environment)
+        if stated[1].startswith("--"):
+            raise LaunchError(f"{text}; leave it out, or start the ranks here after: unset {names}")
+        return f"{text}: the run has {self.world_size}. If an earlier launcher left this here: unset {names}"
+
+    def _said(self) -> str:
+        who = f"rank {self.rank} of {self.world_size} that {self.launcher} has started"
+        return f"by its environment this process is {who}"
+
+    def _names(self, environment: Mapping[str, str]) -> str:
+        return " ".join(name for name in VARIABLES[self.launcher] if name in environment)
 
     def threads(self) -> int:
         """Return how many threads this rank may use so that the ranks of a host share its processors."""

@@ -96,6 +96,8 @@ def _train(job: Job, ranks: Ranks, last: contextlib.ExitStack) -> str:
     registry = load_plugins(block=job.plugins.blocked, local=job.plugins.local)
     found = resolve_recipe(job.recipe, overrides=job.overrides, plugins=job.plugins, ranks=ranks.world_size)
     recipe = found.recipe
+    if (note := ranks.compare(found.merged.own_ranks)) and ranks.rank == 0:
+        log.say(f"note: {note}", level="warning")
 
     import torch.distributed as dist
 

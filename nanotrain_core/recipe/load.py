@@ -94,10 +94,12 @@ def _merge(
     merged = Merged()
     sources = [default_source(), *file_sources(find_recipe(path))]
     sources += [override_source(number, text) for number, text in enumerate(overrides, start=1)]
-    if ranks is not None:
-        sources.append(option_source(ranks_option, "run.ranks", ranks))
     for source in sources:
         merged.add(source)
+    if ranks is not None:
+        if merged.origin("run.ranks") is not None:
+            merged.own_ranks = merged.tree["run"]["ranks"], merged.place("run.ranks")
+        merged.add(option_source(ranks_option, "run.ranks", ranks))
     if merged.problems:
         raise RecipeError([f"{source.place(p.key)}: {p.key}: {p.message}" for source, p in merged.problems])
     return merged

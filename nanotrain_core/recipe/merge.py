@@ -40,6 +40,8 @@ class Merged:
         self.problems: list[tuple[Source, Problem]] = []
         self._origins: dict[str, Source] = {}
         self.label = ""
+        self.own_ranks: tuple[Any, str] | None = None
+        """``run.ranks`` as the recipe itself says it, and where: another number of ranks replaces it."""
 
     def add(self, source: Source) -> None:
         """Merge ``source`` over the current tables."""
