@@ -12,9 +12,10 @@ from fake_distribution import PLUGIN
 from recipe_files import SMALL, write
 
 from nanotrain_core import __version__
-from nanotrain_core.cli import main
-from nanotrain_core.errors import Exit
+from nanotrain_core.cli import dispatch, main
+from nanotrain_core.errors import Exit, LaunchError
 from nanotrain_core.hookspecs import HOOKSPEC_VERSION
+from nanotrain_core.launch import launcher
 
 
 def call(capsys, *words) -> tuple[int, str, str]:
@@ -222,3 +223,49 @@ def test_output_to_a_full_disk_is_told_in_a_line(words):
         )
     assert ended.stderr == "nanotrain: the output cannot be written: No space left on device\n"
     assert ended.returncode == Exit.USER
+
+
+class Imports:
+    """Stands for a module in whose import somebody presses Ctrl-C."""
+
+    def __getattr__(self, name):
+        if name == "call":
+            raise KeyboardInterrupt
+        raise AttributeError(name)
+
+
+def test_ctrl_c_is_a_line_and_its_code_also_while_modules_are_imported(monkeypatch, capsys):
+    """It was a traceback until the first import had ended, and then no word."""
+
+    def interrupted(words):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setitem(sys.modules, "nanotrain_core.cli.dispatch", Imports())
+        assert call(capsys, "schema") == (Exit.INTERRUPTED, "", "nanotrain: interrupted\n")
+    monkeypatch.setattr(dispatch, "_call", interrupted)
+    assert call(capsys, "schema") == (Exit.INTERRUPTED, "", "nanotrain: interrupted\n")
+
+
+@pytest.mark.parametrize("most", [20, 4096])
+def test_a_low_limit_of_open_files_is_told_in_a_line(monkeypatch, capsys, most):
+    """With a higher limit the traceback tells who has left them open."""
+
+    def opens(words):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(dispatch, "_call", opens)
+    monkeypatch.setattr(dispatch, "getrlimit", lambda which: (most, most))
+    if most > 512:
+        with pytest.raises(OSError, match="Too many open files"):
+            main(["schema"])
+        return
+    code, _, err = call(capsys, "schema")
+    assert code == Exit.USER
+    assert err == "nanotrain: `ulimit -n` allows 20 and 512 or more are expected: Too many open files\n"
+
+
+def test_ranks_do_not_start_where_too_few_files_may_be_open(monkeypatch):
+    monkeypatch.setattr(launcher, "getrlimit", lambda which: (20, 20))
+    with pytest.raises(LaunchError, match="`ulimit -n` allows 20 open files: expected 64 or more"):
+        launcher.prepare(2)

@@ -17,9 +17,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else list(argv)
     if words[:1] == ["run"] or "--then" in words:
         _end_on_signals(interrupts=words[:1] == ["run"])
-    from nanotrain_core.cli.dispatch import call
+    try:
+        from nanotrain_core.cli.dispatch import call
 
-    return call(words)
+        return call(words)
+    except KeyboardInterrupt:  # from the import on, which takes a while on a slow disk
+        print("nanotrain: interrupted", file=sys.stderr)
+        return INTERRUPTED
 
 
 def _end_on_signals(*, interrupts: bool) -> None:

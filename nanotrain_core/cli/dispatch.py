@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 from io import TextIOWrapper
+from resource import RLIMIT_NOFILE, getrlimit
 from typing import NoReturn
 
 from nanotrain_core import __version__
@@ -20,6 +21,9 @@ from nanotrain_core.errors import Exit, NanotrainError, did_you_mean, shortened
 from nanotrain_core.registry.advice import FIRST_PARTY, how_to_install, nearest_command
 from nanotrain_core.registry.discovery import PluginInfo
 from nanotrain_core.registry.registry import Registry, load_plugins
+
+#: Where as many files may be open, too many of them are a mistake of the program.
+FEW_FILES = 512
 
 
 class _Parser(argparse.ArgumentParser):
@@ -41,8 +45,6 @@ def call(words: list[str]) -> int:
         for line in str(error).splitlines():
             print(f"nanotrain: {line}", file=sys.stderr)
         return error.exit_code
-    except KeyboardInterrupt:
-        return Exit.INTERRUPTED
     except (BrokenPipeError, SystemExit) as end:  # the reader, such as `head`, has closed the pipe
         if not isinstance(end, BrokenPipeError) and not isinstance(end.__context__, BrokenPipeError):
             raise  # rich raises SystemExit where the pipe is closed, but so does argparse
@@ -53,6 +55,8 @@ def call(words: list[str]) -> int:
         if where is None and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             where = "the output cannot be written"
             _skip_last_flush()
+        elif error.errno == errno.EMFILE and (most := getrlimit(RLIMIT_NOFILE)[0]) < FEW_FILES:
+            where = f"`ulimit -n` allows {most} and {FEW_FILES} or more are expected"
         elif error.errno != errno.ENAMETOOLONG:  # any access to a path may raise it
             raise
         print(f"nanotrain: {shortened(f'{where}: {error.strerror}')}", file=sys.stderr)

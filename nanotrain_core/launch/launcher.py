@@ -26,9 +26,11 @@ import os
 import signal
 import tempfile
 from pathlib import Path
+from resource import RLIMIT_NOFILE, getrlimit
 
 import attrs
 
+from nanotrain_core.errors import LaunchError
 from nanotrain_core.launch import temporary
 from nanotrain_core.launch.cuda import set_allocator
 from nanotrain_core.launch.environment import Ranks, loopback
@@ -39,6 +41,9 @@ from nanotrain_core.recipe import Recipe
 from nanotrain_core.run import log
 from nanotrain_core.run.folder import RunFolder
 from nanotrain_core.run.stop import EXIT_OF, SIGNALS
+
+#: Open files without which ranks do not start: their pipes, sockets to peers, and libraries.
+FEWEST_FILES = 64
 
 
 def launch(job: Job, recipe: Recipe, nodes: Nodes) -> int:
@@ -80,7 +85,15 @@ def start(job: Job, recipe: Recipe, nodes: Nodes) -> int:
 
 
 def prepare(nproc: int) -> None:
-    """Start the forkserver, which imports torch in parallel to this process: call it as early as possible."""
+    """Start the forkserver, which imports torch in parallel to this process: call it as early as possible.
+
+    Raises:
+        LaunchError: so few files may be open that it, or a rank, would end with a traceback.
+    """
+    if (files := getrlimit(RLIMIT_NOFILE)[0]) < FEWEST_FILES:
+        raise LaunchError(
+            f"`ulimit -n` allows {files} open files: expected {FEWEST_FILES} or more to start ranks"
+        )
     temporary.begin()
     set_allocator()
     os.environ.setdefault("OMP_NUM_THREADS", str(Ranks(local_world_size=nproc).threads()))
