@@ -10,6 +10,7 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Callable, Iterator
+from functools import partial
 from http import HTTPStatus
 from http.client import HTTPException
 from pathlib import Path
@@ -85,8 +86,9 @@ def deliver(alert: Alert, to: Target, folder: Path) -> Iterator[str]:
         ways.append((to.file, lambda: append_line(folder / to.file, alert.as_json())))
     if to.command:
         ways.append((to.command[0], lambda: _run(alert, to.command)))
-    if to.webhook:
-        ways.append((f"webhook at {webhook_host(to.webhook)}", lambda: _post(alert, to.webhook)))
+    of_variable = os.environ.get(to.webhook_variable, "") if to.webhook_variable else ""
+    for address in filter(None, (to.webhook, of_variable)):
+        ways.append((f"webhook at {webhook_host(address)}", partial(_post, alert, address)))
     for name, send in ways:
         try:
             send()

@@ -324,6 +324,16 @@ def server():
     serving.server_close()
 
 
+def test_an_address_in_the_environment_is_in_no_recipe(server, monkeypatch, tmp_path):
+    """Of `webhook` it is in the run folder and in checkpoints."""
+    address, got = server
+    monkeypatch.setenv("ALERT_WEBHOOK", f"{address}/S3CRET")
+    case = Case("monitor", use="alerts", config={"to": {"webhook_variable": "ALERT_WEBHOOK"}})
+    assert "S3CRET" not in str(case.recipe())
+    assert list(deliver(ALERT, Target(webhook_variable="ALERT_WEBHOOK"), tmp_path)) == []
+    assert [path for path, _, _ in got] == ["/S3CRET", "/S3CRET"]  # the first try fails
+
+
 def test_a_run_tells_a_slow_webhook_and_waits_for_it_at_its_end_alone(server):
     address, got = server
     rules = [{"metric": "loss", "above": 0.0, "text": "loss!"}, {"event": "end"}]
@@ -353,6 +363,10 @@ def test_a_run_tells_a_slow_webhook_and_waits_for_it_at_its_end_alone(server):
         ({"event": "end", "to": {"webhook": "example.org/x"}}, "rules.0.to.webhook: .*expected https://"),
         ({"event": "end", "to": {"webhook": "https://[x"}}, "rules.0.to.webhook: .*expected https://"),
         ({"event": "end", "to": {"webhook": "https://me:pw@host/x"}}, "rules.0.to.webhook: .*expected http"),
+        (
+            {"event": "end", "to": {"webhook_variable": "NO_SUCH"}},
+            "rules.0.to.webhook_variable: .* NO_SUCH has",
+        ),
         ({"event": "end", "to": {"command": ["no-such-program"]}}, "rules.0.to.command: there is no program"),
         ({"event": "end", "to": {"file": "/no/such/folder/x"}}, "rules.0.to.file: there is no folder"),
         ({"event": "end", "to": {"mail": "x"}}, "rules.0.to.*mail"),

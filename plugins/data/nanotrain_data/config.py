@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
 import attrs
 
 from nanotrain_core.api import LARGEST_SIZE, Range, path_field
+
+#: A user and a password before a host, where a port and an `@` in a path are none.
+_PASSWORD = re.compile(r"://[^/@:]*:(?!\d+/)[^@]*@")
 
 
 @attrs.define(frozen=True, kw_only=True)
@@ -82,13 +86,18 @@ class StreamingConfig:
         """Refuse no URL, what is none, and weights that do not fit.
 
         Raises:
-            ValueError: there are none, one has no protocol, or there is not a weight for each.
+            ValueError: there are none, one has no protocol or a password, or there is not a weight for each.
         """
         if not self.urls:
             raise ValueError("urls names no folder: expected some that 'nanotrain data prepare' wrote")
         for url in self.urls:
             if "://" not in url:
                 raise ValueError(f"'{url}' is no URL: expected one as s3://bucket/folder or file:///folder")
+            if _PASSWORD.search(url):
+                raise ValueError(
+                    f"a URL of {url.partition('://')[0]} has a password, which logs and checkpoints would "
+                    "show: expected none, but a file in ~/.config/fsspec or a variable of its library"
+                )
         if self.weights and len(self.weights) != len(self.urls):
             raise ValueError(f"{len(self.weights)} weights for {len(self.urls)} urls: expected one for each")
 

@@ -367,6 +367,7 @@ def test_a_manifest_cannot_name_files_elsewhere(folders, tmp_path):
     [
         ({"urls": ()}, "urls names no folder"),
         ({"urls": ("prepared/web",)}, "'prepared/web' is no URL: expected one as s3://bucket/folder"),
+        ({"urls": ("s3://me:S3CRET@host/web",)}, r"^a URL of s3 has a password, which (?!.*S3CRET)"),
         ({"urls": ("s3://a", "s3://b"), "weights": (1.0,)}, "1 weights for 2 urls"),
         ({"urls": ("s3://a",), "cache_gb": 0.0}, "expected a number above 0"),
     ],
