@@ -9,11 +9,12 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from nanotrain_sample import ranks
-from nanotrain_sample.evaluate import tasks
-from nanotrain_sample.evaluate.measure import read_text
+from nanotrain_sample.evaluate import output, tasks
+from nanotrain_sample.evaluate.measure import Measured, read_text
 from nanotrain_sample.evaluate.scorer import Score
 from nanotrain_sample.evaluate.windows import windows
 from nanotrain_sample.source import note_length
+from rich.console import Console
 
 from nanotrain_core.api.text import make_tokenizer
 from nanotrain_core.batch import Batch
@@ -74,6 +75,20 @@ def test_a_validation_loss_is_that_of_the_run(trained, capsys):
     assert text["tokens"] == last["tokens"]
     assert text["loss"] == pytest.approx(last["loss"], abs=1e-12)
     assert text["bits_per_byte"] == pytest.approx(last["bits_per_byte"], abs=1e-12)
+
+
+@pytest.mark.parametrize("width", [40, 200])
+def test_a_narrow_terminal_cuts_no_number_and_no_name(monkeypatch, capsys, width):
+    """Numbers ended with an ellipsis, and names were broken in their midst."""
+    monkeypatch.setattr(output, "Console", lambda width=None, w=width: Console(width=w))
+    name = "a/very/long/name/of/a/file/that/no/column/holds[1].txt"
+    scores = {"results": {"task": {"acc,none": 0.25, "acc_stderr,none": 0.1}}}
+    measured = Measured(name=name, tokens=123456, loss=2.34567, bits_per_byte=1.23456)
+    output.tell("run", "m", [measured], scores, json=False)
+    out = capsys.readouterr().out
+    for text in (name, "123,456", "2.3457", "10.44", "1.2346", "0.2500"):
+        assert text in out
+    assert ("  perplexity: 10.44\n" in out) == (width == 40)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from nanotrain_core.api import PIPED_WIDTH
 from nanotrain_sample.evaluate.measure import Measured
@@ -43,16 +44,36 @@ def tell(
         return
     console = Console(width=None if sys.stdout.isatty() else PIPED_WIDTH)
     if measured:
-        table = Table("text", "tokens", "loss", "perplexity", "bits per byte", title=weights)
-        for each in measured:
-            bits = "" if each.bits_per_byte is None else f"{each.bits_per_byte:.4f}"
-            table.add_row(each.name, f"{each.tokens:,}", f"{each.loss:.4f}", f"{each.perplexity:.4g}", bits)
-        console.print(table)
+        rows = [
+            (
+                each.name,
+                f"{each.tokens:,}",
+                f"{each.loss:.4f}",
+                f"{each.perplexity:.4g}",
+                "" if each.bits_per_byte is None else f"{each.bits_per_byte:.4f}",
+            )
+            for each in measured
+        ]
+        _print(console, weights, ("text", "tokens", "loss", "perplexity", "bits per byte"), rows)
     if scores:
-        table = Table("task", "metric", "filter", "value", title=weights)
-        for name, metric, chosen, value in scores:
-            table.add_row(name, metric, chosen, f"{value:.4f}")
+        columns = ("task", "metric", "filter", "value")
+        _print(console, weights, columns, [(*score[:3], f"{score[3]:.4f}") for score in scores])
+
+
+def _print(console: Console, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table, or a line for each cell where the terminal is too narrow: a table would cut numbers."""
+    table = Table(*columns, title=Text(title, "table.title"))
+    for row in rows:
+        table.add_row(*map(Text, row))
+    if console.measure(table, options=console.options.update(width=PIPED_WIDTH)).maximum <= console.width:
         console.print(table)
+        return
+    console.print(Text(title), soft_wrap=True)  # the terminal's own wrapping, from which names can be copied
+    for row in rows:
+        console.print(Text(row[0]), soft_wrap=True)
+        for name, cell in zip(columns[1:], row[1:], strict=True):
+            if cell:
+                console.print(Text(f"  {name}: {cell}"), soft_wrap=True)
 
 
 def _scores(tasks: Mapping[str, Any]) -> Any:
