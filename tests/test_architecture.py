@@ -224,10 +224,10 @@ ROOMS = {path.parent.name for path in CORE.glob("*/__init__.py")}
 #: What each room of the core may have of code, in lines; "": all that is in none. Not the harness.
 SMALL = {
     "": 983,
-    "api": 660,
+    "api": 663,
     "builtin": 490,
     "checkpoint": 923,
-    "cli": 1730,
+    "cli": 1740,
     "compile": 787,
     "contracts": 700,
     "data": 912,

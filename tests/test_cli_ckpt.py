@@ -169,6 +169,21 @@ def test_two_kinds_of_the_newest_step_are_refused_by_name(mixed, tmp_path):
     assert open_weights(tmp_path / "checkpoints/step-00000003", load_plugins()).reader.shapes
 
 
+@pytest.mark.parametrize(
+    "words",
+    [("show", "."), ("show", ".", "--step", "3"), ("convert", ".", "out", "--to", "simple"), ("replay", ".")],
+)
+def test_two_kinds_of_the_step_that_is_asked_for_are_refused_by_name(mixed, tmp_path, words):
+    """The one whose kind comes later in the alphabet had been taken, without a word."""
+    ended = ckpt(*words, cwd=mixed(tmp_path, 3))
+    assert ended.code == Exit.USER
+    assert (
+        ". has checkpoints of several kinds of step 3: checkpoints/step-00000003 and checkpoints/"
+        in ended.err
+    )
+    assert ended.err.endswith("step-00000003.safetensors; name one by its path\n")
+
+
 def test_a_resume_where_another_kind_has_the_newest_step_is_refused(mixed, tmp_path):
     """It had gone on from an older step, or branch, without a word. A step that is named is not refused."""
     folder, registry = mixed(tmp_path, 6), load_plugins()

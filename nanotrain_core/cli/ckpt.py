@@ -11,7 +11,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from nanotrain_core.cli.common import add_plugin_options, find_checkpoints, plugin_arguments
+from nanotrain_core.cli.common import add_plugin_options, find_checkpoint, find_checkpoints, plugin_arguments
 from nanotrain_core.errors import CheckpointError, Exit
 from nanotrain_core.registry.registry import Registry, load_plugins
 from nanotrain_core.run.progress_bar import amount, show_progress
@@ -65,7 +65,7 @@ def ls(args: argparse.Namespace, registry: Registry) -> int:
 
 def show(args: argparse.Namespace, registry: Registry) -> int:
     """Print a checkpoint's description."""
-    use, saved = find_checkpoints(args.path, registry, args.step)[-1]
+    use, saved = find_checkpoint(args.path, registry, args.step)
     described = saved.describe()
     if args.json:
         print(json.dumps(described, indent=2, ensure_ascii=False))
@@ -120,7 +120,7 @@ def convert(args: argparse.Namespace, registry: Registry) -> int:
     if args.to in ("huggingface", "nanotrain"):
         instead = f"`nanotrain convert {args.path} {args.out} --to {args.to}`"
         raise CheckpointError(f"'{args.to}' is no kind of checkpoint; for the weights alone: {instead}")
-    use, saved = find_checkpoints(args.path, registry, args.step)[-1]
+    use, saved = find_checkpoint(args.path, registry, args.step)
     path = convert_checkpoint(registry, use, saved, args.to, args.out)
     print(f"{path}: step {saved.step}, '{use}' as '{args.to}', of one rank")
     return Exit.DONE

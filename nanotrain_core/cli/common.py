@@ -106,3 +106,20 @@ def find_checkpoints(
             f"{path} does not hold {wanted}; steps there: {known}; kinds looked for: {', '.join(kinds)}"
         )
     return chosen
+
+
+def find_checkpoint(path: Path, registry: Registry, step: int | None = None) -> tuple[str, CheckpointInfo]:
+    """Return (format, checkpoint) of the newest that ``path`` contains, or of one step.
+
+    Raises:
+        CheckpointError: there is none, or two formats have one of that step.
+    """
+    found = find_checkpoints(path, registry, step)
+    use, newest = found[-1]
+    same = sorted({saved.path for _, saved in found if saved.step == newest.step})
+    if len(same) > 1:
+        several = " and ".join(map(str, same))
+        raise CheckpointError(
+            f"{path} has checkpoints of several kinds of step {newest.step}: {several}; name one by its path"
+        )
+    return use, newest

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nanotrain_core.checkpoint.info import CheckpointInfo
-from nanotrain_core.cli.common import find_checkpoints
+from nanotrain_core.cli.common import find_checkpoint, find_checkpoints
 from nanotrain_core.errors import CheckpointError, Exit
 from nanotrain_core.metrics.history import read_metrics
 from nanotrain_core.registry.registry import Registry
@@ -27,9 +27,9 @@ def replay(args: argparse.Namespace, registry: Registry) -> int:
         CheckpointError: there are fewer than two checkpoints, one is damaged, or the second run has none of
             that step.
     """
-    found = find_checkpoints(args.path, registry)
-    _, last = found[-1]
-    _, first = find_checkpoints(args.path, registry, args.step)[0]
+    oldest = find_checkpoints(args.path, registry)[0][1].step
+    _, last = find_checkpoint(args.path, registry)
+    _, first = find_checkpoint(args.path, registry, oldest if args.step is None else args.step)
     if first.step >= last.step:
         raise CheckpointError(f"{args.path}: there is no checkpoint after step {first.step} to compare with")
     if last.describe()["meta"].get("model") == {}:
@@ -45,7 +45,7 @@ def replay(args: argparse.Namespace, registry: Registry) -> int:
         ).returncode
         if code != Exit.DONE:
             return code
-        _, twin = find_checkpoints(again, registry, last.step)[-1]
+        _, twin = find_checkpoint(again, registry, last.step)
         _refuse_damaged(twin)
         said = [saved.describe() for saved in (last, twin)]
         old, new = (_hashes(each["files"]) for each in said)

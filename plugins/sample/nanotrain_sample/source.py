@@ -19,7 +19,7 @@ from nanotrain_core.api import (
     Recipe,
     Registry,
     Resolution,
-    find_checkpoints,
+    find_checkpoint,
 )
 from nanotrain_core.api.ranks import adding_wrappers
 from nanotrain_core.api.text import HasConversations, HasPrefix, HasTokenizer, TextCodec, make_tokenizer
@@ -67,7 +67,7 @@ def find(path: Path, step: int | None, tokenizer: str | None, registry: Registry
     """
     if any((path / name).is_file() for name in WEIGHTS_ALONE):
         return _weights_alone(path, step, tokenizer, registry)
-    _, saved = find_checkpoints(path, registry, step)[-1]
+    _, saved = find_checkpoint(path, registry, step)
     meta = saved.describe()["meta"]
     if not meta.get("model"):
         raise CheckpointError(
