@@ -90,7 +90,8 @@ class ShardedGradients(LocalGradients):
         """Move every trained parameter into a flat buffer, and split these into buckets. Collective."""
         self.needs_gradient_hooks = self.config.overlap  # otherwise buckets are sent after backward
         super().attach(parameters, mesh, dtype, passes)
-        trained = [placed for placed in parameters if placed.parameter.requires_grad]
+        # A share may have no elements, as of fewer rows than ranks: on all ranks of its group alike.
+        trained = [each for each in parameters if each.parameter.requires_grad and each.parameter.numel()]
         self.transports: dict[tuple[int, ...], BucketExchange] = {}
         flats = [(key, self._flat(key, members, mesh)) for key, members in group(trained, mesh)]
         self.shards = {piece: shard for _, flat in flats for piece, shard in flat.pieces()}
@@ -134,7 +135,7 @@ class ShardedGradients(LocalGradients):
             NanotrainError: the parameter's gradient of this microbatch has arrived before: buckets may have
                 been sent without this part.
         """
-        queue = self.queue_of[parameter]
+        queue = self.queue_of.get(parameter, self.tied)
         if queue is self.tied or not self.config.overlap:
             return
         # Before a microbatch's W pass, parameters whose wgrad is not deferred may already accumulate the next

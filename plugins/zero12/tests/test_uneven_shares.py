@@ -5,19 +5,50 @@ from types import SimpleNamespace
 from unittest import mock
 
 import attrs
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nanotrain_zero12 import flat
+from nanotrain_zero12 import Zero12Config, flat
 from nanotrain_zero12.flat import Flat
-from nanotrain_zero12.sharded_gradients import group
+from nanotrain_zero12.sharded_gradients import ShardedGradients, group
 from torch import nn
 
 from nanotrain_core.builtin.configs import GridConfig
 from nanotrain_core.checkpoint.box_cover import uncovered
 from nanotrain_core.contracts import Block
 from nanotrain_core.layout.grid import Grid
-from nanotrain_core.layout.placement import PlacedParameter, Placement
+from nanotrain_core.layout.mesh import Mesh
+from nanotrain_core.layout.placement import PlacedParameter, Placement, placed_parameters
+from nanotrain_core.layout.placement import place as place_whole
+from nanotrain_core.pipeline.passes import Passes
+
+# --- a share without elements ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_gradient_without_elements_is_in_no_bucket(stage, overlap):
+    """Its arrival was a KeyError: a rank may hold none of the rows that are split over many."""
+    mesh = Mesh(Grid(GridConfig()).layout(1))
+    module = nn.ParameterList([torch.zeros(rows, 3) for rows in (2, 0)])
+    sync = ShardedGradients()
+    sync.config = Zero12Config(stage=stage, overlap=overlap)
+    sync.attach(placed_parameters([module], place_whole([module], mesh.layout)), mesh, None, Passes())
+    for _ in range(2):
+        sync.last_microbatch(list(module.parameters()))
+        sum((torch.ones(1, 3) @ weight.T).sum() for weight in module).backward()
+        sync.microbatch_done(list(module.parameters()))
+        sync.backward_done(list(module.parameters()))
+        sync.finish()
+        assert {piece.parameter for piece in sync.pieces()} == {module[0]}
+        assert all(
+            torch.equal(sync.gradient_of(p), torch.ones_like(sync.gradient_of(p))) for p in sync.pieces()
+        )
+        sync.zero()
+        sync.gather_weights()
+        sync.wait(list(module.parameters()))
+
 
 # --- any shapes, any bucket size --------------------------------------------------------------------
 
