@@ -90,6 +90,23 @@ def test_a_weight_that_differs_between_replicas_is_reported_at_the_first_save(tm
     assert run_ranks(warned, 2, tmp_path / "same", 2, []) == [[], []]
 
 
+def knowing(folder, apart):
+    """Train on data that keep something of their own on each rank; return what a warning says of it."""
+    made = engine(folder, 2)
+    meta = made.run.feed.meta
+    made.run.feed.meta = lambda: {**meta(), "seen": apart * rank()}
+    with capture_logs() as logs:
+        made.fit(steps=4)
+    return [log["differs"] for log in logs if log["event"].startswith("what `meta` of a component returned")]
+
+
+@pytest.mark.full_cases("0")
+@pytest.mark.parametrize("apart", [1, 0])
+def test_state_that_differs_between_ranks_is_reported_at_the_first_save(tmp_path, apart):
+    """A checkpoint has that of rank 0, without a word."""
+    assert run_ranks(knowing, 2, tmp_path, apart) == [["'data' on rank 1"] * apart, []]
+
+
 def skipping(folder, skipped, steps=6, callbacks=(), resume=None, **checkpoint):
     """Train with these steps skipped; return the steps that are saved."""
     made, saved = engine(folder, callbacks=callbacks, **{"keep": 9, **checkpoint}), []
