@@ -96,7 +96,9 @@ def _train(job: Job, ranks: Ranks, last: contextlib.ExitStack) -> str:
     registry = load_plugins(block=job.plugins.blocked, local=job.plugins.local)
     found = resolve_recipe(job.recipe, overrides=job.overrides, plugins=job.plugins, ranks=ranks.world_size)
     recipe = found.recipe
-    if (note := ranks.compare(found.merged.own_ranks)) and ranks.rank == 0:
+    # Our own launcher starts ranks as torchrun does, as many as it was told.
+    note = ranks.compare(found.merged.own_ranks) if job.scratch is None else None
+    if note and ranks.rank == 0:
         log.say(f"note: {note}", level="warning")
 
     import torch.distributed as dist
