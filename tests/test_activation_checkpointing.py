@@ -7,8 +7,9 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 from nanotrain_core.batch import Batch
+from nanotrain_core.contracts import Monitor
 from nanotrain_core.testing import Case, conformance, run_ranks
-from nanotrain_core.testing.probe import make_run
+from nanotrain_core.testing.probe import Reports, make_engine, make_run
 
 LAYERS = 6
 LLAMA = {"use": "transformer", "vocab": VOCAB}
@@ -81,3 +82,39 @@ def test_selective_repeats_no_matrix_product_and_keeps_less_than_everything(mode
     for _, _, others in found[1:]:
         for one, other in zip(gradients, others, strict=True):
             assert torch.equal(one, other)
+
+
+class Multiplies(Monitor):
+    """Observes attention calls and outputs by products, of which checkpointed layers have some as well."""
+
+    def __init__(self):
+        self.products = []
+
+    def on_start(self, run):
+        run.tap_calls("attention", lambda name, q, *_: self.look(name, q), ["layers.*"])
+        run.tap(self.look, ["layers.*.attn", "layers.*.ffn"])
+
+    def look(self, name, x):
+        self.products.append(torch.mm(x.flatten(0, -2).mT, x.flatten(0, -2)))
+
+
+def trained(model, monitors):
+    """Return losses and gradient norms."""
+    run = {"steps": 1}
+    changes = {"run": run, "parallel": [{"use": "recompute", "granularity": "selective"}]}
+    around = {"data": {"vocab": VOCAB}, "kernels": {"use": "torch"}, "optimizer": {"use": "adamw"}}
+    whole = Case("model", use=model["use"], config={**model, "layers": 2}, overrides=around)
+    seen = Reports()
+    engine = make_engine(whole, changes, callbacks=[seen])
+    engine.events.monitors = [*engine.events.monitors, *monitors]
+    engine.fit()
+    return [(report.loss, report.grad_norm) for report in seen.reports]
+
+
+@pytest.mark.parametrize(
+    "model", [LLAMA, pytest.param(MODELS["deepseek_v3"], marks=pytest.mark.full)], ids=["llama", "deepseek"]
+)
+def test_products_of_an_observer_are_not_stored_among_those_of_a_layer(model):
+    monitor = Multiplies()
+    assert trained(model, [monitor]) == trained(model, [])
+    assert monitor.products

@@ -234,7 +234,7 @@ SMALL = {
     "hf": 942,
     "launch": 2188,
     "layout": 1215,
-    "models": 690,
+    "models": 692,
     "moe": 360,
     "metrics": 1362,
     "monitors": 1060,

@@ -13,12 +13,19 @@ Sources: full: Chen et al., "Training Deep Nets with Sublinear Memory Cost", arX
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    _CachingTorchDispatchMode,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from nanotrain_core.builtin.configs import RecomputeConfig
 from nanotrain_core.contracts import Parallel
@@ -99,6 +106,19 @@ def recompute(
     if selective:
         kwargs["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
     return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+
+@contextmanager
+def outside_of_layers() -> Iterator[None]:
+    """Run operators that are not a layer's, though they run in its forward pass: those of an observer.
+
+    Selective checkpointing finds the results of a layer by how often each operator was called. A
+    recomputation is not observed, so an observer's calls must be neither stored nor counted.
+    """
+    modes = _get_current_dispatch_mode_stack()
+    stores = any(isinstance(mode, _CachingTorchDispatchMode) for mode in modes)
+    with _disable_current_modes() if stores else nullcontext():
+        yield
 
 
 def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

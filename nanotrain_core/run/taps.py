@@ -26,6 +26,7 @@ from nanotrain_core.compile.function import CompiledFunction
 from nanotrain_core.errors import PluginError, did_you_mean
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.roles import Role, main_layers, natural_sort_key, tagged, taken_over_by
+from nanotrain_core.models.activation_checkpointing import outside_of_layers
 from nanotrain_core.models.ops import Ops
 from nanotrain_core.pipeline.passes import Passes
 from nanotrain_core.run.call_taps import CallTaps
@@ -258,7 +259,8 @@ class Taps:
             return
         self.collectives.forbidden = "while it looks at a module, where ranks are at different places"
         try:
-            look(*args)
+            with outside_of_layers():
+                look(*args)
         except Exception as problem:
             self.fail(owner, problem)
         finally:
