@@ -87,6 +87,7 @@ def test_fully_shard_of_an_older_torch_is_refused_by_its_version(monkeypatch):
         fsdp2({}).build()
 
 
+OFFLOAD = {"use": "activation_offload", "min_mb": 0.0, "keep": 0}
 EXPERTS = {"model": {"use": "routed"}, "batch": {"sequences": 8}}
 
 
@@ -108,6 +109,11 @@ def test_each_rank_holds_its_share_of_weights_and_of_their_state():
     shares = run_ranks(held, 4, fsdp2({"dp": 4}))
     assert tuple(map(sum, zip(*shares, strict=True))) == whole_model
     assert max(share for each in shares for share in each) < 0.3 * whole_model[0]
+
+
+def test_shards_beside_packed_weights_are_refused_by_name():
+    with pytest.raises(RankFailure, match=r"layers\.0\..* is a DTensor.*: .* precision.packed = false"):
+        run_ranks(update, 2, fsdp2({"dp": 2}, precision={"use": "fp4_master"}), {})
 
 
 def test_fully_shard_of_torch_trains_as_one_process_does():
@@ -148,9 +154,10 @@ def test_a_checkpoint_of_shards_opens_on_any_number_of_ranks(tmp_path, saver, lo
         ({"dp": 2, "pp": 2}, [], STAGED),
         ({"dp": 2, "ep": 2}, [{"use": "ep_deepseek"}], EXPERTS),
         ({"dp": 4, "ep": 2}, [{"use": "ep_deepseek"}], EXPERTS),
+        ({"dp": 4, "ep": 2}, [{"use": "ep_deepseek"}, OFFLOAD], EXPERTS),
         ({"dp": 2}, [{"use": "recompute"}], {}),
     ],
-    ids=["dp2", "dp4", "tp", "tied across stages", "experts", "experts in shards", "recompute"],
+    ids=["dp2", "dp4", "tp", "tied across stages", "experts", "experts in shards", "offload", "recompute"],
 )
 def test_fully_shard_of_torch_passes_every_check(topology, beside, around):
     assert failed(fsdp2(topology, *beside, **around)) == {}

@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from nanotrain_activation_offload import OffloadConfig
 from nanotrain_activation_offload.host_memory import HostMemory, host_memory
-from nanotrain_activation_offload.saved import SavedByLayer, place_of
+from nanotrain_activation_offload.saved import SavedByLayer, places_of
 from nanotrain_core.api.torch import Mesh, Parallel, Placements, blocks
 
 
@@ -67,7 +67,7 @@ class Layers:
     def _hooks(self, block: nn.Module, number: int, least: float) -> tuple[SavedByLayer, saved_tensors_hooks]:
         last = self._last
         before = last[1] if last is not None and last[0] == number - 1 else None
-        weights = {place_of(weight) for weight in block.parameters()}
+        weights = {place for weight in block.parameters() for place in places_of(weight)}
         saved = SavedByLayer(self.memory, least, weights, before)
         self._last = (number, saved)
         hooks = saved_tensors_hooks(saved.pack, saved.unpack)

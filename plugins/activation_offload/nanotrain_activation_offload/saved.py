@@ -7,13 +7,14 @@ tensors of its layer, and of the layer before it, which backward reaches next: c
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from nanotrain_activation_offload.host_memory import HostMemory
+from nanotrain_core.api.torch import storage_of
 
 #: Dtypes of activations. Eight bits may be codes of a quantized weight, which its layer keeps anyway.
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -102,7 +103,7 @@ class SavedByLayer:
         Args:
             memory: copies to the host and back.
             least: smallest size in bytes of a tensor that is offloaded.
-            weights: storages that stay on the device, by :func:`place_of`.
+            weights: storages that stay on the device, by :func:`places_of`.
             before: the tensors saved by the layer before, in the same pass of a microbatch.
         """
         self.memory, self.least, self.weights, self.before = memory, least, weights, before
@@ -175,6 +176,16 @@ def place_of(tensor: torch.Tensor) -> int:
     """Return a key of a tensor's storage: its address, or on ``meta``, where there is none, its object's."""
     storage = tensor.untyped_storage()
     return storage._cdata if tensor.is_meta else storage.data_ptr()
+
+
+def places_of(weight: torch.Tensor) -> Iterator[int]:
+    """Yield the keys of a weight's storages: a packed weight or a DTensor has those of the tensors in it."""
+    held = storage_of(weight)
+    if hasattr(held, "__tensor_flatten__"):
+        for name in held.__tensor_flatten__()[0]:
+            yield from places_of(getattr(held, name))
+    else:
+        yield place_of(held)
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

@@ -134,12 +134,21 @@ class FP4Master(Precision):
         return own and self.is_low(name, weight.dim())
 
     def pack(self, parts: Sequence[nn.Module]) -> None:
-        """Replace weights in four bits by packed ones."""
+        """Replace weights in four bits by packed ones.
+
+        Raises:
+            NanotrainError: a wrapper has made one a DTensor.
+        """
         made: dict[nn.Parameter, nn.Parameter] = {}
         for part in parts:
             for name, parameter in list(part.named_parameters()):
                 if name not in self.packed or not parameter.numel():
                     continue
+                if hasattr(parameter, "to_local"):
+                    raise NanotrainError(
+                        f"{name} is a DTensor, as of fully_shard, and cannot be packed: expected plain "
+                        "weights, as of zero12; or set precision.packed = false"
+                    )
                 if parameter not in made:
                     made[parameter] = nn.Parameter(PackedWeight.of(parameter, self._four_bits()))
             for name, parameter in list(part.named_parameters(remove_duplicate=False)):  # tied ones, too
