@@ -117,6 +117,13 @@ def test_what_was_logged_only_in_abandoned_steps_is_no_empty_curve(written, tmp_
     assert dict(found.abandoned[1]["old"]) == {1: 1.0}
 
 
+def test_what_is_published_before_the_first_step_has_its_step_too(written, tmp_path):
+    written().on_metrics(MetricsReport(0, {"a": 1.0}, published=frozenset({"a"})))
+    row = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    assert (row["event"], row["step"], row["values"]) == ("metrics", 0, {"a": 1.0})
+    assert not {"histograms", "texts"} & row.keys()
+
+
 @pytest.mark.parametrize("number", [2**70, 2**63, -(2**70)])
 def test_a_step_beyond_64_bits_is_an_unreadable_row(written, tmp_path, number):
     written().on_step(step(1, 5.0))

@@ -73,12 +73,12 @@ class Jsonl(Monitor):
         """Write what monitors published; the core's metrics are in the rows of their own reports."""
         if report.published:
             fields = {
-                "step": report.step,
                 "values": {name: x for name, x in report.values.items() if name in report.published},
                 "histograms": {name: attrs.asdict(each) for name, each in report.histograms.items()},
                 "texts": dict(report.texts),
             }
-            self._row("metrics", {key: value for key, value in fields.items() if value})
+            found = {key: value for key, value in fields.items() if value}
+            self._row("metrics", {"step": report.step, **found})
 
     def on_evaluation(self, report: EvaluationReport) -> None:
         """Write a validation loss."""
