@@ -182,8 +182,9 @@ def places_of(weight: torch.Tensor) -> Iterator[int]:
     """Yield the keys of a weight's storages: a packed weight or a DTensor has those of the tensors in it."""
     held = storage_of(weight)
     if hasattr(held, "__tensor_flatten__"):
-        for name in held.__tensor_flatten__()[0]:
-            yield from places_of(getattr(held, name))
+        inside = (getattr(held, name) for name in held.__tensor_flatten__()[0])
+        for tensor in inside:  # with a DTensor's there is its mesh
+            yield from places_of(tensor) if isinstance(tensor, torch.Tensor) else ()
     else:
         yield place_of(held)
 
