@@ -140,3 +140,24 @@ def test_a_port_that_is_none_is_refused(port):
     """It ended with a traceback."""
     with pytest.raises(LaunchError, match=f"^MASTER_PORT is '{port}': expected 1 to 65535$"):
         rendezvous_address(Ranks(launcher="torchrun"), {"MASTER_ADDR": "a", "MASTER_PORT": port})
+
+
+OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
+MPICH = {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+DAEMON = {**SRUN, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_LOCALID": "0"}
+
+
+@pytest.mark.parametrize("given", [OPEN_MPI, MPICH, {"MPI_LOCALNRANKS": "2"}, {**DAEMON, **OPEN_MPI}])
+def test_processes_of_mpirun_are_refused(given):
+    """Each of them trained alone, and ended with code 0."""
+    with pytest.raises(
+        LaunchError, match=r"each process would train alone; use srun or torchrun, .*--nnodes"
+    ):
+        Ranks.joined(environment=given)
+    assert Ranks.joined("node1:29400", given) is None
+
+
+def test_mpirun_may_start_what_says_by_itself_which_rank_it_is():
+    assert Ranks.joined(environment={**OPEN_MPI, **TORCHRUN}) == Ranks.detect(TORCHRUN)
+    assert Ranks.joined(environment={**SRUN, "PMI_SIZE": "8"}) == Ranks.detect(SRUN)
+    assert Ranks.joined(environment={"OMPI_COMM_WORLD_SIZE": "1"}) is None

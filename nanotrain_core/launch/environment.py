@@ -22,6 +22,8 @@ VARIABLES: Mapping[str, Sequence[str]] = {
     ),
     "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
 }
+#: Where an MPI launcher tells how many processes it has started: Open MPI; MPICH and Intel MPI, two of them.
+MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS")
 
 
 @attrs.define(frozen=True)
@@ -55,9 +57,12 @@ class Ranks:
         command line gives the hosts' rendezvous, ``endpoint``.
 
         Raises:
-            LaunchError: the environment is incomplete or not numeric.
+            LaunchError: the environment is incomplete or not numeric, or the process is one of several that
+                mpirun has started, which cannot find each other.
         """
         found = cls.detect(environment)
+        if not endpoint and (found is None or found.launcher == "srun"):
+            _expect_no_mpi(1 if found is None else found.world_size, environment)
         if found is not None and found.launcher == "srun" and (found.world_size == 1 or endpoint):
             return None
         return found
@@ -114,6 +119,22 @@ class Ranks:
     def threads(self) -> int:
         """Return how many threads this rank may use so that the ranks of a host share its processors."""
         return max(1, usable_processors() // self.local_world_size)
+
+
+def _expect_no_mpi(world_size: int, environment: Mapping[str, str]) -> None:
+    """Reject processes of mpirun, each of which would train alone.
+
+    ``world_size``: what srun has started. In a Slurm job mpirun starts its daemons by srun, and their
+    variables are inherited. Under `srun --mpi=pmi2` both sizes are the same.
+    """
+    for name in MPI_SIZES:
+        text = environment.get(name, "")
+        if text.isdecimal() and int(text) not in (0, 1, world_size):
+            raise LaunchError(
+                f"{name} is {text}: mpirun does not start ranks of nanotrain, and each process would train "
+                "alone; use srun or torchrun, or on each host one `nanotrain run` with --nnodes and "
+                f"--rdzv-endpoint; if it was only left in this shell: unset {name}"
+            )
 
 
 def _ranks(environment: Mapping[str, str], launcher: str) -> Ranks:
