@@ -142,6 +142,24 @@ def test_a_port_that_is_none_is_refused(port):
         rendezvous_address(Ranks(launcher="torchrun"), {"MASTER_ADDR": "a", "MASTER_PORT": port})
 
 
+@pytest.mark.parametrize("endpoint", ["", "node1:29400"])
+def test_variables_left_in_the_shell_are_refused_in_tasks_of_srun(endpoint):
+    """Each of the tasks was rank 0 of 1, and trained alone."""
+    left = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    text = f"and one of 8 tasks of srun; start the ranks with srun after: unset {' '.join(left)}$"
+    with pytest.raises(LaunchError, match=f"is rank 0 of 1 that torchrun has started, {text}"):
+        Ranks.joined(endpoint, {**SRUN, **left})
+
+
+def test_tasks_of_srun_may_start_the_ranks_of_their_hosts():
+    for more in (
+        {"SLURM_STEP_NUM_TASKS": "2"},
+        {"TORCHELASTIC_RUN_ID": "a", "SLURM_STEP_NUM_TASKS": "3"},
+        {},
+    ):
+        assert Ranks.joined(environment={**SRUN, **TORCHRUN, **more}) == Ranks.detect(TORCHRUN)
+
+
 OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
 MPICH = {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
 DAEMON = {**SRUN, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_LOCALID": "0"}

@@ -58,9 +58,11 @@ class Ranks:
 
         Raises:
             LaunchError: the environment is incomplete or not numeric, or the process is one of several that
-                mpirun has started, which cannot find each other.
+                mpirun has started, which cannot find each other, or two launchers disagree.
         """
         found = cls.detect(environment)
+        if found is not None and found.launcher == "torchrun" and "TORCHELASTIC_RUN_ID" not in environment:
+            found._expect_no_srun(environment)
         if not endpoint and (found is None or found.launcher == "srun"):
             _expect_no_mpi(1 if found is None else found.world_size, environment)
         if found is not None and found.launcher == "srun" and (found.world_size == 1 or endpoint):
@@ -108,6 +110,20 @@ class Ranks:
         if stated[1].startswith("--"):
             raise LaunchError(f"{text}; leave it out, or start the ranks here after: unset {names}")
         return f"{text}: the run has {self.world_size}. If an earlier launcher left this here: unset {names}"
+
+    def _expect_no_srun(self, environment: Mapping[str, str]) -> None:
+        """Reject torchrun's variables, left in the shell, in tasks of srun: each would be the same rank.
+
+        A task may be a script that starts the ranks of its host.
+        """
+        tasks = environment.get("SLURM_STEP_NUM_TASKS", "")
+        if "SLURM_PROCID" not in environment or not tasks.isdecimal() or int(tasks) < 2:
+            return
+        if self.world_size not in (int(tasks), int(tasks) * self.local_world_size):
+            raise LaunchError(
+                f"{self._said()}, and one of {tasks} tasks of srun; start the ranks with srun after: "
+                f"unset {self._names(environment)}"
+            )
 
     def _said(self) -> str:
         who = f"rank {self.rank} of {self.world_size} that {self.launcher} has started"
