@@ -19,8 +19,10 @@ class Listing:
     """Folder of a checkpoint -> name of its objects -> bytes; complete or not."""
 
     def complete(self) -> list[str]:
-        """Return the folders with a marker, by step."""
-        return sorted((e for e, names in self.objects.items() if f"{e}/{MARKER}" in names), key=step_of)
+        """Return the folders with a marker, by step; not those of an abandoned branch."""
+        objects = self.objects.items()
+        found = (e for e, names in objects if f"{e}/{MARKER}" in names and f"{e}/{LEFT}" not in names)
+        return sorted(found, key=step_of)
 
 
 def look(store: Store) -> Listing:
@@ -59,20 +61,24 @@ def missing(stored: Stored, objects: dict[str, int]) -> list[str]:
     return problems
 
 
-def supersede(store: Store, after: int) -> list[int]:
+def supersede(store: Store, after: int) -> str:
     """Take checkpoints of later steps than ``after``, of a branch that the run has left, out of the listing.
 
-    Their markers are renamed: nothing resumes from them, and their files stay until :func:`expendable`.
+    Their markers are renamed: nothing resumes from them, and their files stay until :func:`expendable`. All
+    new names are written first: they are enough in a store that denies deletes.
 
     Returns:
-        Their steps.
+        Why the old names could not be deleted; empty if they were.
     """
     left = [entry for entry in look(store).complete() if step_of(entry) > after]
     for entry in left:
         data = store.read(f"{entry}/{MARKER}", most=LARGEST)
         store.put_bytes(f"{entry}/{LEFT}", data or b"")
-        store.delete([f"{entry}/{MARKER}"])
-    return [step_of(entry) for entry in left]
+    try:
+        store.delete([f"{entry}/{MARKER}" for entry in left])
+    except Exception as problem:
+        return in_words(problem)
+    return ""
 
 
 def expendable(listing: Listing, *, keep: int, newest: str, retention: Mapping[str, int | None]) -> list[str]:

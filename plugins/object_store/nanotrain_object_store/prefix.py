@@ -147,7 +147,7 @@ class Prefix:
         self.store.put_bytes(OWNER, self.own.text())
         after = self.left.after
         if after is not None:
-            supersede(self.store, after)
+            self.sweep_problem = supersede(self.store, after) or self.sweep_problem
             with self._noting:
                 self.left.done(after)
 

@@ -145,3 +145,18 @@ def test_a_checkpoint_that_is_damaged_in_the_store_is_passed_over(tmp_path, monk
     monkeypatch.setattr(fetch, "FIRST", 0.001)
     assert [*fit(tmp_path / "run", url, resume="latest").losses] == [3, 4, 5, 6]
     assert "a checkpoint could not be fetched" in capfd.readouterr().err
+
+
+def test_a_store_that_denies_deletes_keeps_no_abandoned_branch(tmp_path, monkeypatch, capfd):
+    """Uploads ended with code 7, and a fresh machine resumed from the branch that the run had left."""
+    url = f"file://{tmp_path / 'store'}"
+    fit(tmp_path / "run", url)
+
+    def denied(store, names):
+        if names:
+            raise PermissionError("AccessDenied")
+
+    monkeypatch.setattr(Store, "delete", denied)
+    fit(tmp_path / "run", url, steps=4, resume="2")
+    assert "could not be deleted from the object store" in capfd.readouterr().err
+    assert [*fit(tmp_path / "new", url, resume="auto").losses] == [5, 6]
