@@ -44,10 +44,11 @@ def holds_checkpoints(store: Store, steps: Iterable[int]) -> OthersPrefix:
 
 
 def process_start(pid: int) -> str:
-    """Return when a process of this host began, in clock ticks, after its namespace; empty if it is gone.
+    """Return when a process of this host began, in clock ticks, after the host's boot and its namespace.
 
-    With both, a reused process id, or one of another container with the same host name, is not confused with
-    the process. Where the system does not tell, a process that may live is a space.
+    With all three, a reused process id, or one of another machine or container with the same host name, is
+    not confused with the process: the first namespace has the same number on every machine. Empty if the
+    process is gone. Where the system does not tell, a process that may live is a space.
     """
     try:
         os.kill(pid, 0)
@@ -56,11 +57,12 @@ def process_start(pid: int) -> str:
     except PermissionError:
         pass
     try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
         namespace = os.readlink("/proc/self/ns/pid")
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     except OSError:
         return " "
-    return "" if fields[0] in "ZX" else f"{namespace} {fields[19]}"
+    return "" if fields[0] in "ZX" else f"{boot}/{namespace} {fields[19]}"
 
 
 @attrs.define(frozen=True, kw_only=True)
@@ -95,8 +97,8 @@ class Owner:
         """Return whether it has certainly ended: it is marked so, or its process on this host is gone."""
         if self.ended:
             return True
-        namespace = process_start(os.getpid()).partition(" ")[0]
-        here = self.host == socket.gethostname() and self.began.partition(" ")[0] == namespace
+        processes = process_start(os.getpid()).partition(" ")[0]
+        here = self.host == socket.gethostname() and self.began.partition(" ")[0] == processes
         return here and process_start(self.pid) not in (self.began, " ")
 
 

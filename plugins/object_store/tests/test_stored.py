@@ -245,7 +245,9 @@ def test_a_restart_in_the_run_folder_waits_for_no_process_that_is_gone(store):
             take(store, own, lease=60.0, sleep=pytest.fail)
             take(store, own, lease=60.0, sleep=pytest.fail)  # as after a listing that failed
             assert read_owner(store) == own
-    for began in ("pid:[1] 1", ""):  # of another container with this host name, and unknown
+    boot, _, initial = namespace.partition("/")
+    # Of another container or another machine with this host name, and unknown.
+    for began in (f"{boot}/pid:[1] 1", f"0123-4567/{initial} 1", f"{initial} 1", ""):
         assert not Owner(run="r", id="i", pid=2**30, began=began).is_gone()
 
 
