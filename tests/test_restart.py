@@ -5,15 +5,18 @@ import re
 import signal
 import socket
 import time
+from datetime import timedelta
 
 import pytest
 import torch
 from command import begin, finish, nanotrain, start
 from safetensors.torch import load_file
 from test_run import SMALL, metrics
+from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, registry
 
 from nanotrain_core.errors import Exit, LaunchError
+from nanotrain_core.launch import rendezvous as meeting
 from nanotrain_core.launch.hosts import Nodes, rendezvous
 
 DIES_ONCE = """
@@ -132,6 +135,19 @@ def test_where_nobody_serves_the_meeting_is_told(monkeypatch, tmp_path):
     monkeypatch.setattr(registry, "get_rendezvous_handler", refuse)
     with pytest.raises(LaunchError, match=r"hosts of the run cannot meet at away:29400: nobody there"):
         rendezvous(Nodes(count=2, endpoint="away:29400"), tmp_path)
+
+
+def test_a_port_that_another_program_holds_is_told(monkeypatch, tmp_path):
+    """Torch waited for its answer without end."""
+    monkeypatch.setattr(meeting, "PATIENT", timedelta(seconds=0.3))
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        text = f"^port {port} of 127.0.0.1 is held by another program: choose another --rdzv-endpoint$"
+        with pytest.raises(LaunchError, match=text):
+            rendezvous(Nodes(count=2, endpoint=f"127.0.0.1:{port}"), tmp_path)
+    assert not meeting.is_held_by_another_program("127.0.0.1", port)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    assert not meeting.is_held_by_another_program("127.0.0.1", store.port)
 
 
 @pytest.mark.full

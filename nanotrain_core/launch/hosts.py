@@ -14,6 +14,7 @@ import attrs
 
 from nanotrain_core.errors import Exit, LaunchError
 from nanotrain_core.launch.environment import is_port
+from nanotrain_core.launch.rendezvous import is_held_by_another_program
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousHandler
@@ -80,12 +81,16 @@ def rendezvous(nodes: Nodes, scratch: Path) -> RendezvousHandler:
         scratch: this launcher's private folder, for the rendezvous file of a single host.
 
     Raises:
-        LaunchError: the rendezvous host does not answer within :data:`MEETING` seconds.
+        LaunchError: the rendezvous host does not answer within :data:`MEETING` seconds, or another program
+            has the port.
     """
     from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
     from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
     single = nodes.count == 1
+    host, _, port = nodes.endpoint.rpartition(":")
+    if not single and is_held_by_another_program(host.strip("[]"), int(port)):
+        raise LaunchError(f"port {port} of {host} is held by another program: choose another --rdzv-endpoint")
     more = {"store_type": "file"} if single else {"read_timeout": MEETING, "last_call_timeout": LAST_CALL}
     parameters = RendezvousParameters(
         backend="c10d",

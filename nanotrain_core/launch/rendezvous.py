@@ -23,6 +23,8 @@ MORE_PORTS = 15
 _SOON = timedelta(seconds=5)
 #: Seconds until a port that did not answer is tried again.
 LATER = 60.0
+#: Time for a store to answer where there is no other port to try, as on hosts under load.
+PATIENT = timedelta(seconds=30)
 
 
 def meet_ranks(ranks: Ranks, seconds: float, *, launched: bool = False) -> Store:
@@ -89,8 +91,7 @@ def find(host: str, ports: Sequence[int], name: str, seconds: float) -> Store:
         for port in ports:
             if time.monotonic() < silent[port] or not _listens(host, port):
                 continue
-            looking = _Look(host, port, name)
-            looking.join(_SOON.total_seconds())
+            looking = _Look(host, port, f"run/{name}", _SOON)
             if looking.found is not None:
                 looking.found.set_timeout(timedelta(seconds=seconds))
                 return looking.found
@@ -103,23 +104,30 @@ def find(host: str, ports: Sequence[int], name: str, seconds: float) -> Store:
     )
 
 
+def is_held_by_another_program(host: str, port: int) -> bool:
+    """Return whether a program listens at a port and is no store. Torch would wait for it forever."""
+    return _listens(host, port) and _Look(host, port, "", PATIENT).found is None and _listens(host, port)
+
+
 class _Look(threading.Thread):
     """Probes a port, in a thread because torch may wait forever for another program that sends nothing."""
 
-    def __init__(self, host: str, port: int, name: str) -> None:
+    def __init__(self, host: str, port: int, key: str, limit: timedelta) -> None:
+        """Wait up to ``limit`` for a store that has the ``key``, any store if it is empty."""
         super().__init__(daemon=True)
-        self.host, self.port, self.name_there = host, port, f"run/{name}"
+        self.host, self.port, self.key, self.limit = host, port, key, limit
         self.found: Store | None = None
         self.start()
+        self.join(limit.total_seconds())
 
     def run(self) -> None:
         import torch.distributed as dist
 
         with contextlib.suppress(RuntimeError):  # not a store, or it is gone
             there = dist.TCPStore(
-                self.host, self.port, is_master=False, timeout=_SOON, wait_for_workers=False
+                self.host, self.port, is_master=False, timeout=self.limit, wait_for_workers=False
             )
-            self.found = there if there.check([self.name_there]) else None
+            self.found = there if not self.key or there.check([self.key]) else None
 
 
 def _listens(host: str, port: int) -> bool:
