@@ -50,7 +50,8 @@ class RemoteFolder:
         """Download a file, compare it with its hash, and have it on the disk.
 
         Raises:
-            DataError: it is missing, damaged, or cannot be read after some attempts: by its URL.
+            DataError: it is missing, damaged, or cannot be read after some attempts: by its URL. Or ``to``
+                is gone, or may not be written.
         """
 
         def once() -> None:
@@ -61,22 +62,22 @@ class RemoteFolder:
             if found != sha256:
                 raise _Damaged(f"its SHA-256 is {found[:12]}..., and the manifest has {sha256[:12]}...")
 
-        self._retried(name, once)
+        self._retried(name, once, to)
 
-    def _retried(self, name: str, action: Callable[[], T]) -> T:
+    def _retried(self, name: str, action: Callable[[], T], to: Path | None = None) -> T:
         url, config = f"{self.url}/{name}", self._config
         for attempt in range(1, config.attempts + 1):
             try:
                 return action()
-            except FileNotFoundError:
-                hint = (
-                    "expected a folder that 'nanotrain data prepare' wrote"
-                    if name == NAME
-                    else "copy it again"
-                )
-                raise DataError(f"{_who()}{url} does not exist: {hint}") from None
-            except PermissionError as error:
-                raise DataError(f"{_who()}{url} may not be read: {in_words(error)}") from None
+            except (FileNotFoundError, PermissionError) as error:
+                if to is not None and error.filename == str(to):
+                    text = f"{_who()}cannot write to the cache: {error.strerror}: {to}"
+                elif isinstance(error, PermissionError):
+                    text = f"{_who()}{url} may not be read: {in_words(error)}"
+                else:
+                    expected = "expected a folder that 'nanotrain data prepare' wrote"
+                    text = f"{_who()}{url} does not exist: {expected if name == NAME else 'copy it again'}"
+                raise DataError(text) from None
             except Exception as error:  # whatever the library of a protocol raises
                 if attempt == config.attempts:
                     what = "is damaged" if isinstance(error, _Damaged) else "cannot be read"

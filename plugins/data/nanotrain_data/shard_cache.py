@@ -4,6 +4,9 @@ Files are named by the SHA-256 of the shard's tokens, so that runs and sources s
 each shard lets one process fetch it while the others wait, and another lock guards the room that is left:
 where a shard is being fetched, a file as long as it (sparse) stands for it. Nothing is kept open: a shard
 that another rank deleted for want of room is fetched again, and its room is free at once.
+
+On a file system without locks each rank fetches for itself, to files of its own. Then the cache may hold more
+than its budget for a moment.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from uuid import uuid4
 
 from nanotrain_core.api import DataError
 from nanotrain_data.manifest import ShardInfo
@@ -21,6 +25,8 @@ from nanotrain_data.remote import RemoteFolder
 
 #: What a shard's files are called after its hash. The first is put in place last.
 TOKENS, HASHES, FETCHED, RESERVED = ".tokens", ".hashes", ".part", ".reserved"
+#: Seconds after which a fetch to which nothing has come is over, where no lock tells.
+ABANDONED = 600.0
 
 
 class ShardCache:
@@ -69,26 +75,27 @@ class ShardCache:
             if _is_whole(path, nbytes):
                 return path  # which another rank fetched meanwhile
             path.unlink(missing_ok=True)
+            part = path.with_suffix(f".{uuid4().hex}{FETCHED}")
+            reserved, hashes = part.with_suffix(RESERVED), path.with_suffix(HASHES)
             try:
-                self._make_room(path, nbytes)
-                part, hashes = path.with_suffix(FETCHED), path.with_suffix(HASHES)
+                self._make_room(reserved, nbytes)
                 source.fetch(f"{shard.name}{HASHES}", part, shard.hashes_sha256)
                 part.replace(hashes)
                 source.fetch(f"{shard.name}{TOKENS}", part, shard.sha256)
                 with _locked(self.folder / ".lock"):  # who counts sees one of the two, or the other
                     part.replace(path)
-                    path.with_suffix(RESERVED).unlink()
+                    reserved.unlink(missing_ok=True)
             except OSError as error:
                 raise DataError(
                     f"cannot write to the cache {self.folder}: {error.strerror or error}"
                 ) from None
             finally:
-                for suffix in (FETCHED, RESERVED):
-                    path.with_suffix(suffix).unlink(missing_ok=True)
+                for file in (part, reserved):
+                    file.unlink(missing_ok=True)
         return path
 
-    def _make_room(self, path: Path, nbytes: int) -> None:
-        """Delete what was read longest ago until ``nbytes`` fit, and reserve them."""
+    def _make_room(self, reserved: Path, nbytes: int) -> None:
+        """Delete what was read longest ago until ``nbytes`` fit, and reserve them by a file."""
         if nbytes > self.size:
             raise DataError(
                 f"the cache {self.folder} may hold {self.size / 1e9:g} GB, and one shard has "
@@ -105,7 +112,7 @@ class ShardCache:
                         old.with_suffix(suffix).unlink(missing_ok=True)
                     free += size
                 if free >= nbytes:
-                    with path.with_suffix(RESERVED).open("wb") as file:
+                    with reserved.open("wb") as file:
                         file.truncate(nbytes)
                     return
             self._forget_the_dead()
@@ -122,10 +129,25 @@ class ShardCache:
     def _forget_the_dead(self) -> None:
         """Give up reservations of processes that were killed: nobody holds their locks."""
         for path in self.folder.glob(f"*{RESERVED}"):
-            with path.with_suffix(".lock").open("w") as file, suppress(OSError):
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with (self.folder / f"{path.name.partition('.')[0]}.lock").open("w") as file:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    continue
+                except OSError:  # a file system without locks
+                    if not _is_abandoned(path):
+                        continue
                 for suffix in (FETCHED, RESERVED):
                     path.with_suffix(suffix).unlink(missing_ok=True)
+
+
+def _is_abandoned(reserved: Path) -> bool:
+    """Return whether nothing has been fetched for a reservation for long."""
+    newest = 0.0
+    for file in (reserved, reserved.with_suffix(FETCHED)):
+        with suppress(FileNotFoundError):
+            newest = max(newest, file.stat().st_mtime)
+    return time.time() - newest > ABANDONED
 
 
 def _is_whole(path: Path, nbytes: int) -> bool:
