@@ -167,3 +167,19 @@ def test_a_folder_that_cannot_be_changed_is_told_on_all_ranks(tmp_path, change):
     checkpoint.path(2).write_bytes(b"damaged")
     told = run_ranks(load_where_nothing_may_be_changed, 2, tmp_path, change)
     assert told == [f"{tmp_path} cannot be written: Permission denied"] * 2
+
+
+def busy(path, missing_ok=False):
+    raise OSError(16, "Device or resource busy", str(path))
+
+
+def test_a_leftover_that_cannot_be_deleted_refuses_no_resume(tmp_path, capfd):
+    """As one that another client of a network file system has open."""
+    leftover = tmp_path / ".step-00000001.safetensors.1.tmp"
+    leftover.touch()
+    checkpoint = SimpleCheckpoint(SimpleCheckpointConfig())
+    with mock.patch.object(Path, "unlink", busy):
+        checkpoint.open(tmp_path, Mesh(Grid(GridConfig()).layout(1)))
+    assert "a leftover could not be deleted" in "".join(capfd.readouterr())
+    checkpoint.open(tmp_path, Mesh(Grid(GridConfig()).layout(1)))
+    assert not leftover.exists()

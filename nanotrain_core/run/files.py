@@ -60,10 +60,20 @@ def obstacle_to_writing(path: Path, *, recipe: str = "") -> str:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Delete temporary files of killed writers. No other process may be writing to ``folder``."""
+    """Delete temporary files of killed writers. No other process may be writing to ``folder``.
+
+    Those that cannot be deleted, such as one that another client of NFS has open, only take space.
+    """
     for leftover in folder.glob(".*.tmp"):
-        if leftover.is_file():  # a folder of that name is not ours
-            leftover.unlink()
+        if not leftover.is_file():  # a folder of that name is not ours
+            continue
+        try:
+            leftover.unlink(missing_ok=True)
+        except OSError as problem:
+            import structlog  # imports rich, which `nanotrain --help` avoids
+
+            log = structlog.get_logger("nanotrain.files")
+            log.warning("a leftover could not be deleted", path=str(leftover), problem=problem.strerror)
 
 
 def write_text_atomically(path: Path, text: str, *, private: bool = False, flushed: bool = True) -> None:

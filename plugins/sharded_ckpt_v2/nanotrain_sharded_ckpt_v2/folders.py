@@ -16,6 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 from uuid import uuid4
 
+import structlog
+
 from nanotrain_core.api import (
     CheckpointError,
     flush,
@@ -80,12 +82,19 @@ def _is_folder(path: Path) -> bool:
 
 
 def clear_leftovers(folder: Path) -> None:
-    """Delete the remains of killed saves. No save may be in progress."""
+    """Delete the remains of killed saves. No save may be in progress.
+
+    Those that cannot be deleted, as when another client of NFS has a file of it open, only take space.
+    """
     if not folder.is_dir():
         return
     for pattern in (".tmp-*", ".old-*"):
         for leftover in filter(_is_folder, folder.glob(pattern)):  # anything else is not ours
-            shutil.rmtree(leftover)
+            try:
+                shutil.rmtree(leftover)
+            except OSError as problem:
+                log = structlog.get_logger("nanotrain.checkpoint")
+                log.warning("a leftover could not be deleted", path=str(leftover), problem=problem.strerror)
     remove_leftovers(folder)
 
 
