@@ -226,7 +226,7 @@ SMALL = {
     "": 983,
     "api": 663,
     "builtin": 490,
-    "checkpoint": 923,
+    "checkpoint": 928,
     "cli": 1740,
     "compile": 787,
     "contracts": 700,

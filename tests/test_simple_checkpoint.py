@@ -183,3 +183,21 @@ def test_a_leftover_that_cannot_be_deleted_refuses_no_resume(tmp_path, capfd):
     assert "a leftover could not be deleted" in "".join(capfd.readouterr())
     checkpoint.open(tmp_path, Mesh(Grid(GridConfig()).layout(1)))
     assert not leftover.exists()
+
+
+def test_an_old_checkpoint_that_cannot_be_deleted_fails_no_save(tmp_path, capfd):
+    """Complete saves counted as failed, until the run ended."""
+    checkpoint = SimpleCheckpoint(SimpleCheckpointConfig(keep=1))
+    checkpoint.open(tmp_path, Mesh(Grid(GridConfig()).layout(1)))
+    checkpoint.save(1, state(torch.rand(2, 3)))
+    unlink = Path.unlink
+
+    def in_use(path, missing_ok=False):
+        busy(path) if path.suffix == ".safetensors" else unlink(path, missing_ok)
+
+    with mock.patch.object(Path, "unlink", in_use):
+        checkpoint.save(2, state(torch.rand(2, 3)))
+    assert "an old checkpoint could not be deleted" in "".join(capfd.readouterr())
+    assert checkpoint.steps() == [1, 2]
+    checkpoint.save(3, state(torch.rand(2, 3)))
+    assert checkpoint.steps() == [3]

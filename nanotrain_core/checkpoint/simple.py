@@ -110,8 +110,13 @@ class SimpleCheckpoint:
         there = [saved for saved in self.steps() if saved <= step]
         evaluated = newest_evaluated(there, meta)
         for old in there[: -self.config.keep]:
-            if old not in evaluated:
-                self.path(old).unlink()
+            if old in evaluated:
+                continue
+            try:
+                self.path(old).unlink(missing_ok=True)
+            except OSError as problem:  # this one is saved: an old one that is in use only takes space
+                log = structlog.get_logger("nanotrain.checkpoint")
+                log.warning("an old checkpoint could not be deleted", problem=str(problem))
 
     def _agree(self, error: str | None) -> None:
         """Raise the first rank's error on every rank."""
