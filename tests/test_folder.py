@@ -6,9 +6,11 @@ import json
 import os
 import resource
 import shutil
+import stat
 import subprocess
 import sys
 import threading
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +26,7 @@ from nanotrain_core.launch.attempts import Past
 from nanotrain_core.launch.environment import Ranks
 from nanotrain_core.launch.worker import Job, recalled, share_folder
 from nanotrain_core.run import folder as folders
+from nanotrain_core.run.files import write_text_atomically
 from nanotrain_core.run.folder import (
     LOOKS,
     RunFolder,
@@ -370,3 +373,20 @@ def test_a_run_whose_folder_was_replaced_writes_nothing_there(at, step, there, t
 def test_all_ranks_stop_when_the_first_finds_the_folder_replaced(tmp_path):
     case = Case("parallel", use="ddp", topology={"dp": 2})
     assert run_ranks(replaced, 2, case, tmp_path / "run", 5) == [("lost", 6, [4])] * 2
+
+
+def test_files_are_written_where_folders_cannot_be_flushed(tmp_path, monkeypatch):
+    """As on SMB or FUSE: nothing could be saved."""
+    fsync = os.fsync
+
+    def no_folders(descriptor):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode) or fails:
+            raise OSError(code, "cannot be flushed")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", no_folders)
+    for code, fails in ((errno.EINVAL, False), (errno.EINVAL, True), (errno.EIO, False)):
+        refused = fails or code == errno.EIO
+        with pytest.raises(OSError, match="cannot be flushed") if refused else nullcontext():
+            write_text_atomically(tmp_path / str(code), "whole")
+    assert (tmp_path / str(errno.EINVAL)).read_text() == "whole"

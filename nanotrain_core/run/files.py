@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import tempfile
 import time
@@ -161,9 +162,15 @@ def _write_text(path: Path, text: str) -> None:
 
 
 def flush(path: Path) -> None:
-    """Flush a file, or a folder's entries, to the disk."""
+    """Flush a file, or a folder's entries, to the disk.
+
+    Some file systems flush no folders, such as those of SMB and FUSE: there entries are as safe as they get.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as problem:
+        if problem.errno not in (errno.EINVAL, errno.EBADF, errno.ENOTSUP) or not path.is_dir():
+            raise
     finally:
         os.close(descriptor)
