@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from test_damaged_checkpoints import change_state
 from test_run import SMALL
 
+from nanotrain_core.checkpoint import simple_listing
 from nanotrain_core.checkpoint.listing import expect_own_kind
 from nanotrain_core.cli import main
 from nanotrain_core.errors import CheckpointError, Exit
@@ -86,6 +87,29 @@ def test_verify_names_the_damaged_one(run, tmp_path):
     assert ended.code == Exit.USER
     assert ended.out.splitlines()[0] == "step 3: whole"
     assert "step-00000006.safetensors is damaged" in ended.out.splitlines()[1]
+
+
+@pytest.mark.parametrize("when", ["listed", "described", "verified"])
+def test_a_checkpoint_that_a_live_run_deletes_meanwhile_is_no_damage(
+    run, tmp_path, monkeypatch, capsys, when
+):
+    """It was a traceback, or told to be damaged."""
+    shutil.copytree(run / "run", tmp_path / "run")
+    name = {"listed": "_saved", "described": "_describe", "verified": "_verify"}[when]
+    asked = getattr(simple_listing, name)
+
+    def deleted(path):
+        if path.name == "step-00000003.safetensors":
+            path.unlink(missing_ok=True)
+        return asked(path)
+
+    monkeypatch.setattr(simple_listing, name, deleted)
+    action = "verify" if when == "verified" else "ls"
+    assert main(["ckpt", action, str(tmp_path / "run")]) == Exit.DONE
+    out = capsys.readouterr().out
+    assert "damaged" not in out
+    assert out.count("deleted meanwhile") == (when != "listed")
+    assert ("step 6: whole" if action == "verify" else "         6  simple") in out
 
 
 def norm(meta):

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 from nanotrain_core.checkpoint.info import CheckpointInfo
 from nanotrain_core.errors import CheckpointError
 from nanotrain_core.registry.registry import Registry
 
+#: How often a folder is listed again of which files were deleted meanwhile.
+AGAIN = 4
+
 
 def listed(path: Path, use: str, registry: Registry) -> list[CheckpointInfo]:
-    """Return what the listing of component ``use`` lists at ``path``; nothing without a listing."""
+    """Return what the listing of component ``use`` lists at ``path``; nothing without a listing.
+
+    A live run may delete a checkpoint that is being listed: then they are listed again.
+    """
     list_checkpoints = registry.get("checkpoint", use).load_optional("listing")
-    return list(list_checkpoints(path)) if list_checkpoints is not None and path.exists() else []
+    if list_checkpoints is None or not path.exists():
+        return []
+    for _ in range(AGAIN):
+        with suppress(FileNotFoundError):
+            return list(list_checkpoints(path))
+    return list(list_checkpoints(path))
 
 
 def listed_of_all(path: Path, registry: Registry) -> list[tuple[str, CheckpointInfo]]:

@@ -48,6 +48,10 @@ def run(args: argparse.Namespace) -> int:
     return code
 
 
+#: What is said of a checkpoint that a live run's retention has deleted since it was listed.
+DELETED = "deleted meanwhile"
+
+
 def ls(args: argparse.Namespace, registry: Registry) -> int:
     """Print a line for each checkpoint."""
     found = find_checkpoints(args.path, registry)
@@ -57,7 +61,11 @@ def ls(args: argparse.Namespace, registry: Registry) -> int:
             ranks = str(saved.describe()["world_size"])
         except CheckpointError:
             ranks = "?"
-        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(saved.path.stat().st_mtime))
+        try:
+            when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(saved.path.stat().st_mtime))
+        except FileNotFoundError:
+            print(f"{saved.step:>10}  {use:12}  {DELETED}")
+            continue
         note = "" if ranks != "?" else "  damaged: see `nanotrain ckpt verify`"
         print(f"{saved.step:>10}  {use:12}  {amount(saved.nbytes, 'B'):>10}  {ranks:>5}  {when}{note}")
     return Exit.DONE
@@ -106,9 +114,14 @@ def verify(args: argparse.Namespace, registry: Registry) -> int:
     several = len({use for use, _ in found}) > 1
     for number, (use, saved) in enumerate(found, 1):
         with show_progress(f"verifying checkpoint {number} of {len(found)}, {amount(saved.nbytes, 'B')}"):
-            problems = saved.verify() or model_problems(saved, registry)
-        print(f"step {saved.step}{f', {use}' if several else ''}: {'; '.join(problems) or 'whole'}")
-        code = Exit.USER if problems else code
+            try:
+                problems = saved.verify() or model_problems(saved, registry)
+            except FileNotFoundError as problem:
+                problems = [str(problem)]
+        deleted = bool(problems) and not saved.path.exists()
+        said = DELETED if deleted else "; ".join(problems) or "whole"
+        print(f"step {saved.step}{f', {use}' if several else ''}: {said}")
+        code = Exit.USER if problems and not deleted else code
     print("nanotrain: a resume also compares its own recipe and data, not read here", file=sys.stderr)
     return code
 
