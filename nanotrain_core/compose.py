@@ -60,7 +60,7 @@ from nanotrain_core.run.validate_components import (
     expect_lengths,
     placed_by,
 )
-from nanotrain_core.run.wrapping import shard_and_initialize, wrap
+from nanotrain_core.run.wrapping import shard_and_initialize, share_between_stages, wrap
 
 
 @attrs.define(frozen=True, eq=False, kw_only=True)
@@ -249,7 +249,7 @@ def _wrapped_stages(
     stages = build_stages(built.model, parts, mesh, ops)
     for part in stages.values():
         check_part(f"model '{recipe.model.use}'", part)
-    placements = share_between_stages(place(stages.values(), mesh.layout), mesh)
+    placements = share_between_stages(place(stages.values(), mesh.layout), stages.values(), mesh)
     return wrap(stages, placements, mesh, built.wrappers), placements
 
 
@@ -258,16 +258,6 @@ def build_stages(model: Model, parts: Sequence[Part], mesh: Mesh, ops: Ops = TOR
     rank = pipeline_rank(mesh)
     with meta_device():
         return {stage: model.build(part, ops) for stage, part in enumerate(parts) if part.rank == rank}
-
-
-def share_between_stages(placements: Placements, mesh: Mesh) -> Placements:
-    """Record which parameters several pipeline ranks hold, such as a tied embedding. Collective along pp."""
-    held = mesh.gather(set(placements), "pp") if "pp" in mesh.layout.dims else [set(placements)]
-    for name, placement in placements.items():
-        holders = tuple(rank for rank, names in enumerate(held) if name in names)
-        if len(holders) > 1:
-            placements[name] = attrs.evolve(placement, stages=holders)
-    return placements
 
 
 def _with_precision_and_kernels(

@@ -1,4 +1,4 @@
-"""A plugin whose wrappers change which parameters a model has: one adds some, the other renames one."""
+"""A plugin whose wrappers change which parameters a model has: they add some, or rename one."""
 
 import attrs
 import torch
@@ -54,8 +54,41 @@ class Renames(Adapters):
         return part
 
 
+class Temperature(Parallel):
+    """Scales queries by one number for the model, which each part holds."""
+
+    def __init__(self, config):
+        self.size = 1
+
+    def around(self, mesh):
+        return {"attention": lambda attend, q, *args: attend(q * self.part.temperature.mean(), *args)}
+
+    def apply(self, part, placements, mesh):
+        self.part, given = part, part.initializer
+        part.temperature = nn.Parameter(torch.empty(self.size, device="meta"))
+        placements["temperature"] = Placement.whole("temperature", (self.size,), mesh.layout)
+        part.initializer = lambda name: Initializer("constant", 0.7) if name == "temperature" else given(name)
+        return part
+
+
+class TemperatureOfLayers(Temperature):
+    """Has numbers of its own in each part, under one name."""
+
+    def apply(self, part, placements, mesh):
+        self.size = 1 + len(part.layers) + bool(part.part.has_head)
+        return super().apply(part, placements, mesh)
+
+
+class TemperatureOfOnePart(Temperature):
+    """Trains the number of the last part only."""
+
+    def apply(self, part, placements, mesh):
+        super().apply(part, placements, mesh).temperature.requires_grad_(part.part.has_head)
+        return part
+
+
 @hookimpl
 def nanotrain_register_parallel(register):
-    for cls in (Adapters, Renames):
+    for cls in (Adapters, Renames, Temperature, TemperatureOfLayers, TemperatureOfOnePart):
         name = cls.__name__.lower()
         register(Component(name=name, config=NoKeys, factory=f"{__name__}:{cls.__name__}", summary=name))

@@ -8,9 +8,10 @@ from nanotrain_core.testing.probe import train
 TOLERANCE = 1e-9
 
 
-def assert_trains_as_one_process(case):
+def assert_trains_as_one_process(case, alone=None):
+    """``alone``: the case of one process, by default without wrappers."""
     ranks = run_ranks(train, case.world_size, case, {})
-    (alone,) = run_ranks(train, 1, case.alone(), {})
+    (alone,) = run_ranks(train, 1, alone or case.alone(), {})
     for part in ("gradients", "weights"):
         found = whole([getattr(trace, part) for trace in ranks], atol=TOLERANCE)
         assert_same(found, whole([getattr(alone, part)]), part, atol=TOLERANCE)

@@ -1,10 +1,12 @@
-"""A run whose wrapper adds parameters starts from weights without them, and commands read what it saved."""
+"""Parameters that a wrapper adds: weights that lack them, stages that each hold one, commands that read them."""
 
 import json
 from pathlib import Path
 
 import pytest
 import torch
+from as_one_process import assert_trains_as_one_process
+from compositions import BATCH, VOCAB
 from safetensors.torch import save_file
 from structlog.testing import capture_logs
 
@@ -12,8 +14,8 @@ from nanotrain_core.cli import main
 from nanotrain_core.compose import compose
 from nanotrain_core.errors import CheckpointError
 from nanotrain_core.recipe import write_resolved
-from nanotrain_core.testing import Case
-from nanotrain_core.testing.probe import make_engine
+from nanotrain_core.testing import Case, RankFailure, run_ranks
+from nanotrain_core.testing.probe import make_engine, train
 
 PLUGINS = [str(Path(__file__).with_name("added_parameters.py"))]
 
@@ -87,3 +89,45 @@ def test_weights_with_added_parameters_start_a_run_with_the_same_wrapper(trained
 def test_convert_says_what_added_parameters_are_for(trained, tmp_path, capsys):
     assert main(["convert", str(trained), str(tmp_path / "out"), "--plugin", *PLUGINS]) == 2
     assert "one that a wrapper of its run added is read by `nanotrain eval`" in capsys.readouterr().err
+
+
+def staged(wrapper, schedule="1f1b", *more, dp=1, pp=2):
+    """Return a case with pipeline ranks, whose parts all hold the parameter that ``wrapper`` adds."""
+    overrides = {
+        "batch": {**BATCH, "sequences": 8, "microbatch": 1},
+        "model": {"use": "transformer", "layers": 4, "width": 24, "heads": 4, "ffn": 32, "vocab": VOCAB},
+        "data": {"vocab": VOCAB},
+        "schedule": {"use": schedule},
+        "parallel": [{"use": wrapper}, *more],
+    }
+    return Case("topology", use="grid", topology={"pp": pp, "dp": dp}, overrides=overrides, plugins=PLUGINS)
+
+
+@pytest.mark.full_cases("1f1b", "interleaved-dp2", "zero12")
+@pytest.mark.parametrize(
+    ("schedule", "dp", "sync"),
+    [
+        ("1f1b", 1, {}),
+        ("interleaved_1f1b", 1, {"use": "ddp"}),
+        ("interleaved_1f1b", 2, {"use": "ddp", "bucket_mb": 1e-6}),
+        ("1f1b", 2, {"use": "zero12", "stage": 2, "bucket_mb": 1e-6}),
+    ],
+    ids=["1f1b", "interleaved", "interleaved-dp2", "zero12"],
+)
+def test_a_parameter_that_several_stages_are_given_is_one(schedule, dp, sync):
+    """Each stage had trained its own, and a checkpoint had that of one."""
+    alone = staged("temperature", "accumulate", pp=1)
+    assert_trains_as_one_process(staged("temperature", schedule, *([sync] if sync else []), dp=dp), alone)
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "forms"),
+    [
+        ("temperatureoflayers", r"\(3,\), trained on one pipeline rank, and \(4,\), trained on another"),
+        ("temperatureofonepart", r"\(1,\), frozen on one pipeline rank, and \(1,\), trained on another"),
+    ],
+    ids=["shapes", "frozen"],
+)
+def test_different_parameters_under_one_name_are_refused(wrapper, forms):
+    with pytest.raises(RankFailure, match=f"temperature is {forms}: under one name they hold copies of one"):
+        run_ranks(train, 2, staged(wrapper), {})

@@ -244,7 +244,7 @@ SMALL = {
     "precision": 680,
     "recipe": 1745,
     "registry": 752,
-    "run": 2870,
+    "run": 2890,
     "script": 800,
     "watch": 454,
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
+import attrs
 from torch import nn
 
 from nanotrain_core.contracts import Parallel
@@ -26,11 +27,38 @@ def wrap(
     for selection, wrapper in wrappers:
         stages = {stage: wrapper.apply(part, placements, mesh) for stage, part in stages.items()}
         check_wrapped(selection, stages.values(), placements)
+    share_between_stages(placements, stages.values(), mesh)  # again, for parameters that wrappers added
     note_roles(stages.values(), placements)
     check_per_head(stages.values(), placements)
     check_experts(stages.values(), mesh)
     check_routers(stages.values(), mesh)
     return stages
+
+
+def share_between_stages(placements: Placements, parts: Iterable[nn.Module], mesh: Mesh) -> Placements:
+    """Record which parameters several pipeline ranks hold, such as a tied embedding. Collective along pp.
+
+    Raises:
+        PluginError: they are no copies of one parameter.
+    """
+    named = {name: each for part in parts for name, each in part.named_parameters()}
+    own = {n: (placements[n].global_shape, p.requires_grad) for n, p in named.items() if n in placements}
+    held = mesh.gather(own, "pp") if "pp" in mesh.layout.dims else [own]
+    for name, like in own.items():
+        holders = tuple(rank for rank, theirs in enumerate(held) if name in theirs)
+        other = next((rank for rank in holders if held[rank][name] != like), None)
+        if other is not None:
+            forms = (
+                f"{shape}, {'trained' if trained else 'frozen'}"
+                for shape, trained in (held[other][name], like)
+            )
+            raise PluginError(
+                f"{name} is {' on one pipeline rank, and '.join(forms)} on another: under one name they hold "
+                "copies of one parameter; expected equal shapes, all trained or all frozen, or other names"
+            )
+        if len(holders) > 1:
+            placements[name] = attrs.evolve(placements[name], stages=holders)
+    return placements
 
 
 def shard_and_initialize(
