@@ -1,5 +1,7 @@
 """Ranks that would run different things find out before they talk."""
 
+import importlib
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -7,6 +9,9 @@ import torch.distributed as dist
 
 from nanotrain_core.errors import LaunchError
 from nanotrain_core.launch.agreement import agree
+from nanotrain_core.launch.code import environment_facts
+from nanotrain_core.registry.discovery import PluginInfo
+from nanotrain_core.registry.registry import Registry
 
 FACTS = {"nanotrain-core": "0.1.0", "nanotrain-ddp": "0.1.0", "recipe hash": "abc"}
 
@@ -42,3 +47,34 @@ def test_every_rank_learns_who_differs_and_in_what(other, text):
     assert len(set(found)) == 1
     assert found[0].startswith("rank 2 on ")
     assert text in found[0]
+
+
+@pytest.mark.parametrize("entry", ["their_plugin", "their_plugin.hooks:plugin"])
+def test_hosts_with_other_code_of_one_version_are_told_apart(tmp_path, monkeypatch, entry):
+    """Two checkouts of different commits had trained together, and every check had said "equal"."""
+    plugin = PluginInfo(name="theirs", distribution="their-plugin", version="1.0", module=entry)
+
+    def facts(host, text, name="loss.py"):
+        package = tmp_path / host / "their_plugin"
+        (package / "__pycache__").mkdir(parents=True)
+        (package / "__pycache__/loss.cpython-311.pyc").write_text(host)
+        (package / "__init__.py").touch()
+        (package / ".#loss.py").symlink_to("editor@host.4242")
+        (package / name).write_text(text)
+        (tmp_path / host / "another_plugin.py").write_text(host)
+        with monkeypatch.context() as there:
+            there.syspath_prepend(package.parent)
+            there.setitem(sys.modules, "their_plugin", None)
+            del sys.modules["their_plugin"]
+            importlib.import_module("their_plugin")
+            return environment_facts(Registry((plugin,)))
+
+    first = facts("a", "scale = 1\n")
+    assert {"Python", "numpy", "torch", "the code of nanotrain-core"} < first.keys()
+    assert outcomes(first, facts("b", "scale = 1\n")) == ["equal"] * 2
+    for other in (facts("c", "scale = 2\n"), facts("d", "scale = 1\n", "loss_.py")):
+        found = outcomes(first, other)
+        assert len(set(found)) == 1
+        assert found[0].startswith("rank 1 on ")
+        assert "does not run what rank 0 on" in found[0]
+        assert "the code of their-plugin is " in found[0]

@@ -183,4 +183,4 @@ def test_identity_changes_with_recipe_ranks_and_code(tmp_path):
     assert {key for key, found in identity(recipe, 2).items() if before[key] != found} == {
         "the number of ranks"
     }
-    assert {"the code of nanotrain_core", "the version of torch"} <= before.keys()
+    assert {"the code of nanotrain-core", "the version of torch"} <= before.keys()

@@ -20,7 +20,7 @@ class Store(Protocol):
 
 
 def agree(store: Store, rank: int, world_size: int, facts: Mapping[str, str]) -> None:
-    """Compare ``facts`` (versions, plugins, a hash of the recipe) with rank 0's on every rank.
+    """Compare ``facts`` (versions, digests of code, a hash of the recipe) with rank 0's on every rank.
 
     Raises:
         LaunchError: on every rank, naming the first rank that differs and in what.

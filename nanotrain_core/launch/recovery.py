@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nanotrain_core.launch import temporary
+from nanotrain_core.launch.code import code_digests
 from nanotrain_core.recipe import Recipe, recipe_hash
 from nanotrain_core.run.files import write_text_atomically
 from nanotrain_core.watch.scratch import RECOVERABLE
@@ -40,7 +39,7 @@ def restart_of(
         return {
             **own,
             **{f"the version of {name}": found for name, found in versions.items()},
-            **_code(registry),
+            **{f"the code of {name}": digest for name, digest in code_digests(registry).items()},
         }
 
     def recoverable(step: int) -> None:
@@ -60,17 +59,3 @@ def restart_of(
         recoverable=recoverable,
         delete_at_end=delete_at_end,
     )
-
-
-def _code(registry: Registry) -> dict[str, str]:
-    """Return the SHA-256 of the core's code and of each installed plugin's: edits do not change versions."""
-    modules = ["nanotrain_core", *(p.module for p in registry.plugins if not (p.error or p.local))]
-    found = {}
-    for name in modules:
-        path = getattr(sys.modules.get(name.partition(".")[0]), "__file__", None)
-        if path is not None:
-            digest = hashlib.sha256()
-            for file in sorted(Path(path).parent.rglob("*.py")):
-                digest.update(file.read_bytes())
-            found[f"the code of {name}"] = digest.hexdigest()
-    return found

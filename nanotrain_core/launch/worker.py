@@ -19,6 +19,7 @@ from nanotrain_core.errors import Exit, FolderError, NanotrainError
 from nanotrain_core.launch.agreement import agree, wait_until_read
 from nanotrain_core.launch.attempts import Past, meet, remember
 from nanotrain_core.launch.cause import leave_failure
+from nanotrain_core.launch.code import environment_facts
 from nanotrain_core.launch.cuda import record_collectives, set_allocator
 from nanotrain_core.launch.device import choose_device
 from nanotrain_core.launch.environment import Ranks, agent_name, agent_serves_store
@@ -333,7 +334,8 @@ def join(
         shared = dist.PrefixStore("nanotrain", tcp)
         store, past = meet(shared, ranks.rank, ranks.world_size, past, timeout=recipe.run.timeout)
     words = {"--resume": str(job.resume), "--folder": str(job.folder), "--show": " ".join(job.show) or "None"}
-    facts = {**registry.versions(), "recipe hash": recipe_hash(recipe), "device": device.type, **words}
+    own = environment_facts(registry)
+    facts = {**own, "recipe hash": recipe_hash(recipe), "device": device.type, **words}
     agree(store, ranks.rank, ranks.world_size, facts)
     if ranks.world_size == 1:
         return store, past
