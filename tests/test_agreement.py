@@ -1,15 +1,22 @@
 """Ranks that would run different things find out before they talk."""
 
 import importlib
+import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
+import attrs
 import pytest
 import torch.distributed as dist
 
 from nanotrain_core.errors import LaunchError
+from nanotrain_core.launch import launcher
 from nanotrain_core.launch.agreement import agree
-from nanotrain_core.launch.code import environment_facts
+from nanotrain_core.launch.code import environment_facts, expect_unchanged
+from nanotrain_core.launch.environment import Ranks
+from nanotrain_core.launch.hosts import Nodes
+from nanotrain_core.launch.worker import Job
+from nanotrain_core.recipe import load_recipe
 from nanotrain_core.registry.discovery import PluginInfo
 from nanotrain_core.registry.registry import Registry
 
@@ -78,3 +85,19 @@ def test_hosts_with_other_code_of_one_version_are_told_apart(tmp_path, monkeypat
         assert found[0].startswith("rank 1 on ")
         assert "does not run what rank 0 on" in found[0]
         assert "the code of their-plugin is " in found[0]
+
+
+def test_ranks_that_would_run_other_code_than_their_launcher_found_are_refused(tmp_path, monkeypatch):
+    """After `git pull` in its checkout, a restarted run had gone on with a mixture of two commits."""
+    jobs = []
+    monkeypatch.setattr(launcher, "_run_agent", lambda job, recipe, nodes: jobs.append(job) or 0)
+    assert launcher.start(Job(recipe="laptop"), load_recipe("laptop.toml"), Nodes(nproc=4)) == 0
+    assert {"nanotrain-core", "nanotrain-ddp"} <= jobs[0].code.keys()
+    assert "nanotrain-doctor" not in jobs[0].code  # the run uses none of its components
+    expect_unchanged(jobs[0].code, launcher.load_plugins())
+    monkeypatch.chdir(tmp_path)
+    edited = attrs.evolve(jobs[0], code={**jobs[0].code, "nanotrain-ddp": "of another commit"})
+    text = "the code of nanotrain-ddp has changed since this launch: start it again with --resume auto"
+    with pytest.raises(LaunchError, match=re.escape(text)) as caught:
+        edited.run(Ranks())
+    assert (caught.value.exit_code, caught.value.restart_helps) == (2, False)

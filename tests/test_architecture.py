@@ -232,7 +232,7 @@ SMALL = {
     "contracts": 700,
     "data": 912,
     "hf": 942,
-    "launch": 2265,
+    "launch": 2286,
     "layout": 1215,
     "models": 692,
     "moe": 360,

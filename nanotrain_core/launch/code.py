@@ -11,6 +11,8 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
+from nanotrain_core.errors import LaunchError
+from nanotrain_core.recipe import Recipe
 from nanotrain_core.registry.registry import Registry, cached_version
 
 #: Libraries whose versions can change the numbers of a run, in addition to torch.
@@ -40,6 +42,30 @@ def code_digests(registry: Registry) -> Mapping[str, str]:
     packages["nanotrain-core"] = {Path(__file__).parents[1]}  # which has the built-in components, too
     local = {plugin.distribution: plugin.version for plugin in usable if plugin.local}
     return {**{name: _digest(found) for name, found in packages.items()}, **local}
+
+
+def used_code(registry: Registry, recipe: Recipe) -> Mapping[str, str]:
+    """Return the digests of the core and of the plugins whose components a recipe selects."""
+    return {name: text for name, text in code_digests(registry).items() if name in recipe.versions}
+
+
+def expect_unchanged(since: Mapping[str, str], registry: Registry) -> None:
+    """Check that the code of an attempt is that of the launch.
+
+    Ranks are forked from a process that has imported part of it: after an edit they would run a mixture.
+
+    Args:
+        since: what :func:`used_code` returned in the launcher.
+        registry: the plugins as this process has loaded them.
+
+    Raises:
+        LaunchError: it is not, which a new launcher cures and a restart does not.
+    """
+    if since:
+        now = code_digests(registry)
+        if changed := sorted(name for name, digest in since.items() if now.get(name) != digest):
+            text = f"the code of {' and '.join(changed)} has changed since this launch"
+            raise LaunchError(f"{text}: start it again with --resume auto")
 
 
 def _package(module: str) -> Path | None:

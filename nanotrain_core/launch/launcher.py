@@ -32,12 +32,14 @@ import attrs
 
 from nanotrain_core.errors import LaunchError
 from nanotrain_core.launch import temporary
+from nanotrain_core.launch.code import used_code
 from nanotrain_core.launch.cuda import set_allocator
 from nanotrain_core.launch.environment import Ranks, loopback
 from nanotrain_core.launch.hosts import Nodes
 from nanotrain_core.launch.worker import Job
 from nanotrain_core.monitors.terminal import restore_cursor
 from nanotrain_core.recipe import Recipe
+from nanotrain_core.registry.registry import load_plugins
 from nanotrain_core.run import log
 from nanotrain_core.run.folder import RunFolder
 from nanotrain_core.run.stop import EXIT_OF, SIGNALS
@@ -68,6 +70,7 @@ def start(job: Job, recipe: Recipe, nodes: Nodes) -> int:
     """
     if nodes.count * nodes.nproc == 1 and not nodes.max_restarts:
         return EXIT_OF[job.run(Ranks())]
+    registry = load_plugins(block=job.plugins.blocked, local=job.plugins.local)
     with tempfile.TemporaryDirectory(prefix="nanotrain-") as scratch:
         job = attrs.evolve(
             job,
@@ -75,6 +78,7 @@ def start(job: Job, recipe: Recipe, nodes: Nodes) -> int:
             one_host=nodes.count == 1,
             launcher_pid=os.getpid(),
             in_process_restart=recipe.run.in_process_restart and nodes.max_restarts > 0,
+            code=used_code(registry, recipe),
         )
         with log.kept_in(Path(job.claimed) if job.claimed else None, None):
             try:
@@ -99,8 +103,10 @@ def prepare(nproc: int) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", str(Ranks(local_world_size=nproc).threads()))
     # Stores warn, with a C++ stack, whenever the host that serves them ends first.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    # torch._dynamo too: otherwise every rank would import it, in over a second, to create its optimizer.
+    # torch._dynamo too: otherwise every rank would import it, in over a second, to create its optimizer. A
+    # rank's own module, so that it can say what has changed, whatever code it would find later.
     preload = ["torch", "torch.distributed", "torch._dynamo", "nanotrain_core.engine"]
+    preload += ["nanotrain_core.launch.rank_process"]
     multiprocessing.set_forkserver_preload(preload)
     # The forkserver and its processes inherit the blocked signals. Otherwise a SIGTERM or SIGHUP to all
     # processes would end it, and the launcher would lose track of ranks that are still saving. Ranks unblock

@@ -7,7 +7,7 @@ import gc
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -19,7 +19,7 @@ from nanotrain_core.errors import Exit, FolderError, NanotrainError
 from nanotrain_core.launch.agreement import agree, wait_until_read
 from nanotrain_core.launch.attempts import Past, meet, remember
 from nanotrain_core.launch.cause import leave_failure
-from nanotrain_core.launch.code import environment_facts
+from nanotrain_core.launch.code import environment_facts, expect_unchanged
 from nanotrain_core.launch.cuda import record_collectives, set_allocator
 from nanotrain_core.launch.device import choose_device
 from nanotrain_core.launch.environment import Ranks, agent_name, agent_serves_store
@@ -69,6 +69,8 @@ class Job:
     launcher_pid: int | None = None
     in_process_restart: bool = False
     """Whether a rank's process may be used again after another rank has failed."""
+    code: Mapping[str, str] = attrs.field(factory=dict)
+    """By distribution, digests of the code that the run uses, as the launcher has found it."""
     process: RankProcess | None = None
     """In a process of our launcher: what ends the attempt in its main thread."""
     show: tuple[str, ...] = ()
@@ -95,6 +97,7 @@ def train(job: Job, ranks: Ranks) -> str:
 def _train(job: Job, ranks: Ranks, last: contextlib.ExitStack) -> str:
     log.configure(ranks.rank)
     registry = load_plugins(block=job.plugins.blocked, local=job.plugins.local)
+    expect_unchanged(job.code, registry)
     found = resolve_recipe(job.recipe, overrides=job.overrides, plugins=job.plugins, ranks=ranks.world_size)
     recipe = found.recipe
     # Our own launcher starts ranks as torchrun does, as many as it was told.
