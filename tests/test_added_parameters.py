@@ -9,11 +9,19 @@ from as_one_process import assert_trains_as_one_process
 from compositions import BATCH, VOCAB
 from safetensors.torch import save_file
 from structlog.testing import capture_logs
+from torch import nn
 
+from nanotrain_core.builtin.transformer_config import TransformerConfig
 from nanotrain_core.cli import main
 from nanotrain_core.compose import compose
-from nanotrain_core.errors import CheckpointError
+from nanotrain_core.errors import CheckpointError, PluginError
+from nanotrain_core.layout.layout import Layout, View
+from nanotrain_core.layout.placement import Placement, place
+from nanotrain_core.layout.roles import Role, tagged, take_over
+from nanotrain_core.models.transformer import Transformer
+from nanotrain_core.pipeline.actions import Part
 from nanotrain_core.recipe import write_resolved
+from nanotrain_core.run.splits import Splits
 from nanotrain_core.testing import Case, RankFailure, run_ranks
 from nanotrain_core.testing.probe import make_engine, train
 
@@ -131,3 +139,91 @@ def test_a_parameter_that_several_stages_are_given_is_one(schedule, dp, sync):
 def test_different_parameters_under_one_name_are_refused(wrapper, forms):
     with pytest.raises(RankFailure, match=f"temperature is {forms}: under one name they hold copies of one"):
         run_ranks(train, 2, staged(wrapper), {})
+
+
+DP2_TP2 = Layout({"dense": View(("dp", "tp"), (2, 2))})
+
+
+class Layers:
+    """A part that wrappers change one after another."""
+
+    def __init__(self):
+        config = TransformerConfig(layers=1, width=24, heads=4, ffn=32, vocab=VOCAB)
+        self.part = Transformer(config).build(Part.whole(1))
+        self.placements = place([self.part], DP2_TP2)
+        self.splits = Splits([self.part], self.placements)
+
+    def add(self, name, hook="register_forward_hook", *, summed=False):
+        """Add a number to a layer, placed as whole, and a hook that would read it."""
+        layer, full = self.part.get_submodule(name), f"{name}.scale"
+        layer.scale = nn.Parameter(torch.empty(1, device="meta"))
+        getattr(layer, hook)(lambda *_: None)
+        placed = Placement.whole(full, (1,), DP2_TP2)
+        self.placements[full] = placed.sum_over("tp") if summed else placed
+        self.check("adds")
+
+    def split(self, *, tokens=False):
+        """Split layers over two ranks; with ``tokens`` all other gradients are partial."""
+        axes = {Role.VOCAB: 0, Role.COLUMN: 0, Role.ROW: 1}
+        for name, _, tag in tagged(self.part):
+            if (axis := axes.get(tag.role)) is not None:
+                placed = self.placements[f"{name}.weight"]
+                self.placements[placed.name] = placed.split(axis, "tp", 0, 2, uneven=True)
+        for name, placed in self.placements.items():
+            if tokens and "tp" in placed.same:
+                self.placements[name] = placed.sum_over("tp")
+        self.check("splits")
+
+    def check(self, use):
+        self.splits.check(use, [self.part], self.placements)
+
+
+QUERY, OUT, EMBED, NORM = "layers.0.attn.q", "layers.0.attn.o", "embed", "norm"
+
+
+@pytest.mark.parametrize("tokens", [False, True])
+@pytest.mark.parametrize(("name", "role"), [(OUT, "ROW"), (EMBED, "VOCAB"), (QUERY, "COLUMN")])
+def test_what_a_wrapper_added_to_a_layer_is_not_split_around_unawares(name, role, tokens):
+    """Its gradient is taken for complete on every rank, and replicas of it had drifted apart."""
+    layers = Layers()
+    layers.add(name)
+    if tokens and role == "COLUMN":  # each rank's outputs are right, and what is partial is summed
+        layers.split(tokens=True)
+        return
+    text = rf"'splits' splits a {role} over tp, to which 'adds' has added {name}.scale, .* List 'adds' after"
+    with pytest.raises(PluginError, match=text):
+        layers.split(tokens=tokens)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        (NORM, {}),
+        (OUT, {"summed": True}),
+        (QUERY, {"summed": True}),
+        (QUERY, {"hook": "register_forward_pre_hook"}),
+    ],
+)
+def test_what_is_right_beside_blocks_or_says_that_it_is_partial_is_not_refused(name, options):
+    layers = Layers()
+    layers.add(name, **options)
+    layers.split()
+
+
+@pytest.mark.parametrize("name", [QUERY, OUT, EMBED])
+def test_a_layer_is_not_split_whose_forward_another_wrapper_took_over(name):
+    """Weight standardization of a ROW took norms of a block."""
+    layers = Layers()
+    take_over(layers.part.get_submodule(name), lambda module, x: x)
+    layers.check("standardizes")
+    with pytest.raises(PluginError, match=f"splits {name} over tp, and 'standardizes' has taken over its"):
+        layers.split()
+
+
+def test_what_a_wrapper_adds_to_a_split_layer_says_how_its_gradient_is_summed():
+    layers = Layers()
+    layers.split()
+    layers.add(OUT)
+    layers.add(QUERY, summed=True)
+    with pytest.raises(PluginError, match=r"'adds' adds .*k.scale to a COLUMN .* \.sum_over\('tp'\)"):
+        layers.add("layers.0.attn.k")

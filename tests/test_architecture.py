@@ -224,7 +224,7 @@ ROOMS = {path.parent.name for path in CORE.glob("*/__init__.py")}
 #: What each room of the core may have of code, in lines; "": all that is in none. Not the harness.
 SMALL = {
     "": 983,
-    "api": 663,
+    "api": 666,
     "builtin": 490,
     "checkpoint": 934,
     "cli": 1750,
@@ -233,7 +233,7 @@ SMALL = {
     "data": 912,
     "hf": 942,
     "launch": 2286,
-    "layout": 1215,
+    "layout": 1223,
     "models": 692,
     "moe": 360,
     "metrics": 1362,
@@ -244,7 +244,7 @@ SMALL = {
     "precision": 680,
     "recipe": 1745,
     "registry": 752,
-    "run": 2890,
+    "run": 2965,
     "script": 800,
     "watch": 454,
 }

@@ -66,6 +66,7 @@ from nanotrain_core.layout.layout import Layout, Span, View, above_one
 from nanotrain_core.layout.roles import (
     Role,
     Tag,
+    added_by,
     main_layers,
     natural_sort_key,
     replace,
@@ -200,6 +201,7 @@ __all__ = [
     "above_one",
     "add_plugin_options",
     "add_recipe_options",
+    "added_by",
     "allowed_processors",
     "always_captured",
     "append_line",

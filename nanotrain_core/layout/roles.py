@@ -92,6 +92,7 @@ class Tag:
 
 
 _ATTRIBUTE, _SHARED = "nanotrain_tag", "nanotrain_shared_tokens"
+_ADDED = "nanotrain_added_by"
 
 #: Where ``torch.nn.Module`` stores forward and backward hooks: torch has no public way to move them.
 _HOOKS = (
@@ -158,6 +159,20 @@ def share_tokens(experts: nn.Module, dim: str) -> None:
 def shared_tokens(experts: nn.Module) -> frozenset[str]:
     """Return the dimensions recorded by :func:`share_tokens`."""
     found: frozenset[str] = getattr(experts, _SHARED, frozenset())
+    return found
+
+
+def note_added(parameter: nn.Parameter, wrapper: str) -> None:
+    """Record which wrapper added a parameter to the model, for those that are applied after it."""
+    setattr(parameter, _ADDED, wrapper)
+
+
+def added_by(parameter: nn.Parameter) -> str:
+    """Return the earlier wrapper that added ``parameter``, by its name in recipes; empty for the model's own.
+
+    Known in ``Parallel.apply`` of later wrappers.
+    """
+    found: str = getattr(parameter, _ADDED, "")
     return found
 
 

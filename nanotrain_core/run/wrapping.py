@@ -15,6 +15,7 @@ from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import Placements, note_roles
 from nanotrain_core.recipe.tree import Recipe, Selection
 from nanotrain_core.run.memory import expect_weights_to_fit
+from nanotrain_core.run.splits import Splits
 from nanotrain_core.run.validate_components import check_experts, check_per_head, check_routers, check_wrapped
 
 Wrappers = Iterable[tuple[Selection, Parallel]]
@@ -24,10 +25,11 @@ def wrap(
     stages: dict[int, nn.Module], placements: Placements, mesh: Mesh, wrappers: Wrappers
 ) -> dict[int, nn.Module]:
     """Return the stages as the wrappers leave them, in the recipe's order; update ``placements``."""
+    splits = Splits(stages.values(), placements)
     for selection, wrapper in wrappers:
         stages = {stage: wrapper.apply(part, placements, mesh) for stage, part in stages.items()}
         check_wrapped(selection, stages.values(), placements)
-    share_between_stages(placements, stages.values(), mesh)  # again, for parameters that wrappers added
+        splits.check(selection.use, stages.values(), placements)
     note_roles(stages.values(), placements)
     check_per_head(stages.values(), placements)
     check_experts(stages.values(), mesh)
@@ -73,5 +75,6 @@ def shard_and_initialize(
         except ValueError as problem:
             raise PluginError(f"parallel '{selection.use}': {problem}") from None
         check_wrapped(selection, parts, placements)
+    share_between_stages(placements, parts, mesh)  # again, for parameters that wrappers added
     expect_weights_to_fit(parts, placements, recipe, mesh)
     materialize(parts, placements, recipe.run.seed, mesh.device)
