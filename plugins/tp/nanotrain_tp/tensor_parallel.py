@@ -16,7 +16,7 @@ Sources: Shoeybi et al., arXiv 1909.08053; Korthikanti et al., arXiv 2205.05198,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Set
 from math import lcm
 
 import torch
@@ -26,6 +26,7 @@ from nanotrain_core.api import (
     NanotrainError,
     Role,
     Tag,
+    added_by,
     divisors_near,
     either,
     multiples_near,
@@ -47,6 +48,8 @@ class TensorParallel(Parallel):
     def __init__(self, config: TensorParallelConfig) -> None:
         self.config = config
         self._boundaries: list[Boundary] = []
+        self._known: set[str] = set()
+        """The parameters of parts when they were split."""
 
     def apply(self, part: nn.Module, placements: Placements, mesh: Mesh) -> nn.Module:
         """Leave this rank its blocks of ``part``, and install the hooks with the collectives.
@@ -72,6 +75,9 @@ class TensorParallel(Parallel):
         self._boundaries.append(boundary)
         if not self.config.sequence_parallel:
             refuse_unknown(part)
+            refuse_at_root(
+                (n for n, p in part.named_parameters() if p.requires_grad and added_by(p)), placements
+            )
             refuse_dropout(part)
         refuse_heads_with_more(part)
         refuse_linears_with_more(part)
@@ -86,20 +92,38 @@ class TensorParallel(Parallel):
             else:
                 hook(module, tag, boundary)
         part.register_forward_pre_hook(boundary.begin, with_kwargs=True)
-        self._sum_partial(part, placements)
+        names = {name for name, _ in part.named_parameters()}
+        self._sum_partial(part, placements, names)
+        self._known |= names
         return part
+
+    def shard(self, part: nn.Module, placements: Placements, mesh: Mesh) -> None:
+        """Shard nothing: record which gradients of parameters that later wrappers added are partial.
+
+        Raises:
+            NanotrainError: sequences stay whole, and it is not known whether one of them is.
+        """
+        if mesh.degree("tp") == 1:
+            return
+        mine = ((n, p) for n, p in part.named_parameters() if n in placements)
+        added = {name: parameter for name, parameter in mine if name not in self._known}
+        if not self.config.sequence_parallel:
+            refuse_at_root((name for name, each in added.items() if each.requires_grad), placements)
+        # Hooks on experts where sequences stay whole may see all tokens: their wrapper has to say.
+        experts = () if self.config.sequence_parallel else parameters_of(part, Role.EXPERTS)
+        self._sum_partial(part, placements, added.keys() - {*experts})
 
     def splits_linear(self, mesh: Mesh) -> bool:
         """Return whether wgrads are placed where they overlap with the reduction of dgrads over ranks."""
         return any(boundary.places_wgrad for boundary in self._boundaries)
 
-    def _sum_partial(self, part: nn.Module, placements: Placements) -> None:
+    def _sum_partial(self, part: nn.Module, placements: Placements, names: Set[str]) -> None:
         """Record which gradients are partial because a rank saw a share of the tokens, or of the heads."""
         routers = set(parameters_of(part, Role.ROUTER))
         partial = {*parameters_of(part, Role.EXPERTS), *parameters_of(part, Role.INNER)}
         if self.config.sequence_parallel:
-            partial = {name for name, _ in part.named_parameters()}
-        for name in partial - routers:
+            partial = {*names}
+        for name in (partial - routers) & names:
             placement = placements[name]
             if "tp" in placement.same:  # else it is sharded, or another wrapper placed it in another view
                 placements[name] = placement.sum_over("tp")
@@ -130,6 +154,21 @@ def refuse_unknown(part: nn.Module) -> None:
                 f"{name} has no role: where sequences stay whole, tp cannot tell whether each rank's "
                 "gradient of it is partial. Tag its module Role.INNER if it lies between COLUMN and ROW, "
                 "else Role.NORM; or set sequence_parallel"
+            )
+
+
+def refuse_at_root(added: Iterable[str], placements: Placements) -> None:
+    """Reject parameters of the part itself that a wrapper added, such as one that attention reads.
+
+    The model's own part reads its parameters outside of split layers.
+    """
+    for name in added:
+        if "." not in name and "tp" in placements[name].same:
+            raise NanotrainError(
+                f"{name}, which a wrapper added to the model's part, is placed as whole: if sequences are "
+                "too, tp cannot tell whether ranks' gradients of it are partial. If so, as in attention, "
+                "expected its placement with .sum_over('tp'), else a module tagged Role.NORM that holds it; "
+                "or set sequence_parallel"
             )
 
 
@@ -300,14 +339,16 @@ def hook(module: nn.Module, tag: Tag, boundary: Boundary) -> None:
             module.register_forward_hook(
                 lambda module, args, output: boundary.ranks.own(output, output.dim() - 2)
             )
+        # First, so that what earlier wrappers' hooks do to inputs is done to the tokens that the module gets:
+        # gradients of parameters that they read are complete at routers and partial at experts.
         case Role.ROUTER:
             experts = Experts(boundary)
-            module.register_forward_pre_hook(experts.before_router)
+            module.register_forward_pre_hook(experts.before_router, prepend=True)
             module.register_forward_hook(experts.after_router)
         case Role.EXPERTS:
             share_tokens(module, "tp")
             experts = Experts(boundary)
-            module.register_forward_pre_hook(experts.before_experts)
+            module.register_forward_pre_hook(experts.before_experts, prepend=True)
             module.register_forward_hook(experts.after_experts)
         case Role.BLOCK:
             module.register_forward_hook(boundary.forget)

@@ -1,9 +1,13 @@
 """Routers see whole sequences and experts shares of them: the numbers are those of one process."""
 
+from pathlib import Path
+
 import pytest
 
-from nanotrain_core.testing import Case, conformance
+from nanotrain_core.testing import Case, conformance, run_ranks
 from nanotrain_core.testing.checks.parallel import gradients_equal
+from nanotrain_core.testing.compare import assert_same, whole
+from nanotrain_core.testing.probe import train
 
 
 def case(tp, dp, *, sequence_parallel, gather_again=False):
@@ -28,6 +32,29 @@ def test_gradients_are_those_of_one_process(sequence_parallel):
 
 def test_gradients_are_the_same_where_inputs_are_gathered_again():
     gradients_equal(case(2, 1, sequence_parallel=True, gather_again=True), "fp64")
+
+
+@pytest.mark.parametrize(
+    "sequence_parallel",
+    [pytest.param(False, marks=pytest.mark.full, id="whole"), pytest.param(True, id="shares")],
+)
+def test_inputs_that_an_earlier_wrapper_scales_have_the_gradients_of_one_process(sequence_parallel):
+    """Those of routers were a share's and taken for complete, or those of experts complete and summed."""
+
+    def trained(*parallel, **topology):
+        around = {
+            "model": {"use": "routed"},
+            "precision": {"use": "fp64"},
+            "parallel": [{"use": "scaled"}, *parallel],
+        }
+        plugin = Path(__file__).with_name("scaled_inputs.py")
+        case = Case("topology", use="grid", topology=topology, overrides=around, plugins=(plugin,))
+        return whole([trace.weights for trace in run_ranks(train, case.world_size, case, {})], atol=1e-9)
+
+    ranks = trained({"use": "tp", "sequence_parallel": sequence_parallel}, tp=2)
+    alone = trained()
+    assert {name.rpartition(".")[2] for name in alone} >= {"scale"}
+    assert_same(ranks, alone, "weights", atol=1e-9)
 
 
 test_experts_exhaustively = pytest.mark.full(

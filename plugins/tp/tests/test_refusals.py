@@ -11,8 +11,8 @@ from nanotrain_tp.tensor_parallel import TensorParallel
 from nanotrain_core.builtin.transformer_config import TransformerConfig
 from nanotrain_core.errors import NanotrainError, RecipeError
 from nanotrain_core.layout.layout import Layout, View
-from nanotrain_core.layout.placement import place
-from nanotrain_core.layout.roles import Role, tag
+from nanotrain_core.layout.placement import Placement, place
+from nanotrain_core.layout.roles import Role, note_added, tag
 from nanotrain_core.models.transformer import Transformer
 from nanotrain_core.pipeline.actions import Part
 from nanotrain_core.testing import Case
@@ -150,6 +150,56 @@ def test_dropout_is_refused_where_ranks_have_the_same_tokens(p, whole):
         return
     with pytest.raises(NanotrainError, match=r"layers.0.drop: Dropout with p = 0.1 draws another mask"):
         wrapper.apply(part, placements, mesh)
+
+
+def with_addition(name, *, tokens, later, summed=False, role=None):
+    """Return the placement of a parameter that another wrapper adds before or after ``tp``."""
+    part, mesh = Transformer(TransformerConfig(**SIZES)).build(Part.whole(1)), Paper(2)
+    placements = place([part], mesh.layout)
+    wrapper = TensorParallel(TensorParallelConfig(sequence_parallel=tokens))
+
+    def add():
+        owner, _, key = name.rpartition(".")
+        holder = part.get_submodule(owner)
+        holder.register_parameter(key, torch.nn.Parameter(torch.empty(1, device="meta")))
+        note_added(holder.get_parameter(key), "another")
+        if role:
+            tag(holder, role)
+        placed = Placement.whole(name, (1,), mesh.layout)
+        placements[name] = placed.sum_over("tp") if summed else placed
+
+    for step in (wrapper.apply, add) if later else (add, wrapper.apply):
+        step(*(() if step is add else (part, placements, mesh)))
+    wrapper.shard(part, placements, mesh)
+    return placements[name]
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_a_parameter_added_to_the_part_is_refused_where_its_gradient_may_be_partial(later):
+    with pytest.raises(
+        NanotrainError, match=r"temperature, which a wrapper added .* \.sum_over\('tp'\), else"
+    ):
+        with_addition("temperature", tokens=False, later=later)
+    assert "tp" in with_addition("temperature", tokens=False, later=later, summed=True).summed
+    assert "tp" in with_addition("temperature", tokens=True, later=later).summed
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "role", "summed"),
+    [
+        ("layers.0.attn.o.scale", False, None, False),
+        ("layers.0.attn.o.scale", True, None, True),
+        ("norm.scale", False, None, False),
+        ("norm.scale", True, None, True),
+        ("layers.0.attn.scale", False, Role.INNER, True),
+        ("layers.0.ffn.scale", True, Role.ROUTER, False),
+        ("layers.0.ffn.scale", False, Role.EXPERTS, False),
+    ],
+)
+def test_what_later_wrappers_add_is_summed_where_a_rank_sees_a_share(name, tokens, role, summed):
+    """With sequence parallelism gradients of these were taken for complete, and replicas drifted apart."""
+    placed = with_addition(name, tokens=tokens, later=True, role=role)
+    assert ("tp" in placed.summed, "tp" in placed.same) == (summed, not summed)
 
 
 class Halved(torch.nn.Linear):
