@@ -1,4 +1,4 @@
-"""Parameters that a wrapper adds: weights that lack them, stages that each hold one, commands that read them."""
+"""Parameters that a wrapper adds: weights without them, one of several stages, split layers, commands."""
 
 import json
 from pathlib import Path

@@ -9,32 +9,39 @@ import attrs
 import pytest
 import torch.distributed as dist
 
-from nanotrain_core.errors import LaunchError
-from nanotrain_core.launch import launcher
+from nanotrain_core.errors import LaunchError, NanotrainError
+from nanotrain_core.launch import launcher, worker
 from nanotrain_core.launch.agreement import agree
+from nanotrain_core.launch.attempts import Past
 from nanotrain_core.launch.code import environment_facts, expect_unchanged
 from nanotrain_core.launch.environment import Ranks
 from nanotrain_core.launch.hosts import Nodes
-from nanotrain_core.launch.worker import Job
+from nanotrain_core.launch.worker import Job, share_folder
 from nanotrain_core.recipe import load_recipe
 from nanotrain_core.registry.discovery import PluginInfo
 from nanotrain_core.registry.registry import Registry
+from nanotrain_core.run.folder import RunFolder
 
 FACTS = {"nanotrain-core": "0.1.0", "nanotrain-ddp": "0.1.0", "recipe hash": "abc"}
 
 
 def outcomes(*facts):
     store = dist.HashStore()
+    return on_ranks(len(facts), lambda rank: agree(store, rank, len(facts), facts[rank]))
+
+
+def on_ranks(count, check):
+    """Return what a check says on each rank: "equal", or the text of its error."""
 
     def ask(rank):
         try:
-            agree(store, rank, len(facts), facts[rank])
-        except LaunchError as error:
+            check(rank)
+        except NanotrainError as error:
             return str(error)
         return "equal"
 
-    with ThreadPoolExecutor(len(facts)) as threads:
-        return list(threads.map(ask, range(len(facts))))
+    with ThreadPoolExecutor(count) as threads:
+        return list(threads.map(ask, range(count)))
 
 
 def test_equal_facts_pass_everywhere():
@@ -101,3 +108,35 @@ def test_ranks_that_would_run_other_code_than_their_launcher_found_are_refused(t
     with pytest.raises(LaunchError, match=re.escape(text)) as caught:
         edited.run(Ranks())
     assert (caught.value.exit_code, caught.value.restart_helps) == (2, False)
+
+
+@pytest.mark.parametrize(("folders", "seen"), [(("a", "a", "b"), False), (("a", "a", "a"), True)])
+def test_hosts_that_do_not_see_the_folder_of_rank_0_are_refused(tmp_path, monkeypatch, folders, seen):
+    """Each on a disk of its own: requeued with another host as rank 0, the run had begun anew."""
+    monkeypatch.setattr(worker, "CACHED", 0.0)
+    store, claims = dist.PrefixStore("attempt", dist.HashStore()), []
+    recipe = load_recipe("laptop.toml", overrides=["run.timeout=60"])
+    for folder in set(folders):  # which an earlier launch has used, with this host as rank 0
+        RunFolder.claim("a", folder=tmp_path / folder).release()
+    broadcast = worker.broadcast_from_rank_0
+
+    def share(rank):
+        ranks = Ranks(rank=rank, world_size=3, local_rank=int(rank == 1), local_world_size=2)
+        job = Job(recipe="laptop", folder=str(tmp_path / folders[0]), resume="auto")
+        claims.append(share_folder(job, ranks, recipe, store, Past())[1])
+
+    def on_its_disk(decide, key, ranks, store):
+        got = broadcast(decide, key, ranks, store)
+        return str(tmp_path / folders[ranks.rank]) if key == "folder" else got
+
+    monkeypatch.setattr(worker, "broadcast_from_rank_0", on_its_disk)
+    found = on_ranks(3, share)
+    assert len(set(found)) == 1
+    if seen:
+        assert found[0] == "equal"
+        next(filter(None, claims)).release()
+    else:
+        assert found[0].startswith("rank 2 on ")
+        own = f"does not see rank 0's run folder {tmp_path}/a on "
+        assert own in found[0]
+        assert found[0].endswith(": all hosts need one shared folder")

@@ -5,10 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Protocol
 
-from nanotrain_core.errors import LaunchError
+from nanotrain_core.errors import Exit, FolderError, LaunchError, NanotrainError
+from nanotrain_core.launch.environment import Ranks
+from nanotrain_core.run.owner import LOCK
 
 
 class Store(Protocol):
@@ -55,3 +59,72 @@ def _verdict(store: Store, world_size: int) -> str:
                     f"{fact} is {theirs.get(fact, 'missing')} there and {mine.get(fact, 'missing')} on rank 0"
                 )
     return "equal"
+
+
+def broadcast_from_rank_0(
+    decide: Callable[[], str | None], key: str, ranks: Ranks, store: Store | None
+) -> str | None:
+    """Return the decision of rank 0, which reads the disk for all ranks; raise its error on every rank."""
+    if ranks.rank != 0:
+        assert store is not None
+        said: tuple[str | None, str | None, int] = json.loads(store.get(key))
+        if said[1] is not None:
+            wait_until_read(key, store, ranks.rank, ranks.world_size)
+            raise NanotrainError(said[1]).with_code(said[2])
+        return said[0]
+    decision, problem = None, None
+    try:
+        decision = decide()
+    except NanotrainError as error:
+        problem = error
+    if store is not None:
+        why = (None, Exit.DONE) if problem is None else (str(problem), problem.exit_code)
+        store.set(key, json.dumps([decision, *why]))
+        if problem is not None:
+            wait_until_read(key, store, ranks.rank, ranks.world_size)
+    if problem is not None:
+        raise problem
+    return decision
+
+
+def expect_shared(folder: Path, claim: str, ranks: Ranks, store: Store, patience: float) -> None:
+    """Check on every rank that all hosts see the run folder that rank 0 has claimed.
+
+    With a folder of their own they would have no checkpoints where rank 0 has some: who is rank 0 depends on
+    which host comes first, and the run would begin anew.
+
+    Args:
+        folder: the run folder.
+        claim: what rank 0 has written to its lock file.
+        ranks: of this process.
+        store: of the ranks.
+        patience: seconds to look again.
+
+    Raises:
+        FolderError: a host does not see it; on rank 0. The others raise its error.
+    """
+    if ranks.rank > 0:
+        sees = ranks.local_rank > 0 or _sees(folder / LOCK, claim, patience)  # one rank of a host looks
+        store.set(f"sees/{ranks.rank}", "" if sees else socket.gethostname())
+
+    def all_see() -> None:
+        for rank in range(1, ranks.world_size):
+            if host := store.get(f"sees/{rank}").decode():
+                own = f"rank 0's run folder {folder.absolute()} on {socket.gethostname()}"
+                raise FolderError(
+                    f"rank {rank} on {host} does not see {own}: all hosts need one shared folder"
+                )
+
+    broadcast_from_rank_0(all_see, "seen", ranks, store)
+
+
+def _sees(path: Path, text: str, patience: float) -> bool:
+    """Return whether a file has that text, now or within ``patience`` seconds."""
+    until = time.monotonic() + patience
+    while True:
+        with contextlib.suppress(OSError):
+            if path.read_text(encoding="utf-8") == text:
+                return True
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.5)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -15,8 +14,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import attrs
 
 from nanotrain_core.checkpoint.listing import expect_own_kind
-from nanotrain_core.errors import Exit, FolderError, NanotrainError
-from nanotrain_core.launch.agreement import agree, wait_until_read
+from nanotrain_core.errors import FolderError
+from nanotrain_core.launch.agreement import agree, broadcast_from_rank_0, expect_shared
 from nanotrain_core.launch.attempts import Past, meet, remember
 from nanotrain_core.launch.cause import leave_failure
 from nanotrain_core.launch.code import environment_facts, expect_unchanged
@@ -47,6 +46,9 @@ if TYPE_CHECKING:
 #: Seconds for which a shared file system may keep the lock of a host that is gone: NFS version 4 does so for
 #: a lease, 90 seconds by default.
 LEASE = 120.0
+#: Seconds after which a host sees what another one has written to a shared file system: NFS may answer for 30
+#: to 60 seconds from its cache that a folder does not exist.
+CACHED = 60.0
 
 
 @attrs.define(frozen=True, kw_only=True)
@@ -228,32 +230,6 @@ def mark_of(job: Job, folder: Path) -> Path | None:
     return folder / f".{HAS_SAVED}" if "TORCHELASTIC_RESTART_COUNT" in os.environ else None
 
 
-def broadcast_from_rank_0(
-    decide: Callable[[], str | None], key: str, ranks: Ranks, store: Store | None
-) -> str | None:
-    """Return the decision of rank 0, which reads the disk for all ranks; raise its error on every rank."""
-    if ranks.rank != 0:
-        assert store is not None
-        said: tuple[str | None, str | None, int] = json.loads(store.get(key))
-        if said[1] is not None:
-            wait_until_read(key, store, ranks.rank, ranks.world_size)
-            raise NanotrainError(said[1]).with_code(said[2])
-        return said[0]
-    decision, problem = None, None
-    try:
-        decision = decide()
-    except NanotrainError as error:
-        problem = error
-    if store is not None:
-        why = (None, Exit.DONE) if problem is None else (str(problem), problem.exit_code)
-        store.set(key, json.dumps([decision, *why]))
-        if problem is not None:
-            wait_until_read(key, store, ranks.rank, ranks.world_size)
-    if problem is not None:
-        raise problem
-    return decision
-
-
 def start_from(
     job: Job, folder: Path, mark: Path | None, past: Past, use: str, registry: Registry
 ) -> str | None:
@@ -363,6 +339,9 @@ def share_folder(
     """Return the run folder, and this process's claim on it if the launcher has none.
 
     Rank 0 claims it for all; the others receive the path, or the reason why there is none.
+
+    Raises:
+        FolderError: on every rank: it cannot be claimed, or a host does not see what rank 0 has claimed.
     """
     if job.claimed is not None:
         return Path(job.claimed), None
@@ -377,7 +356,13 @@ def share_folder(
         locks.append(claim(folder=folder, agents=past.agents))
         return str(locks[0].path)
 
+    def claimed() -> str:
+        return locks[0].owner()
+
     path = str(broadcast_from_rank_0(choose, "folder", ranks, store))
+    if store is not None:
+        claim = broadcast_from_rank_0(claimed, "claim", ranks, store)
+        expect_shared(Path(path), str(claim), ranks, store, min(CACHED, recipe.run.timeout / 2))
     if job.scratch is not None:
         write_text_atomically(Path(job.scratch, FOLDER), path)  # the launcher reads it at any time
     elif ranks.rank == 0 and store is not None:
