@@ -244,7 +244,7 @@ SMALL = {
     "precision": 680,
     "recipe": 1745,
     "registry": 752,
-    "run": 2965,
+    "run": 2980,
     "script": 800,
     "watch": 454,
 }

@@ -1,15 +1,18 @@
 """Statistics and histograms of tensors, whole, in parts and in groups, against those of plain tensors."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from declared_metric import metric
 
-from nanotrain_core.contracts import Monitor
+from nanotrain_core.contracts import Block, Monitor
 from nanotrain_core.errors import PluginError
+from nanotrain_core.layout.placement import Piece, Placement
 from nanotrain_core.metrics import tensor_statistics
 from nanotrain_core.metrics.declared import Bins
+from nanotrain_core.run.run_info import _optimizer_state
 from nanotrain_core.testing import Case, run_ranks
 from nanotrain_core.testing.probe import make_engine
 
@@ -131,3 +134,28 @@ def grouped(case):
         plain[f"mean/{name}"] = x.mean().item()
     engine.fit()
     return monitor.told, plain
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("state", [(0,), (1,), (0, 1), ()])
+def test_state_with_some_axes_of_a_parameter_is_yielded_once(axis, state):
+    """Of a weight [4, 8] divided along an axis, then into ranges: each had counted a mean over rows."""
+    found = []
+    for part in range(2):
+        shape, offset = ((2, 8), (2 * part, 0)) if axis == 0 else ((4, 4), (0, 4 * part))
+        where = Placement("w", (4, 8), shape, offset)
+        for span in ((0, 8), (8, 16)):
+            shape, offset, total = (
+                tuple(each[number] for number in state) or (3,)
+                for each in (where.shape, where.offset, where.global_shape)
+            )
+            block = Block("mean/w", total, offset if state else (0,), torch.ones(shape))
+            run = SimpleNamespace(
+                gradients=SimpleNamespace(pieces=lambda s=span, w=where: [Piece(torch.ones(1), w, s)]),
+                optimizer=SimpleNamespace(blocks_of=lambda names, b=block: [b]),
+            )
+            found += [block.offset for _ in _optimizer_state(run, "mean")]
+    rows, columns = ([(0,), (2,)], [(0,)]) if axis == 0 else ([(0,)], [(0,), (4,)])
+    divided = [(0, 0), (2, 0)] if axis == 0 else [(0, 0), (0, 4)]  # by rank: each range has a box of its own
+    each_range = [offset for offset in divided for _ in range(2)]
+    assert found == {(0,): rows, (1,): columns, (0, 1): each_range, (): [(0,)]}[state]

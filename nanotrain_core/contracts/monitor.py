@@ -78,7 +78,8 @@ class RunInfo:
     """``optimizer_state(*names)`` yields, for each parameter that this rank updates, its state tensors of
     these names, such as ``exp_avg`` or ``master``, each with the placement of its parameter; a range of a
     parameter in several boxes. State that is all on each rank with a part of the parameter is yielded where
-    its first element is, so that ``metrics.placed`` counts it once. Scalars, and state that does not exist or
+    its first element is, so that ``metrics.placed`` counts it once; so is state with some of its axes, as a
+    mean over rows, for each block of these. Scalars, and state that does not exist or
     is not stored in floating point, are omitted. ``wanted=lambda placement: ...`` selects parameters: nothing
     is done for others."""
     tap: Callable[..., Sequence[str]]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from nanotrain_core.compose import Run
-from nanotrain_core.contracts import RunInfo
+from nanotrain_core.contracts import Block, RunInfo
 from nanotrain_core.layout.placement import Piece, Placement
 from nanotrain_core.metrics.publish import Metrics
 from nanotrain_core.precision.quantized_storage import dequantize
@@ -71,18 +71,35 @@ def _optimizer_state(
     run: Run, *names: str, wanted: Callable[[Placement], bool] = lambda placement: True
 ) -> Iterator[tuple[torch.Tensor, Placement]]:
     pieces = [piece for piece in run.gradients.pieces() if wanted(piece.placement)]
-    placements = {piece.placement.name: piece.placement for piece in pieces}
-    first = {piece.placement.name for piece in pieces if _begins(piece)}
+    of_name: dict[str, list[Piece]] = {}
+    for piece in pieces:
+        of_name.setdefault(piece.placement.name, []).append(piece)
+    placements = {name: own[0].placement for name, own in of_name.items()}
     for block in run.optimizer.blocks_of(placements):
         slot, _, parameter = block.name.partition("/")
         if slot not in names or not block.tensor.is_floating_point() or not block.tensor.shape:
             continue
-        # Ranks that have parts of a parameter may each have all of such a state: one of them yields it.
-        if block.tensor.shape != block.global_shape or parameter in first:
+        if any(_yields(block, piece) for piece in of_name[parameter]):
             yield block.tensor, placements[parameter]
 
 
-def _begins(piece: Piece) -> bool:
-    """Return whether a piece has its parameter's first element, which one rank and its replicas have."""
+def _yields(block: Block, piece: Piece) -> bool:
+    """Return whether the rank with this piece yields a state, among those with parts of the parameter.
+
+    Each may have all of the state, or all of that of its block if the state has only some of the parameter's
+    axes, as a mean over rows: one with the first element of what the state lacks yields it.
+    """
     where = piece.placement
-    return all(where.shape) and not any(where.offset) and (piece.span is None or piece.span[0] == 0)
+    if block.tensor.shape == block.global_shape:
+        lacking: list[int] = [*where.offset]
+    else:
+        state = [*zip(block.tensor.shape, block.offset, block.global_shape, strict=True)]
+        lacking = []
+        for axis in zip(where.shape, where.offset, where.global_shape, strict=True):
+            if state and axis == state[0]:
+                del state[0]
+            else:
+                lacking.append(axis[1])
+        if state or not lacking:  # divided as the parameter is, or as its ranges are
+            return True
+    return all(where.shape) and not any(lacking) and (piece.span is None or piece.span[0] == 0)
