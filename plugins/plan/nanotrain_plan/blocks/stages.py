@@ -145,7 +145,7 @@ def make_step(
         measured=measured,
         copied=round(sum(_per_element(blocks.owned[dims]) * elements for dims, elements in own.items())),
         around=around,
-        saved=_saved(state, held, own, layout, tied),
+        saved=_saved(blocks, held, layout, tied),
         descriptions={},
         overlapped=blocks.overlapped,
     )
@@ -263,20 +263,20 @@ def _with_buffers(phase: SummedPhase, size: int) -> SummedPhase:
 
 
 def _saved(
-    state: Mapping[str, int],
+    blocks: Blocks,
     held: Mapping[tuple[str, ...], Share],
-    own: Mapping[tuple[str, ...], float],
     layout: Layout,
     tied: Mapping[tuple[str, ...], Share],
 ) -> float:
     """Return :attr:`RankStep.saved`, as if all ranks that hold the same parameters summed their gradients."""
-    weights = elements = 0.0
+    saved = 0.0
     for dims, share in held.items():
         stages = 2 if "pp" in dims and dims not in tied else 1
         replicas = stages * layout.size(*(dim for dim in dims if dim != "pp"))
-        weights += share.saved / replicas
-        elements += share.elements / replicas
-    return weights + (state["masters"] + state["optimizer"]) * elements / max(1.0, sum(own.values()))
+        known = blocks.owned[dims]
+        state = (known.masters + known.optimizer) / known.elements if known.elements else 0.0
+        saved += (share.saved + share.elements * state) / replicas
+    return saved
 
 
 def _around(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import attrs
 import torch
@@ -85,7 +85,7 @@ def held_of_parts(
         found.weights += pinned(size * piece.parameter.element_size())
     for block in blocks:
         found = owned[dims[block.name.partition("/")[2]]]
-        size = block.tensor.numel() * block.tensor.element_size()
+        size = _bytes(block.tensor)
         if block.name.startswith("master"):
             found.masters += size
         else:
@@ -93,16 +93,17 @@ def held_of_parts(
     return dict(shares), dict(owned)
 
 
-def _bytes(parameter: torch.Tensor) -> int:
-    """Return the bytes of a parameter's values, however it is stored."""
-    return parameter.numel() * parameter.element_size()
+def _bytes(tensor: torch.Tensor) -> int:
+    """Return the bytes of a tensor's values, however it is stored."""
+    return tensor.numel() * tensor.element_size()
 
 
-def saved_bytes(run: Run, state: Mapping[str, int]) -> float:
-    """Return :attr:`RankStep.saved`: weights, and the optimizer's state with its masters."""
+def saved_bytes(run: Run, blocks: Sequence[Block]) -> float:
+    """Return :attr:`RankStep.saved`: weights, and the optimizer's state with its masters, in ``blocks``.
+
+    Each block by the ranks that hold its parameter: state per element may differ between parameters.
+    """
     layout = run.mesh.layout
     weights = sum(_bytes(p.parameter) / p.placement.replicas(layout) for p in run.placed)
-    pieces = [(piece.weight.numel(), piece.placement.replicas(layout)) for piece in run.gradients.pieces()]
-    held = sum(size for size, _ in pieces)
-    alone = sum(size / replicas for size, replicas in pieces)
-    return weights + (state["masters"] + state["optimizer"]) * (alone / held if held else 0.0)
+    replicas = {piece.placement.name: piece.placement.replicas(layout) for piece in run.gradients.pieces()}
+    return weights + sum(_bytes(b.tensor) / replicas[b.name.partition("/")[2]] for b in blocks)

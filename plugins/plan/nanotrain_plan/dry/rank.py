@@ -234,7 +234,7 @@ def dry_rank(
         with _disable_current_modes():  # views of what is there, many thousands
             blocks = list(run.optimizer.blocks())
         state = held_by(run, recorder, blocks)
-        saved = saved_bytes(run, state)
+        saved = saved_bytes(run, blocks)
         shares, owned = held_of_parts(run, blocks)
         looked = look(run) if look else None
         step = _Step(run, recorder)
