@@ -176,6 +176,16 @@ def test_gradients_of_another_dtype_are_there_after_a_layer_was_compiled():
     assert weight.grad.dtype == torch.float32
 
 
+def test_gradients_of_a_parameter_outside_of_the_layer_are_set_aside_too():
+    part = nn.ModuleList([Layer(lambda y: y * part.factor)]).bfloat16()
+    part.factor = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
+    part.factor.grad_dtype = torch.float32
+    compile_blocks([part], "aot_eager", log=False)
+    for rows in (2, 3):  # the second graph is traced beside a gradient in float32
+        part[0](torch.ones(rows, 3, dtype=torch.bfloat16)).sum().backward()
+    assert part.factor.grad.dtype == torch.float32
+
+
 def test_a_graph_that_arguments_do_not_ask_for_is_prepared_for_too():
     layer = Layer(lambda y: y * layer.factor).bfloat16()
     layer.factor = 2.0

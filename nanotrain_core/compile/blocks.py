@@ -10,7 +10,7 @@ Identical layers share one function, and so one graph for each kind of call: see
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from enum import Enum
 from functools import partial
 from types import NoneType
@@ -29,7 +29,7 @@ PLAIN = (bool, int, float, str, bytes, NoneType, Enum, torch.dtype, torch.device
 
 
 def compile_blocks(
-    parts: Iterable[nn.Module],
+    parts: Collection[nn.Module],
     backend: str,
     *,
     eager: Collection[Role] = (),
@@ -61,7 +61,13 @@ def compile_blocks(
                 if kind not in shared:
                     forward = taken_over_by(module) or type(module).forward
                     shared[kind] = CompiledFunction(
-                        forward, backend, known[module], options=options, log=log, passes=passes
+                        forward,
+                        backend,
+                        known[module],
+                        options=options,
+                        log=log,
+                        parts=parts,
+                        passes=passes,
                     )
                 shared[kind].modules += 1
                 take_over(module, shared[kind])

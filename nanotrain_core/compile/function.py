@@ -15,7 +15,7 @@ for it, which cost too much to set in every call.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
@@ -48,6 +48,7 @@ class CompiledFunction:
         options: Mapping[str, Any] | None = None,
         log: bool,
         modules: int = 0,
+        parts: Collection[nn.Module] = (),
         passes: Passes | None = None,
     ) -> None:
         """Prepare; graphs are compiled when the function is called.
@@ -59,10 +60,11 @@ class CompiledFunction:
             options: of the backend.
             log: whether to log new graphs.
             modules: number of modules that share it so far.
+            parts: of the run: a wrapper's function may read parameters outside of the layer.
             passes: of the run; they may request eager calls.
         """
         self.function, self.backend, self.name, self.log = function, backend, name, log
-        self.passes = passes or Passes()
+        self.parts, self.passes = parts, passes or Passes()
         self.modules = modules
         """Number of modules that share this."""
         self.graphs = 0
@@ -133,7 +135,7 @@ class CompiledFunction:
         }
         self._tracing = True
         try:
-            with torch._dynamo.config.patch(flags), _without_wide_gradients(args):
+            with torch._dynamo.config.patch(flags), _without_wide_gradients((*self.parts, *args)):
                 result = self._compiled(*args, **kwargs)
         except torch._dynamo.exc.FailOnRecompileLimitHit:
             self.graphs = self.most  # torch counts some graphs that are in no statistics
@@ -173,13 +175,13 @@ def _own_function(function: Callable[..., Any], without_graph: Callable[..., Any
 
 
 @contextmanager
-def _without_wide_gradients(args: Iterable[Any]) -> Iterator[None]:
+def _without_wide_gradients(reached: Iterable[Any]) -> Iterator[None]:
     """Set aside gradients in another dtype than their parameter's: torch refuses to trace such a pair.
 
-    Modules among ``args`` have them from a step's second microbatch on, where gradients of bfloat16
+    Modules among what is reached have them from a step's second microbatch on, where gradients of bfloat16
     weights are accumulated in float32.
     """
-    modules = (each for each in args if isinstance(each, nn.Module))
+    modules = (each for each in reached if isinstance(each, nn.Module))
     found = [(each, each.grad) for module in modules for each in module.parameters()]
     wide = [(each, gradient) for each, gradient in found if gradient is not None]
     wide = [(each, gradient) for each, gradient in wide if gradient.dtype != each.dtype]
