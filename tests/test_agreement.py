@@ -63,6 +63,12 @@ def test_every_rank_learns_who_differs_and_in_what(other, text):
     assert text in found[0]
 
 
+def test_two_runs_that_meet_by_mistake_are_told_how_to_part(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "small-0f04bafa")
+    for text in outcomes(FACTS, {**FACTS, "recipe hash": "xyz"}):
+        assert text.endswith("; two runs at one endpoint need two --rdzv-id, both have small-0f04bafa")
+
+
 @pytest.mark.parametrize("entry", ["their_plugin", "their_plugin.hooks:plugin"])
 def test_hosts_with_other_code_of_one_version_are_told_apart(tmp_path, monkeypatch, entry):
     """Two checkouts of different commits had trained together, and every check had said "equal"."""

@@ -17,7 +17,7 @@ from torch.distributed.elastic.rendezvous import RendezvousConnectionError, regi
 
 from nanotrain_core.errors import Exit, LaunchError
 from nanotrain_core.launch import rendezvous as meeting
-from nanotrain_core.launch.hosts import Nodes, rendezvous
+from nanotrain_core.launch.hosts import Nodes, rendezvous, run_id_of
 
 DIES_ONCE = """
 HOLD = 0  # seconds that rank 0 lives on and hears nothing of it
@@ -148,6 +148,20 @@ def test_a_port_that_another_program_holds_is_told(monkeypatch, tmp_path):
     assert not meeting.is_held_by_another_program("127.0.0.1", port)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     assert not meeting.is_held_by_another_program("127.0.0.1", store.port)
+
+
+def test_two_runs_at_one_endpoint_do_not_mix(tmp_path, capsys):
+    """A stranger's launcher had joined, differed, and ended a healthy run that waits for more hosts."""
+    at = endpoint()
+    mine, same, other = (run_id_of("small", folder, "auto") for folder in ("A", "A", "B"))
+    met = [Nodes(count=3, least=1, endpoint=at, run_id=name) for name in (mine, same, other)]
+    handlers = [rendezvous(met[0], tmp_path), rendezvous(met[1], tmp_path)]
+    assert capsys.readouterr().err == ""
+    handlers.append(rendezvous(met[2], tmp_path))
+    said = capsys.readouterr().err
+    assert said.startswith(f"nanotrain: {at} serves another run, {mine}; this is {other}: ")
+    assert "need the same run.name, --folder and --resume, or the same --rdzv-id" in said
+    assert [handler.get_run_id() for handler in handlers] == [mine, mine, other]
 
 
 @pytest.mark.full

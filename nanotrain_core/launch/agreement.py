@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
 import time
 from collections.abc import Callable, Mapping
@@ -54,10 +55,11 @@ def _verdict(store: Store, world_size: int) -> str:
         theirs = json.loads(store.get(f"facts/{rank}"))
         for fact in sorted({*mine, *theirs} - {"host"}):
             if mine.get(fact) != theirs.get(fact):
-                return (
-                    f"rank {rank} on {theirs['host']} does not run what rank 0 on {mine['host']} runs: "
-                    f"{fact} is {theirs.get(fact, 'missing')} there and {mine.get(fact, 'missing')} on rank 0"
-                )
+                run_id = os.environ.get("TORCHELASTIC_RUN_ID") if fact == "recipe hash" else None
+                two = f"; two runs at one endpoint need two --rdzv-id, both have {run_id}" if run_id else ""
+                who = f"rank {rank} on {theirs['host']} does not run what rank 0 on {mine['host']} runs"
+                what = f"{theirs.get(fact, 'missing')} there and {mine.get(fact, 'missing')} on rank 0"
+                return f"{who}: {fact} is {what}{two}"
     return "equal"
 
 

@@ -124,7 +124,8 @@ class HostRun:
             return None
         if self.agent is not None and self.agent.ended_by is not None:
             return end(self.agent.ended_by, self.watch.hang)
-        text = "the hosts of the run do not meet, or one has ended it and its launcher says why"
+        where = f"at {self.nodes.endpoint} under --rdzv-id {self.nodes.run_id}"
+        text = f"the hosts of the run do not meet {where}, or one has ended it and its launcher says why"
         return end(self.of_all_hosts(Cause(f"{text}: {problem}", Exit.FAILED, echo=True)), self.watch.hang)
 
 

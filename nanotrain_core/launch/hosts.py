@@ -6,7 +6,9 @@ On one host it is a file. Several hosts use a store which the host of the endpoi
 from __future__ import annotations
 
 import contextlib
+import json
 import socket
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,14 +17,18 @@ import attrs
 from nanotrain_core.errors import Exit, LaunchError
 from nanotrain_core.launch.environment import is_port
 from nanotrain_core.launch.rendezvous import is_held_by_another_program
+from nanotrain_core.run import log
 
 if TYPE_CHECKING:
+    from torch.distributed import Store
     from torch.distributed.elastic.rendezvous import RendezvousHandler
 
 #: Seconds that hosts wait for the one that serves the rendezvous: clusters start some much later.
 MEETING = 600
 #: Seconds to wait for more hosts once the minimum number of them is present.
 LAST_CALL = 30
+#: Key of the endpoint's store: the number of launchers that have written their run ids next to it.
+RUNS = "nanotrain/runs"
 
 
 @attrs.define(frozen=True, kw_only=True)
@@ -73,6 +79,14 @@ def is_here(host: str) -> bool:
     return False
 
 
+def run_id_of(name: str, folder: str | None, resume: str | None) -> str:
+    """Return the name of a run at the rendezvous: another one that has the endpoint by mistake has another.
+
+    It is made from what hosts with the same command line have in common, without reading a file.
+    """
+    return f"{name}-{sha256(json.dumps([name, folder, resume]).encode()).hexdigest()[:8]}"
+
+
 def rendezvous(nodes: Nodes, scratch: Path) -> RendezvousHandler:
     """Return this launcher's rendezvous. With several hosts, this connects to the endpoint.
 
@@ -102,7 +116,25 @@ def rendezvous(nodes: Nodes, scratch: Path) -> RendezvousHandler:
         **more,
     )
     try:
-        return get_rendezvous_handler(parameters)
+        handler = get_rendezvous_handler(parameters)
+        if not single:
+            _tell_of_others(nodes, handler._store)  # type: ignore[attr-defined]
+        return handler
     except RendezvousError as problem:
         error = LaunchError(f"the hosts of the run cannot meet at {nodes.endpoint}: {problem}")
         raise error.with_code(Exit.FAILED) from None  # not a user error: the first host may be late
+
+
+def _tell_of_others(nodes: Nodes, store: Store) -> None:
+    """Warn if launchers with another run id have used the store of an endpoint: they do not meet this one."""
+    with contextlib.suppress(RuntimeError):  # the host that serves it is gone, which the rendezvous notices
+        number = store.add(RUNS, 1)
+        store.set(f"{RUNS}/{number}", nodes.run_id)
+        earlier = (f"{RUNS}/{other}" for other in range(1, number))
+        known = {store.get(key).decode() for key in earlier if store.check([key])} - {nodes.run_id}
+        if known:
+            others = (
+                f"{nodes.endpoint} serves another run, {', '.join(sorted(known))}; this is {nodes.run_id}"
+            )
+            one = "hosts of one run need the same run.name, --folder and --resume, or the same --rdzv-id"
+            log.say(f"{others}: {one}; two runs should have two endpoints", level="warning")
