@@ -228,7 +228,7 @@ SMALL = {
     "builtin": 490,
     "checkpoint": 934,
     "cli": 1750,
-    "compile": 787,
+    "compile": 789,
     "contracts": 700,
     "data": 912,
     "hf": 942,
@@ -244,7 +244,7 @@ SMALL = {
     "precision": 680,
     "recipe": 1745,
     "registry": 752,
-    "run": 2980,
+    "run": 2985,
     "script": 800,
     "watch": 454,
 }

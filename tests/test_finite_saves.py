@@ -90,21 +90,19 @@ def test_a_weight_that_differs_between_replicas_is_reported_at_the_first_save(tm
     assert run_ranks(warned, 2, tmp_path / "same", 2, []) == [[], []]
 
 
-def knowing(folder, apart):
-    """Train on data that keep something of their own on each rank; return what a warning says of it."""
+def knowing(folder):
+    """Train on data that keep something of their own on each rank; return why nothing is saved."""
     made = engine(folder, 2)
     meta = made.run.feed.meta
-    made.run.feed.meta = lambda: {**meta(), "seen": apart * rank()}
-    with capture_logs() as logs:
+    made.run.feed.meta = lambda: {**meta(), "seen": rank()}
+    with pytest.raises(PluginError) as told:
         made.fit(steps=4)
-    return [log["differs"] for log in logs if log["event"].startswith("what `meta` of a component returned")]
+    return str(told.value)
 
 
-@pytest.mark.full_cases("0")
-@pytest.mark.parametrize("apart", [1, 0])
-def test_state_that_differs_between_ranks_is_reported_at_the_first_save(tmp_path, apart):
-    """A checkpoint has that of rank 0, without a word."""
-    assert run_ranks(knowing, 2, tmp_path, apart) == [["'data' on rank 1"] * apart, []]
+def test_a_position_in_the_data_that_differs_between_ranks_is_refused(tmp_path):
+    told = run_ranks(knowing, 2, tmp_path)
+    assert told[0].startswith("'seen' in the meta of the data is 0 on rank 0 and 1 on rank 1, ")
 
 
 def skipping(folder, skipped, steps=6, callbacks=(), resume=None, **checkpoint):
@@ -313,3 +311,22 @@ def test_a_scalar_that_ranks_have_different_values_of_is_refused_by_name(tmp_pat
     assert texts[0].startswith("state 'scale' of embed.weight is 1 on rank 0 and 1.5 on rank 1, ")
     assert saved_steps(tmp_path / "apart" / "checkpoints") == []
     assert run_ranks(scaled, 2, tmp_path / "alike", 0.0)[0] == [4, 6]
+
+
+def remembering(folder, apart):
+    """Train with a maximum in the loss scale's ``meta``; return what is saved, or why nothing is."""
+    made = engine(folder, 2)
+    made.run.loss_scale.meta = lambda: {"largest": [1.0 + apart * rank()]}
+    with nullcontext() if not apart else pytest.raises(PluginError) as told:
+        made.fit()
+    return str(told.value) if apart else saved_steps(folder / "checkpoints")
+
+
+def test_a_meta_that_differs_between_ranks_is_refused_by_its_key(tmp_path):
+    texts = run_ranks(remembering, 2, tmp_path / "apart", 0.5)
+    assert len(set(texts)) == 1
+    assert texts[0].startswith(
+        "'largest' in the meta of the loss scale is [1.0] on rank 0 and [1.5] on rank 1, "
+    )
+    assert saved_steps(tmp_path / "apart" / "checkpoints") == []
+    assert run_ranks(remembering, 2, tmp_path / "alike", 0.0)[0] == [4, 6]

@@ -17,7 +17,7 @@ from nanotrain_core.layout.layout import Span
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import PlacedParameter
 from nanotrain_core.monitors.replicas import differing
-from nanotrain_core.run.scalar_state import differing_part, differing_scalar, digests_of, scalars_of
+from nanotrain_core.run.scalar_state import differing_meta, differing_scalar, digests, scalars_of
 from nanotrain_core.run.step_readback import StepFlags
 
 #: Consecutive steps with a non-finite gradient after which a run is stopped. A dynamic loss scale
@@ -109,25 +109,20 @@ def may_save(run: Run, state: TrainState, step: int, saves: CheckpointSaver, *, 
     Raises:
         Diverged: they are not, and this is the last save.
         PluginError: training changed a buffer on any rank, which checkpoints omit, or, before the run's first
-            save, a scalar of the state has different values on ranks. On all ranks alike.
+            save, a scalar of the state or ``meta`` of data, loss scale or optimizer differs between ranks. On
+            all ranks alike.
     """
-    scalars = {} if saves.begun else scalars_of(state.blocks)
-    digests = {} if saves.begun or run.model is None else digests_of(state.meta)  # loaders of scripts differ
-    changed_here = changed_buffers(run.stages.values(), run.placements)
-    gathered = run.mesh.gather((changed_here, scalars, digests))
+    data = run.model is not None
+    once = ({}, {}) if saves.begun else (scalars_of(state.blocks), digests(state.meta, data=data))
+    gathered = run.mesh.gather((changed_buffers(run.stages.values(), run.placements), *once))
     if changed := sorted({name for names, *_ in gathered for name in names}):
         saves.advance(wait=True)  # on all ranks alike: an intact save may be in progress
         raise PluginError(
             f"buffer {changed[0]} changed in training: make it a parameter with requires_grad=False"
         )
-    if differs := differing_scalar([scalars for _, scalars, _ in gathered]):
+    _, scalars, metas = zip(*gathered, strict=True)
+    if differs := differing_scalar(scalars) or differing_meta(metas):
         raise PluginError(differs)
-    if (part := differing_part([digests for *_, digests in gathered])) and run.mesh.rank == 0:
-        structlog.get_logger("nanotrain.checkpoint").warning(
-            "what `meta` of a component returned differs between ranks, and a checkpoint has that of rank 0: "
-            "expected the same on every rank",
-            differs=part,
-        )
     if not saves.begun and (name := differing_weight(run.placed, run.mesh)) and run.mesh.rank == 0:
         structlog.get_logger("nanotrain.checkpoint").warning(
             "a weight differs between ranks that sum its gradient, and a checkpoint has that of one of them: "

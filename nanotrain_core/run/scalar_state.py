@@ -1,4 +1,4 @@
-"""Checks that state of which a checkpoint keeps one copy is the same on all ranks: scalars, and JSON."""
+"""Checks that scalars and ``meta``, of which a checkpoint keeps one rank's, are the same on all ranks."""
 
 from __future__ import annotations
 
@@ -9,6 +9,10 @@ from math import isnan
 from typing import Any
 
 from nanotrain_core.contracts import Block
+from nanotrain_core.run.plain_json import remembered
+
+#: What ``meta`` must be the same on all ranks: parts of a checkpoint's, by what they are of.
+COMMON = {"loss_scale": "the loss scale", "optimizer": "the optimizer", "data": "the data"}
 
 
 def scalars_of(blocks: Iterable[Block]) -> dict[str, float]:
@@ -32,22 +36,34 @@ def differing_scalar(ranks: Sequence[Mapping[str, float]]) -> str:
     return ""
 
 
-#: Parts of the saved JSON that ranks compare. Monitors measure, and some of them act on rank 0 alone.
-COMPARED = ("optimizer", "loss_scale", "data")
+def digests(meta: Mapping[str, Any], *, data: bool) -> dict[tuple[str, str], str]:
+    """Return each key of the ``meta`` of :data:`COMMON` as JSON, or a hash of it if that is long.
+
+    ``data``: those of the data too. Loaders of a script may keep another state on each rank.
+
+    Raises:
+        PluginError: it is no JSON.
+    """
+    found = {}
+    for part in COMMON:
+        if part == "data" and not data:
+            continue
+        for key, value in remembered(meta.get(part, {})).items():
+            text = json.dumps(value, sort_keys=True)
+            found[part, key] = text if len(text) <= 40 else f"hash {sha256(text.encode()).hexdigest()[:8]}"
+    return found
 
 
-def digests_of(meta: Mapping[str, Any]) -> dict[str, str]:
-    """Return a digest of each part of the saved JSON that ranks must agree on."""
-    texts = {part: json.dumps(meta[part], sort_keys=True, default=repr) for part in COMPARED}
-    return {part: sha256(text.encode()).hexdigest() for part, text in texts.items()}
-
-
-def differing_part(ranks: Sequence[Mapping[str, str]]) -> str:
-    """Return the first part of the saved JSON that differs from rank 0's, and on which rank, in words."""
-    found = (
-        f"'{part}' on rank {rank}"
-        for part in ranks[0]
-        for rank, digests in enumerate(ranks)
-        if digests.get(part) != ranks[0][part]
-    )
-    return next(found, "")
+def differing_meta(ranks: Sequence[Mapping[tuple[str, str], str]]) -> str:
+    """Return which key differs between ranks that have it, in words; empty if none does."""
+    first: dict[tuple[str, str], tuple[int, str]] = {}
+    for rank, found in enumerate(ranks):
+        for (part, key), value in found.items():
+            other, known = first.setdefault((part, key), (rank, value))
+            if value != known:
+                return (
+                    f"'{key}' in the meta of {COMMON[part]} is {known} on rank {other} and {value} on rank "
+                    f"{rank}, and a checkpoint keeps that of one: expected the same on all ranks, as of "
+                    "maxima that are reduced over all"
+                )
+    return ""
