@@ -39,6 +39,7 @@ from nanotrain_sharded_ckpt_v2.manifest import File, Manifest, streams_name
 from nanotrain_sharded_ckpt_v2.object_collectives import agree, from_first, share_from_first, to_first
 from nanotrain_sharded_ckpt_v2.resharding import Reading, left_over, misfits
 from nanotrain_sharded_ckpt_v2.save_plan import Holding, Tensor, make_plan
+from nanotrain_sharded_ckpt_v2.steps_of_all_hosts import once_saved
 
 
 @attrs.define(frozen=True)
@@ -315,7 +316,7 @@ class ShardedCheckpoint:
     def _newest_whole(self, state: TrainState) -> tuple[Found | None, dict[int, str]]:
         """Return the newest checkpoint that all ranks can read, and what is wrong with newer ones."""
         damaged: dict[int, str] = {}
-        there: list[int] = from_first(folders.once_saved(self.folder), self.mesh)
+        there = once_saved(self.folder, self.mesh)
         for step in reversed(there):
             path = folders.step_folder(self.folder, step)
             found, problems = self._open(path, state)
