@@ -142,6 +142,16 @@ def test_a_port_that_is_none_is_refused(port):
         rendezvous_address(Ranks(launcher="torchrun"), {"MASTER_ADDR": "a", "MASTER_PORT": port})
 
 
+def test_a_pod_of_a_pytorchjob_starts_its_ranks_where_the_endpoint_is_given():
+    """It has rank and size of the pods, and the error named no remedy."""
+    pod = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456"}
+    assert Ranks.joined("job-master-0:29400", pod) is None
+    with pytest.raises(
+        LaunchError, match=r"^started by torchrun, but LOCAL_RANK is ''.* PyTorchJob, give --nnodes"
+    ):
+        Ranks.joined(environment=pod)
+
+
 @pytest.mark.parametrize("endpoint", ["", "node1:29400"])
 def test_variables_left_in_the_shell_are_refused_in_tasks_of_srun(endpoint):
     """Each of the tasks was rank 0 of 1, and trained alone."""

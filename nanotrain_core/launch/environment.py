@@ -25,6 +25,12 @@ VARIABLES: Mapping[str, Sequence[str]] = {
 #: Where an MPI launcher tells how many processes it has started: Open MPI; MPICH and Intel MPI, two of them.
 MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MPI_LOCALNRANKS")
 
+#: What to do where RANK and WORLD_SIZE may be those of hosts.
+REMEDY = (
+    "; in one process per host, as a pod of a PyTorchJob, give --nnodes and --rdzv-endpoint to start the "
+    "ranks; otherwise set LOCAL_RANK and LOCAL_WORLD_SIZE, or unset RANK WORLD_SIZE"
+)
+
 
 @attrs.define(frozen=True)
 class Ranks:
@@ -54,12 +60,15 @@ class Ranks:
         """Return the rank that this process is to be, None if it is to start the ranks.
 
         A single Slurm task, as in `srun --pty bash`, is not a rank. Neither is one task per host if the
-        command line gives the hosts' rendezvous, ``endpoint``.
+        command line gives the hosts' rendezvous, ``endpoint``, or one pod per host of a PyTorchJob, which
+        has ``RANK`` and ``WORLD_SIZE`` of the pods.
 
         Raises:
             LaunchError: the environment is incomplete or not numeric, or the process is one of several that
                 mpirun has started, which cannot find each other, or two launchers disagree.
         """
+        if endpoint and not {"LOCAL_RANK", "TORCHELASTIC_RUN_ID"} & environment.keys():
+            return None
         found = cls.detect(environment)
         if found is not None and found.launcher == "torchrun" and "TORCHELASTIC_RUN_ID" not in environment:
             found._expect_no_srun(environment)
@@ -159,7 +168,11 @@ def _ranks(environment: Mapping[str, str], launcher: str) -> Ranks:
         text = environment.get(name, "")
         digits = text.partition("(")[0].partition(",")[0]  # Slurm writes "4(x2)" for 4 tasks on 2 nodes
         if not digits.isdecimal():
-            raise LaunchError(f"started by {launcher}, but {name} is {text!r} where a number was expected")
+            known = name in environment or launcher != "torchrun"
+            raise LaunchError(
+                f"started by {launcher}, but {name} is {text!r} where a number was expected"
+                f"{'' if known else REMEDY}"
+            )
         values.append(int(digits))
     rank, world_size, local_rank, local_world_size = values
     # Slurm lists the tasks of each node; only the first is read.
