@@ -3,7 +3,7 @@
 import pytest
 
 from nanotrain_core.errors import LaunchError
-from nanotrain_core.launch.environment import Ranks, agent_name, rendezvous_address
+from nanotrain_core.launch.environment import Ranks, agent_name, rendezvous_address, run_name
 from nanotrain_core.run import host_processors
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
@@ -150,6 +150,12 @@ def test_a_pod_of_a_pytorchjob_starts_its_ranks_where_the_endpoint_is_given():
         LaunchError, match=r"^started by torchrun, but LOCAL_RANK is ''.* PyTorchJob, give --nnodes"
     ):
         Ranks.joined(environment=pod)
+
+
+def test_a_requeued_job_of_slurm_has_another_name():
+    """Ranks met the store of the attempt before, which was still ending."""
+    first, again = (run_name(Ranks.detect(SRUN), {**SRUN, "SLURM_RESTART_COUNT": n}) for n in "01")
+    assert first != again
 
 
 @pytest.mark.parametrize("endpoint", ["", "node1:29400"])

@@ -200,8 +200,12 @@ def rendezvous_address(ranks: Ranks, environment: Mapping[str, str] = os.environ
 
 
 def run_name(ranks: Ranks, environment: Mapping[str, str] = os.environ) -> str:
-    """Return what distinguishes a run from all others whose ranks may try the same port."""
-    keys = ("SLURM_JOB_ID", "SLURM_STEP_ID") if ranks.launcher == "srun" else ("TORCHELASTIC_RUN_ID",)
+    """Return what distinguishes a run from all others whose ranks may try the same port.
+
+    A job that Slurm has requeued keeps its number, and its old rank 0 may still be ending.
+    """
+    slurm = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+    keys = slurm if ranks.launcher == "srun" else ("TORCHELASTIC_RUN_ID",)
     return "/".join([ranks.launcher, str(ranks.world_size), *(environment.get(key, "") for key in keys)])
 
 
