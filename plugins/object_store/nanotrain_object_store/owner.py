@@ -133,10 +133,15 @@ def _short(text: str) -> str:
     return "".join(c if c.isprintable() else "?" for c in text[:200])
 
 
-def take(store: Store, own: Owner, *, lease: float, sleep: Callable[[float], object] = time.sleep) -> None:
+def take(
+    store: Store, own: Owner, *, lease: float, sleep: Callable[[float], object] = time.sleep
+) -> Owner | None:
     """Acquire the prefix. Waits up to ``lease`` seconds if another process may still own it.
 
     That process may be one of the same run folder: a copy of the folder has the same id.
+
+    Returns:
+        The owner before.
 
     Raises:
         Taken: a live run has it.
@@ -153,7 +158,8 @@ def take(store: Store, own: Owner, *, lease: float, sleep: Callable[[float], obj
         pass
     elif found is not None:
         store.put_bytes(OWNER, own.text())
-    expect_ours(store, own)
+    expect_ours(store, own, found)
+    return found
 
 
 def _wait_for(store: Store, found: Owner, lease: float, sleep: Callable[[float], object]) -> None:
@@ -167,12 +173,17 @@ def _wait_for(store: Store, found: Owner, lease: float, sleep: Callable[[float],
             raise Taken(f"{store.url} is in use by another run: {now}")
 
 
-def expect_ours(store: Store, own: Owner) -> None:
+def expect_ours(store: Store, own: Owner, before: Owner | None = None) -> None:
     """Look whether the prefix is this run's still.
+
+    ``before``: the owner that this run has replaced, which a store may return for a while after that. If it
+    were alive it would have another heartbeat.
 
     Raises:
         Taken: another one has taken it.
     """
     now = read_owner(store)
-    if now is not None and not now.same(own):
+    if now is None or now.same(own):
+        return
+    if before is None or not now.same(before) or now.beat != before.beat:
         raise Taken(f"{store.url} is in use by another run: {now}")

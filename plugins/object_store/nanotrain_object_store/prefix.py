@@ -34,6 +34,8 @@ class Prefix:
         self.refused = ""
         """Why the prefix is not this run's: another one has it."""
         self.claimed = False
+        self._before: Owner | None = None
+        """The owner that this run has replaced."""
         self.begins_anew = False
         """Whether the run begins anew: then its prefix must not have any checkpoints."""
         self.left = LeftBranch(folder)
@@ -55,7 +57,7 @@ class Prefix:
             self._claim()
 
     def _claim(self) -> None:
-        take(self.store, self.own, lease=self.lease, sleep=self._sleep)
+        self._before = take(self.store, self.own, lease=self.lease, sleep=self._sleep)
         self.claimed = True
 
     def _claim_late(self) -> None:
@@ -139,7 +141,7 @@ class Prefix:
         try:
             if not self.claimed:
                 self._claim_late()
-            expect_ours(self.store, self.own)
+            expect_ours(self.store, self.own, self._before)
         except NanotrainError as problem:
             self.refused = str(problem)
             raise
@@ -160,7 +162,7 @@ class Prefix:
 
         def give_back() -> None:
             with self._lock:
-                expect_ours(self.store, self.own)
+                expect_ours(self.store, self.own, self._before)
                 self.store.put_bytes(OWNER, attrs.evolve(self.own, ended=True).text())
 
         def try_to() -> None:

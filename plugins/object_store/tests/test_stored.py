@@ -27,7 +27,7 @@ from nanotrain_object_store.staged import stage
 from nanotrain_object_store.store import Store
 from nanotrain_object_store.stored import LEFT, MARKER, Sent, Stored, find_local, hashed, is_plain, parse
 
-from nanotrain_core.api import CheckpointError
+from nanotrain_core.api import CheckpointError, NanotrainError
 from nanotrain_core.api.torch import CheckpointReport, EvaluationReport
 from nanotrain_core.run.events import Events
 from nanotrain_core.run.stop import StopRequest
@@ -249,6 +249,22 @@ def test_a_restart_in_the_run_folder_waits_for_no_process_that_is_gone(store):
     # Of another container or another machine with this host name, and unknown.
     for began in (f"{boot}/pid:[1] 1", f"0123-4567/{initial} 1", f"{initial} 1", ""):
         assert not Owner(run="r", id="i", pid=2**30, began=began).is_gone()
+
+
+def test_an_overwrite_that_is_seen_late_refuses_no_run(store, monkeypatch):
+    """The owner before, which had ended, was taken for another run that is alive."""
+    before = Owner(run="r", id="one", host="elsewhere", pid=1, ended=True)
+    store.put_bytes(OWNER, before.text())
+    monkeypatch.setattr(store, "read", lambda name, most: before.text())
+    prefix = Prefix(store, Owner(run="r", id="one"), keep=3, lease=1.0)
+    prefix.claim()
+    prefix._tend()
+    monkeypatch.undo()
+    assert read_owner(store) == prefix.own
+    another = Owner(run="r", id="one", host="elsewhere", pid=2, ended=True)
+    store.put_bytes(OWNER, another.text())
+    with pytest.raises(NanotrainError, match=r"is in use by another run: .* process 2 on elsewhere"):
+        prefix._tend()
 
 
 def test_text_of_a_stranger_is_printed_without_control_characters(store):
