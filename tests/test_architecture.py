@@ -244,8 +244,8 @@ SMALL = {
     "precision": 680,
     "recipe": 1745,
     "registry": 752,
-    "run": 2985,
-    "script": 800,
+    "run": 3009,
+    "script": 812,
     "watch": 454,
 }
 

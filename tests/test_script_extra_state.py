@@ -3,6 +3,7 @@
 import pytest
 import torch
 from command import nanotrain
+from safetensors import safe_open
 from torch import nn
 
 from nanotrain_core import RuntimeEngine
@@ -117,5 +118,36 @@ def of_each_rank(folder):
 
 
 def test_all_ranks_resume_with_the_extra_state_of_the_first(tmp_path):
-    """As with buffers; other numbers of ranks then have it too."""
+    """Other numbers of ranks then have it too."""
     assert run_ranks(of_each_rank, 2, tmp_path) == [(1, 2), (11, 2)]
+
+
+class Centered(nn.Linear):
+    """Subtracts a mean of what this rank was given, and keeps a buffer that is the same on all ranks."""
+
+    def __init__(self):
+        super().__init__(8, 11)
+        self.register_buffer("center", torch.zeros(8))
+        self.register_buffer("passes", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, tensor):
+        self.passes += 1
+        self.center.lerp_(tensor.detach().mean((0, 1)) * (1 + rank()), 0.1)
+        return super().forward(tensor - self.center)
+
+
+def centered(folder, steps, **config):
+    _, module, losses = script(folder, steps, Centered(), AllReduceGradients(), **config)
+    return losses, module.center.tolist(), module.passes.item()
+
+
+def test_each_rank_resumes_with_its_own_buffers_and_another_number_with_those_of_the_first(tmp_path):
+    straight = run_ranks(centered, 2, tmp_path / "straight", 4)
+    stopped = run_ranks(centered, 2, tmp_path / "stopped", 2)
+    assert stopped[0][1] != stopped[1][1]
+    assert run_ranks(centered, 1, tmp_path / "stopped", 2, resume="auto")[0][1:] == stopped[0][1:]
+    with safe_open(tmp_path / "stopped/checkpoints/step-00000002.safetensors", "pt") as file:
+        assert [key for key in file.keys() if "/buffer/" in key] == ["rng/1/buffer/1.center"]  # noqa: SIM118
+    resumed = run_ranks(centered, 2, tmp_path / "stopped", 4, resume="auto")
+    for (losses, *buffers), (told, *rest) in zip(resumed, straight, strict=True):
+        assert (losses, buffers) == (told[2:], rest)

@@ -18,6 +18,7 @@ from torch.serialization import default_restore_location
 
 from nanotrain_core.builtin.configs import SimpleCheckpointConfig
 from nanotrain_core.checkpoint.simple import SimpleCheckpoint
+from nanotrain_core.checkpoint.simple_damage import digest
 from nanotrain_core.checkpoint.simple_listing import list_checkpoints
 from nanotrain_core.contracts import Block, TrainState
 from nanotrain_core.errors import CheckpointError
@@ -32,7 +33,8 @@ EXTRA = "extra_state"
 
 
 class ScriptCheckpoint(SimpleCheckpoint):
-    """The ``simple`` format with a script's model and optimizer. Rank 0's buffers and extra state count."""
+    """The ``simple`` format with a script's model and optimizer. Rank 0's extra state counts, and on another
+    number of ranks its buffers."""
 
     def __init__(
         self,
@@ -66,6 +68,7 @@ class ScriptCheckpoint(SimpleCheckpoint):
         extra = extra_state(self.model)  # on all ranks: what cannot be saved is refused by all
         extra = extra if self.mesh.rank == 0 else {}  # its size may differ between ranks
         streams = {LOADER + name: stream for name, stream in self.feed.begun.items()}
+        streams |= own_buffers(self.model, self.mesh)
         with self.optimizer.for_evaluation():
             weights = [each for each in state.blocks if each.name in self.optimizer.names.values()]
             more = [*buffers(self.model), *(block(EXTRA, *each) for each in extra.items())]
@@ -92,12 +95,16 @@ class ScriptCheckpoint(SimpleCheckpoint):
     def load(self, which: str, state: TrainState) -> TrainState | None:
         """Load, and restore how the pass over the loader began in the feed; not after a change of layout.
 
+        A rank gets its own buffers, which forward passes may read; on another number of ranks, rank 0's.
         On every rank modules get the state that those of rank 0 returned from ``get_extra_state()``.
         """
         saved = super().load(which, state)
         if saved is not None:
             self.feed.restored = streams = saved.rank_tensors
             self.feed.begun = {n.removeprefix(LOADER): streams[n] for n in streams if n.startswith(LOADER)}
+            for each in buffers(self.model):
+                if each.name in streams:
+                    each.tensor.copy_(streams[each.name])
             kept, self._extra = self._extra, {}
             for key, module in keepers(self.model).items():
                 if key in kept:
@@ -151,6 +158,19 @@ def buffers(model: nn.Module) -> Iterator[Block]:
     for name, tensor in model.named_buffers():
         if name in kept:
             yield block("buffer", name, tensor)
+
+
+def own_buffers(model: nn.Module, mesh: Mesh) -> dict[str, torch.Tensor]:
+    """Return this rank's buffers that differ from rank 0's, in host memory. Collective.
+
+    Such as batch norm's statistics of its batches. Those that are alike, as a mean of weights, may be large.
+    """
+    if mesh.world_size == 1:
+        return {}
+    found = {each.name: each.tensor.detach().cpu().contiguous().clone() for each in buffers(model)}
+    hashes = {name: digest([(name, tensor)], "") for name, tensor in found.items()}
+    of_rank_0 = mesh.gather(hashes)[0]
+    return {name: tensor for name, tensor in found.items() if hashes[name] != of_rank_0.get(name)}
 
 
 def claim(folder: Path, resume: str | None) -> None:
