@@ -7,6 +7,7 @@ from torch import nn
 
 from nanotrain_core.builtin.configs import AdamWConfig, PrecisionConfig, SGDConfig
 from nanotrain_core.contracts import Optimizer
+from nanotrain_core.errors import NanotrainError
 from nanotrain_core.layout.gradients import LocalGradients
 from nanotrain_core.layout.layout import Layout, View
 from nanotrain_core.layout.mesh import Mesh
@@ -106,6 +107,18 @@ def test_a_config_without_weight_decay_decays_nothing():
     assert {group["weight_decay"] for group in optimizer.inner.param_groups} == {0.0}
     for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
         assert torch.equal(one, other)
+
+
+def test_an_inner_optimizer_with_two_sets_of_weights_is_refused():
+    class TwoSets(torch.optim.SGD):
+        train = eval = lambda self: None
+
+    class ScheduleFree(SGD):
+        def make(self, groups):
+            return TwoSets(groups, lr=self.config.lr)
+
+    with pytest.raises(NanotrainError, match=r"TwoSets trains at other weights .*: expected one without"):
+        train_ours(ScheduleFree, SGDConfig(), fp64)
 
 
 def test_a_bfloat16_model_follows_its_float32_master_rounded_once():

@@ -109,12 +109,22 @@ class MasterOptimizer(Optimizer):
         gradients: GradientSync,
         mesh: Mesh,
     ) -> None:
-        """Create masters and allocate state."""
+        """Create masters and allocate state.
+
+        Raises:
+            NanotrainError: ``inner`` trains at other weights than those to evaluate; or the precision needs
+                error feedback, which this optimizer lacks.
+        """
         self.gradients, self.mesh = gradients, mesh
         masters = {piece: self.master(piece, precision) for piece in gradients.pieces()}
         check_masters(masters.values())
         self.slots = [Slot(piece, master) for piece, master in masters.items()]
         self.inner = self.make(self._groups())
+        if all(callable(getattr(self.inner, mode, None)) for mode in ("train", "eval")):
+            raise NanotrainError(
+                f"{type(self.inner).__name__} trains at other weights than those to evaluate (it has train() "
+                "and eval()), which a recipe's optimizer cannot: expected one without, or a script"
+            )
         rates = [float(group["lr"]) for group in self.inner.param_groups]
         self._scheduled = next((number for number, rate in enumerate(rates) if rate), 0)
         self._configured_lr = rates[self._scheduled]
