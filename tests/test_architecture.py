@@ -238,7 +238,7 @@ SMALL = {
     "moe": 360,
     "metrics": 1362,
     "monitors": 1060,
-    "optim": 756,
+    "optim": 757,
     "phases": 372,
     "pipeline": 625,
     "precision": 680,
