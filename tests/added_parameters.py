@@ -87,8 +87,46 @@ class TemperatureOfOnePart(Temperature):
         return part
 
 
+class Parts(Parallel):
+    """Scales what a norm returns by a number whose gradient is another on each rank of ``tp``."""
+
+    summed = False
+
+    def __init__(self, config):
+        pass
+
+    def apply(self, part, placements, mesh):
+        norm, rank = part.norm, mesh.coordinate("tp")
+        norm.scale = nn.Parameter(torch.empty(1, device="meta"))
+        placed = Placement.whole("norm.scale", (1,), mesh.layout)
+        placements["norm.scale"] = placed.sum_over("tp") if self.summed else placed
+
+        def hook(norm, inputs, out):
+            return out * (norm.scale * (1 + rank) - norm.scale.detach() * rank)
+
+        norm.register_forward_hook(hook)
+        given = part.initializer
+        part.initializer = lambda name: Initializer("constant", 1.0) if name == "norm.scale" else given(name)
+        return part
+
+
+class SummedParts(Parts):
+    """Says so."""
+
+    summed = True
+
+
 @hookimpl
 def nanotrain_register_parallel(register):
-    for cls in (Adapters, Renames, Temperature, TemperatureOfLayers, TemperatureOfOnePart):
-        name = cls.__name__.lower()
-        register(Component(name=name, config=NoKeys, factory=f"{__name__}:{cls.__name__}", summary=name))
+    for cls in (
+        Adapters,
+        Renames,
+        Temperature,
+        TemperatureOfLayers,
+        TemperatureOfOnePart,
+        Parts,
+        SummedParts,
+    ):
+        name, dims = cls.__name__.lower(), {"tp"} if issubclass(cls, Parts) else set()
+        factory = f"{__name__}:{cls.__name__}"
+        register(Component(name=name, config=NoKeys, factory=factory, summary=name, mesh_dims=dims))

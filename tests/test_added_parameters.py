@@ -14,6 +14,7 @@ from torch import nn
 from nanotrain_core.builtin.transformer_config import TransformerConfig
 from nanotrain_core.cli import main
 from nanotrain_core.compose import compose
+from nanotrain_core.engine import RuntimeEngine
 from nanotrain_core.errors import CheckpointError, PluginError
 from nanotrain_core.layout.layout import Layout, View
 from nanotrain_core.layout.placement import Placement, place
@@ -23,7 +24,7 @@ from nanotrain_core.pipeline.actions import Part
 from nanotrain_core.recipe import write_resolved
 from nanotrain_core.run.splits import Splits
 from nanotrain_core.testing import Case, RankFailure, run_ranks
-from nanotrain_core.testing.probe import make_engine, train
+from nanotrain_core.testing.probe import make_engine, rank, train
 
 PLUGINS = [str(Path(__file__).with_name("added_parameters.py"))]
 
@@ -227,3 +228,25 @@ def test_what_a_wrapper_adds_to_a_split_layer_says_how_its_gradient_is_summed():
     layers.add(QUERY, summed=True)
     with pytest.raises(PluginError, match=r"'adds' adds .*k.scale to a COLUMN .* \.sum_over\('tp'\)"):
         layers.add("layers.0.attn.k")
+
+
+def warned(folder, wrapper):
+    """Train on two ranks that have the same tokens; return what a warning says at the save after two steps."""
+    overrides = {
+        "checkpoint": {"use": "simple", "every": 2},
+        "run": {"steps": 2},
+        "optimizer": {"use": "sgd", "lr": 0.1},
+        "parallel": [{"use": wrapper}],
+    }
+    case = Case("topology", use="grid", topology={"tp": 2}, overrides=overrides, plugins=PLUGINS)
+    made = RuntimeEngine.from_recipe(case.recipe(), registry=case.registry(), rank=rank(), folder=folder)
+    with capture_logs() as logs:
+        made.fit()
+    return [log["event"].partition(",")[0] for log in logs if "drifted apart" in log["event"]]
+
+
+def test_replicas_that_have_drifted_apart_are_reported_at_the_first_save(tmp_path):
+    """A checkpoint has the value of one rank, and the run on it was another."""
+    told = run_ranks(warned, 2, tmp_path / "apart", "parts")
+    assert told == [["norm.scale has drifted apart on ranks along tp"], []]
+    assert run_ranks(warned, 2, tmp_path / "summed", "summedparts") == [[], []]

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import structlog
 import torch
+import torch.distributed as dist
 
 from nanotrain_core.checkpoint.saver import CheckpointSaver
 from nanotrain_core.compose import Run
@@ -23,6 +24,10 @@ from nanotrain_core.run.step_readback import StepFlags
 #: Consecutive steps with a non-finite gradient after which a run is stopped. A dynamic loss scale
 #: needs up to 24 to reach its floor.
 MOST_SKIPPED = 30
+
+#: How far values of ranks that compute the same gradient may be from their mean, relative to its norm. The
+#: order of sums on a GPU makes a difference of 1e-6 of an update.
+DRIFT = 1e-3
 
 
 class SkippedSteps:
@@ -101,6 +106,42 @@ def differing_weight(placed: Sequence[PlacedParameter], mesh: Mesh) -> str:
     return next(filter(None, mesh.gather(found)), "")
 
 
+def drifted_apart(placed: Sequence[PlacedParameter], mesh: Mesh) -> str:
+    """Collective. Return which weight has drifted apart on ranks that compute its gradient each by itself.
+
+    They compute the same one, up to rounding, unless a wrapper takes a partial gradient for complete. Ranks
+    that sum it are not compared: some optimizers let these differ between the steps that average them.
+    Empty if none has.
+    """
+    groups = defaultdict[str, list[PlacedParameter]](list)
+    for each in placed:
+        for dim in sorted(each.placement.same):
+            if mesh.size(dim) > 1:
+                groups[dim].append(each)
+    found = [(0.0, "")]
+    for dim in sorted(groups):
+        for index in differing(groups[dim], Span((dim,)), mesh).nonzero()[:, 0].tolist():
+            each = groups[dim][index]
+            distance = _distance(each.parameter.detach(), mesh, dim)
+            found.append((distance, f"{each.placement.name} has drifted apart on ranks along {dim}"))
+    _, farthest = max(mesh.gather(max(found)))  # others follow from it
+    return str(farthest)
+
+
+@torch.no_grad()
+def _distance(weight: torch.Tensor, mesh: Mesh, dim: str) -> float:
+    """Collective along ``dim``. Return how far ranks' values are apart; not above 0: as rounding explains."""
+    if not weight.is_floating_point() or weight.dtype.itemsize == 1:  # quantized codes
+        return 0.0
+    own = weight.to(torch.promote_types(weight.dtype, torch.float32))
+    mean = own / mesh.size(dim)
+    mesh.all_reduce(mean, dim)
+    relative = (own - mean).norm() / mean.norm()
+    most = (relative - max(DRIFT, 2 * torch.finfo(weight.dtype).eps)).nan_to_num(0.0).reshape(1)
+    mesh.all_reduce(most, dim, op=dist.ReduceOp.MAX)
+    return float(most.item())
+
+
 def may_save(run: Run, state: TrainState, step: int, saves: CheckpointSaver, *, last: bool) -> bool:
     """Collective. Return whether all trained weights are finite, so that they may be saved.
 
@@ -123,6 +164,13 @@ def may_save(run: Run, state: TrainState, step: int, saves: CheckpointSaver, *, 
     _, scalars, metas = zip(*gathered, strict=True)
     if differs := differing_scalar(scalars) or differing_meta(metas):
         raise PluginError(differs)
+    if not saves.begun and (apart := drifted_apart(run.placed, run.mesh)) and run.mesh.rank == 0:
+        structlog.get_logger("nanotrain.checkpoint").warning(
+            f"{apart}, which as placed compute the same gradient of it, and a checkpoint has that of one of them: "
+            "if a rank's gradient is partial, expected the wrapper that added the weight, or made it partial, to "
+            "place it with .sum_over(dim)",
+            step=step,
+        )
     if not saves.begun and (name := differing_weight(run.placed, run.mesh)) and run.mesh.rank == 0:
         structlog.get_logger("nanotrain.checkpoint").warning(
             "a weight differs between ranks that sum its gradient, and a checkpoint has that of one of them: "
