@@ -231,7 +231,7 @@ def test_what_a_wrapper_adds_to_a_split_layer_says_how_its_gradient_is_summed():
 
 
 def warned(folder, wrapper):
-    """Train on two ranks that have the same tokens; return what a warning says at the save after two steps."""
+    """Train on two ranks that have the same tokens; return what a warning says at the save after step 2."""
     overrides = {
         "checkpoint": {"use": "simple", "every": 2},
         "run": {"steps": 2},

@@ -166,9 +166,9 @@ def may_save(run: Run, state: TrainState, step: int, saves: CheckpointSaver, *, 
         raise PluginError(differs)
     if not saves.begun and (apart := drifted_apart(run.placed, run.mesh)) and run.mesh.rank == 0:
         structlog.get_logger("nanotrain.checkpoint").warning(
-            f"{apart}, which as placed compute the same gradient of it, and a checkpoint has that of one of them: "
-            "if a rank's gradient is partial, expected the wrapper that added the weight, or made it partial, to "
-            "place it with .sum_over(dim)",
+            f"{apart}, which as placed compute the same gradient of it, and a checkpoint has that of one of "
+            "them: if a rank's gradient is partial, expected the wrapper that added the weight, or made it "
+            "partial, to place it with .sum_over(dim)",
             step=step,
         )
     if not saves.begun and (name := differing_weight(run.placed, run.mesh)) and run.mesh.rank == 0:
