@@ -4,10 +4,13 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
+import torch
+from torch import nn
 
 from nanotrain_core.compose import check_ranges
 from nanotrain_core.contracts import StepStats
 from nanotrain_core.errors import PluginError
+from nanotrain_core.layout.placement import Piece
 from nanotrain_core.optim.gathering import GatheringOptimizer
 
 
@@ -43,7 +46,8 @@ class Ranges:
         self.span = span
 
     def pieces(self):
-        return [SimpleNamespace(name="embed.weight", span=self.span)]
+        placement = SimpleNamespace(name="embed.weight")
+        return [Piece(nn.Parameter(torch.zeros(8)), placement, self.span)]
 
 
 class Gathered(Ranges):
