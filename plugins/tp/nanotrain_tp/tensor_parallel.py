@@ -16,7 +16,7 @@ Sources: Shoeybi et al., arXiv 1909.08053; Korthikanti et al., arXiv 2205.05198,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator
 from math import lcm
 
 import torch
@@ -92,38 +92,36 @@ class TensorParallel(Parallel):
             else:
                 hook(module, tag, boundary)
         part.register_forward_pre_hook(boundary.begin, with_kwargs=True)
-        names = {name for name, _ in part.named_parameters()}
-        self._sum_partial(part, placements, names)
-        self._known |= names
+        self._sum_partial(part, placements)
+        self._known |= {name for name, _ in part.named_parameters()}
         return part
 
     def shard(self, part: nn.Module, placements: Placements, mesh: Mesh) -> None:
-        """Shard nothing: record which gradients of parameters that later wrappers added are partial.
+        """Shard nothing.
 
         Raises:
-            NanotrainError: sequences stay whole, and it is not known whether one of them is.
+            NanotrainError: sequences stay whole, and it is not known whether the gradient of a parameter that
+                a later wrapper added is partial.
         """
-        if mesh.degree("tp") == 1:
+        if mesh.degree("tp") == 1 or self.config.sequence_parallel:
             return
-        mine = ((n, p) for n, p in part.named_parameters() if n in placements)
-        added = {name: parameter for name, parameter in mine if name not in self._known}
-        if not self.config.sequence_parallel:
-            refuse_at_root((name for name, each in added.items() if each.requires_grad), placements)
-        # Hooks on experts where sequences stay whole may see all tokens: their wrapper has to say.
-        experts = () if self.config.sequence_parallel else parameters_of(part, Role.EXPERTS)
-        self._sum_partial(part, placements, added.keys() - {*experts})
+        mine = ((n, p) for n, p in part.named_parameters() if n in placements and n not in self._known)
+        refuse_at_root((name for name, each in mine if each.requires_grad), placements)
 
     def splits_linear(self, mesh: Mesh) -> bool:
         """Return whether wgrads are placed where they overlap with the reduction of dgrads over ranks."""
         return any(boundary.places_wgrad for boundary in self._boundaries)
 
-    def _sum_partial(self, part: nn.Module, placements: Placements, names: Set[str]) -> None:
-        """Record which gradients are partial because a rank saw a share of the tokens, or of the heads."""
+    def _sum_partial(self, part: nn.Module, placements: Placements) -> None:
+        """Record which gradients are partial because a rank saw a share of the tokens, or of the heads.
+
+        What later wrappers add is placed by them: they may complete a gradient themselves.
+        """
         routers = set(parameters_of(part, Role.ROUTER))
         partial = {*parameters_of(part, Role.EXPERTS), *parameters_of(part, Role.INNER)}
         if self.config.sequence_parallel:
-            partial = {*names}
-        for name in (partial - routers) & names:
+            partial = {name for name, _ in part.named_parameters()}
+        for name in partial - routers:
             placement = placements[name]
             if "tp" in placement.same:  # else it is sharded, or another wrapper placed it in another view
                 placements[name] = placement.sum_over("tp")

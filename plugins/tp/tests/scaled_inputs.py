@@ -1,4 +1,4 @@
-"""A wrapper that scales what routers and experts are given, each by one number, in a pre-hook."""
+"""Wrappers that scale, each by one number, what routers and experts are given, or the last norm returns."""
 
 import attrs
 import torch
@@ -30,6 +30,52 @@ class ScaledInputs(Parallel):
         return part
 
 
+class Complete(torch.autograd.Function):
+    """Megatron's f: identity forward, sum over ranks backward."""
+
+    @staticmethod
+    def forward(ctx, x, mesh):
+        ctx.mesh = mesh
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        gradient = gradient.clone()
+        if ctx.mesh.degree("tp") > 1:
+            ctx.mesh.all_reduce(gradient, "tp")
+        return gradient, None
+
+
+class ScaledNorm(Parallel):
+    """Sums its gradient over ranks itself, and is placed as whole; or is left partial, and says so."""
+
+    completes = True
+
+    def __init__(self, config):
+        pass
+
+    def apply(self, part, placements, mesh):
+        norm, name = part.norm, "norm.scale"
+        norm.scale = nn.Parameter(torch.empty(1, device="meta"))
+        placed = Placement.whole(name, (1,), mesh.layout)
+        placements[name] = placed if self.completes else placed.sum_over("tp")
+
+        def hook(norm, args, out):
+            return out * (Complete.apply(norm.scale, mesh) if self.completes else norm.scale)
+
+        norm.register_forward_hook(hook)
+        given = part.initializer
+        part.initializer = lambda n: Initializer("constant", 0.7) if n == name else given(n)
+        return part
+
+
+class SummedNorm(ScaledNorm):
+    """Leaves the sum to whoever sums gradients."""
+
+    completes = False
+
+
 @hookimpl
 def nanotrain_register_parallel(register):
-    register(Component(name="scaled", config=NoKeys, factory=f"{__name__}:ScaledInputs", summary="scales"))
+    for name, cls in (("scaled", ScaledInputs), ("completed", ScaledNorm), ("summednorm", SummedNorm)):
+        register(Component(name=name, config=NoKeys, factory=f"{__name__}:{cls.__name__}", summary=name))
