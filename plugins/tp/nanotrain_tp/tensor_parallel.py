@@ -16,7 +16,7 @@ Sources: Shoeybi et al., arXiv 1909.08053; Korthikanti et al., arXiv 2205.05198,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from math import lcm
 
 import torch
@@ -26,7 +26,6 @@ from nanotrain_core.api import (
     NanotrainError,
     Role,
     Tag,
-    added_by,
     divisors_near,
     either,
     multiples_near,
@@ -48,8 +47,6 @@ class TensorParallel(Parallel):
     def __init__(self, config: TensorParallelConfig) -> None:
         self.config = config
         self._boundaries: list[Boundary] = []
-        self._known: set[str] = set()
-        """The parameters of parts when they were split."""
 
     def apply(self, part: nn.Module, placements: Placements, mesh: Mesh) -> nn.Module:
         """Leave this rank its blocks of ``part``, and install the hooks with the collectives.
@@ -75,9 +72,6 @@ class TensorParallel(Parallel):
         self._boundaries.append(boundary)
         if not self.config.sequence_parallel:
             refuse_unknown(part)
-            refuse_at_root(
-                (n for n, p in part.named_parameters() if p.requires_grad and added_by(p)), placements
-            )
             refuse_dropout(part)
         refuse_heads_with_more(part)
         refuse_linears_with_more(part)
@@ -93,20 +87,7 @@ class TensorParallel(Parallel):
                 hook(module, tag, boundary)
         part.register_forward_pre_hook(boundary.begin, with_kwargs=True)
         self._sum_partial(part, placements)
-        self._known |= {name for name, _ in part.named_parameters()}
         return part
-
-    def shard(self, part: nn.Module, placements: Placements, mesh: Mesh) -> None:
-        """Shard nothing.
-
-        Raises:
-            NanotrainError: sequences stay whole, and it is not known whether the gradient of a parameter that
-                a later wrapper added is partial.
-        """
-        if mesh.degree("tp") == 1 or self.config.sequence_parallel:
-            return
-        mine = ((n, p) for n, p in part.named_parameters() if n in placements and n not in self._known)
-        refuse_at_root((name for name, each in mine if each.requires_grad), placements)
 
     def splits_linear(self, mesh: Mesh) -> bool:
         """Return whether wgrads are placed where they overlap with the reduction of dgrads over ranks."""
@@ -152,21 +133,6 @@ def refuse_unknown(part: nn.Module) -> None:
                 f"{name} has no role: where sequences stay whole, tp cannot tell whether each rank's "
                 "gradient of it is partial. Tag its module Role.INNER if it lies between COLUMN and ROW, "
                 "else Role.NORM; or set sequence_parallel"
-            )
-
-
-def refuse_at_root(added: Iterable[str], placements: Placements) -> None:
-    """Reject parameters of the part itself that a wrapper added, such as one that attention reads.
-
-    The model's own part reads its parameters outside of split layers.
-    """
-    for name in added:
-        if "." not in name and "tp" in placements[name].same:
-            raise NanotrainError(
-                f"{name}, which a wrapper added to the model's part, is placed as whole: if sequences are "
-                "too, tp cannot tell whether ranks' gradients of it are partial. If so, as in attention, "
-                "expected its placement with .sum_over('tp'), else a module tagged Role.NORM that holds it; "
-                "or set sequence_parallel"
             )
 
 
