@@ -154,11 +154,12 @@ class Layers:
         self.placements = place([self.part], DP2_TP2)
         self.splits = Splits([self.part], self.placements)
 
-    def add(self, name, hook="register_forward_hook", *, summed=False):
+    def add(self, name, hook="register_forward_hook", *, summed=False, trained=True, prepend=False):
         """Add a number to a layer, placed as whole, and a hook that would read it."""
         layer, full = self.part.get_submodule(name), f"{name}.scale"
-        layer.scale = nn.Parameter(torch.empty(1, device="meta"))
-        getattr(layer, hook)(lambda *_: None)
+        layer.scale = nn.Parameter(torch.empty(1, device="meta"), requires_grad=trained)
+        if hook:
+            getattr(layer, hook)(lambda *_: None, prepend=prepend)
         placed = Placement.whole(full, (1,), DP2_TP2)
         self.placements[full] = placed.sum_over("tp") if summed else placed
         self.check("adds")
@@ -166,7 +167,11 @@ class Layers:
     def split(self, *, tokens=False):
         """Split layers over two ranks; with ``tokens`` all other gradients are partial."""
         axes = {Role.VOCAB: 0, Role.COLUMN: 0, Role.ROW: 1}
-        for name, _, tag in tagged(self.part):
+        for name, module, tag in tagged(self.part):
+            if tag.role is Role.COLUMN:
+                module.register_forward_pre_hook(lambda *_: None)
+            elif tag.role is Role.ROW:
+                module.register_forward_hook(lambda *_: None)
             if (axis := axes.get(tag.role)) is not None:
                 placed = self.placements[f"{name}.weight"]
                 self.placements[placed.name] = placed.split(axis, "tp", 0, 2, uneven=True)
@@ -180,6 +185,7 @@ class Layers:
 
 
 QUERY, OUT, EMBED, NORM = "layers.0.attn.q", "layers.0.attn.o", "embed", "norm"
+BEFORE = "register_forward_pre_hook"
 
 
 @pytest.mark.parametrize("tokens", [False, True])
@@ -191,7 +197,7 @@ def test_what_a_wrapper_added_to_a_layer_is_not_split_around_unawares(name, role
     if tokens and role == "COLUMN":  # each rank's outputs are right, and what is partial is summed
         layers.split(tokens=True)
         return
-    text = rf"'splits' splits a {role} over tp, to which 'adds' has added {name}.scale, .* List 'adds' after"
+    text = rf"compute a part of a {role}, to which 'adds' has added {name}.scale, .* gradient .* partial"
     with pytest.raises(PluginError, match=text):
         layers.split(tokens=tokens)
 
@@ -202,7 +208,10 @@ def test_what_a_wrapper_added_to_a_layer_is_not_split_around_unawares(name, role
         (NORM, {}),
         (OUT, {"summed": True}),
         (QUERY, {"summed": True}),
-        (QUERY, {"hook": "register_forward_pre_hook"}),
+        (QUERY, {"hook": BEFORE}),
+        *((name, {"hook": None, "trained": trained}) for name in (OUT, EMBED) for trained in (True, False)),
+        (OUT, {"hook": BEFORE, "trained": False}),
+        (QUERY, {"trained": False}),
     ],
 )
 def test_what_is_right_beside_blocks_or_says_that_it_is_partial_is_not_refused(name, options):
@@ -211,14 +220,44 @@ def test_what_is_right_beside_blocks_or_says_that_it_is_partial_is_not_refused(n
     layers.split()
 
 
+def test_a_hook_that_would_see_partial_outputs_is_refused_beside_a_frozen_parameter_too():
+    layers = Layers()
+    layers.add(OUT, trained=False)
+    with pytest.raises(
+        PluginError, match=r"as whole: its hook would see partial outputs\. List 'adds' after"
+    ):
+        layers.split()
+
+
+def test_what_a_hook_of_a_split_layers_input_reads_is_summed_with_shares_of_tokens():
+    layers = Layers()
+    layers.add(OUT, BEFORE)
+    layers.split(tokens=True)
+    layers = Layers()
+    layers.add(OUT, BEFORE)
+    with pytest.raises(PluginError, match="gradient on each rank would be partial"):
+        layers.split()
+
+
 @pytest.mark.parametrize("name", [QUERY, OUT, EMBED])
 def test_a_layer_is_not_split_whose_forward_another_wrapper_took_over(name):
     """Weight standardization of a ROW took norms of a block."""
     layers = Layers()
     take_over(layers.part.get_submodule(name), lambda module, x: x)
     layers.check("standardizes")
-    with pytest.raises(PluginError, match=f"splits {name} over tp, and 'standardizes' has taken over its"):
+    text = f"splits {name} over tp, and 'standardizes' has taken over its .* it splits it in `shard`"
+    with pytest.raises(PluginError, match=text):
         layers.split()
+
+
+def test_gradients_that_are_summed_are_no_blocks_of_a_layer_whose_forward_was_taken_over():
+    """Context parallelism was refused after a wrapper that computes a COLUMN in another way."""
+    layers = Layers()
+    take_over(layers.part.get_submodule(QUERY), lambda module, x: x)
+    layers.check("computes")
+    placed = layers.placements[f"{QUERY}.weight"]
+    layers.placements[placed.name] = placed.sum_over("tp")
+    layers.check("sums")
 
 
 def test_what_a_wrapper_adds_to_a_split_layer_says_how_its_gradient_is_summed():
@@ -226,8 +265,40 @@ def test_what_a_wrapper_adds_to_a_split_layer_says_how_its_gradient_is_summed():
     layers.split()
     layers.add(OUT)
     layers.add(QUERY, summed=True)
-    with pytest.raises(PluginError, match=r"'adds' adds .*k.scale to a COLUMN .* \.sum_over\('tp'\)"):
+    with pytest.raises(PluginError, match=r"'adds' adds .*k.scale, .* a COLUMN .* \.sum_over\('tp'\)"):
         layers.add("layers.0.attn.k")
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        (QUERY, {"hook": BEFORE, "prepend": True}),
+        (QUERY, {"trained": False}),
+        (QUERY, {"hook": None}),
+        (OUT, {"hook": BEFORE, "trained": False}),
+        (OUT, {"hook": BEFORE, "summed": True}),
+        (OUT, {"hook": None}),
+    ],
+)
+def test_what_may_be_right_is_added_to_a_split_layer(name, options):
+    """A hook that comes first sees a COLUMN's whole input; what no hook reads has no gradient there."""
+    layers = Layers()
+    layers.split()
+    layers.add(name, **options)
+
+
+@pytest.mark.parametrize(("name", "role"), [(QUERY, "COLUMN"), (OUT, "ROW")])
+def test_what_is_added_inside_a_split_layer_says_how_its_gradient_is_summed(name, role):
+    """A hook of a ROW's input sees this rank's features only: replicas drifted apart."""
+    layers = Layers()
+    layers.split()
+    with pytest.raises(PluginError, match=rf"scale, placed as whole, to a {role} .* \.sum_over\('tp'\)"):
+        layers.add(name, BEFORE)
+    layers = Layers()
+    layers.split()
+    take_over(layers.part.get_submodule(name), lambda module, x: x)
+    with pytest.raises(PluginError, match="its gradient on each rank is partial"):
+        layers.add(name, None)
 
 
 def warned(folder, wrapper):

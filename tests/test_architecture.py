@@ -244,7 +244,7 @@ SMALL = {
     "precision": 680,
     "recipe": 1745,
     "registry": 752,
-    "run": 3044,
+    "run": 3069,
     "script": 812,
     "watch": 454,
 }
