@@ -75,7 +75,31 @@ class SummedNorm(ScaledNorm):
     completes = False
 
 
+class ScaledQueries(Parallel):
+    """Scales the inputs of queries' projections before hooks of other wrappers see them."""
+
+    def __init__(self, config):
+        pass
+
+    def apply(self, part, placements, mesh):
+        for name, module, tag in list(tagged(part)):
+            if tag.role is Role.COLUMN and name.endswith(".q"):
+                module.scale = nn.Parameter(torch.empty(1, device="meta"))
+                placements[f"{name}.scale"] = Placement.whole(f"{name}.scale", (1,), mesh.layout)
+                module.register_forward_pre_hook(
+                    lambda module, args: (args[0] * module.scale, *args[1:]), prepend=True
+                )
+        given = part.initializer
+        part.initializer = lambda n: Initializer("constant", 0.7) if n.endswith(".scale") else given(n)
+        return part
+
+
 @hookimpl
 def nanotrain_register_parallel(register):
-    for name, cls in (("scaled", ScaledInputs), ("completed", ScaledNorm), ("summednorm", SummedNorm)):
+    for name, cls in (
+        ("scaled", ScaledInputs),
+        ("completed", ScaledNorm),
+        ("summednorm", SummedNorm),
+        ("queries", ScaledQueries),
+    ):
         register(Component(name=name, config=NoKeys, factory=f"{__name__}:{cls.__name__}", summary=name))

@@ -65,6 +65,15 @@ def test_a_later_wrapper_that_completes_its_gradient_itself_or_has_it_summed_tra
     assert_same(ranks, alone, "weights", atol=1e-9)
 
 
+def test_a_later_hook_that_comes_first_at_a_column_has_the_gradient_of_one_process():
+    """It was refused, though it sees the whole input where sequences stay whole."""
+    sgd = {"use": "sgd", "lr": 0.1}
+    ranks = trained({"use": "tp", "sequence_parallel": False}, {"use": "queries"}, optimizer=sgd, tp=2)
+    alone = trained({"use": "queries"}, optimizer=sgd)
+    assert "layers.0.attn.q.scale" in alone
+    assert_same(ranks, alone, "weights", atol=1e-9)
+
+
 test_experts_exhaustively = pytest.mark.full(
     conformance(
         *(case(tp, dp, sequence_parallel=sp) for tp, dp in ((2, 1), (4, 1), (2, 2)) for sp in (True, False)),
