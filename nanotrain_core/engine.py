@@ -276,7 +276,7 @@ class RuntimeEngine:
         self.note("data")
         microbatches = run.feed.microbatches()
         self.note("forward and backward")
-        counts, stop_flags = self._global_counts(microbatches)
+        counts, own, stop_flags = self._global_counts(microbatches)
         scale = run.loss_scale.value
         factors = {name: run.loss_weights[name] * scale / count for name, count in counts.items()}
         logged = self._logged(self.step + 1)
@@ -284,7 +284,7 @@ class RuntimeEngine:
             losses = self.executor.run(run.actions, microbatches, factors)
         self.note("gradient sync")
         run.gradients.finish()
-        check_first_step(losses, run.loss_weights, run.gradients, run.mesh, done=self.step - self._first)
+        check_first_step(run, losses, own, done=self.step - self._first)
         self.note("monitors before the update")
         again = partial(replay, self.executor, run.mesh, microbatches, factors)
         update = UpdateReport(
@@ -318,21 +318,22 @@ class RuntimeEngine:
         self.stop.agree(flags.requests)
         self.skipped.record(flags, self.saves)
 
-    def _global_counts(self, microbatches: Sequence[Any]) -> tuple[Losses, torch.Tensor]:
+    def _global_counts(self, microbatches: Sequence[Any]) -> tuple[Losses, torch.Tensor, torch.Tensor]:
         """Sum the counts that each loss term is averaged over, over all microbatches of all data ranks.
 
         All ranks' stop requests are sent with them, so that ranks stop after the same step.
 
         Returns:
-            The counts, float64 scalars of at least 1, and the sums over ranks of :meth:`StopRequest.flags`.
+            The counts, float64 scalars of at least 1; this rank's own, [N], which may be 0; and the sums over
+            ranks of :meth:`StopRequest.flags`.
         """
         each = [self.run.feed.counts(batch) for batch in microbatches]
         names = list(self.run.loss_weights)
         zero = torch.zeros((), dtype=torch.float64)
         total = torch.stack([sum((counts[name] for counts in each), start=zero) for name in names])
         summed = sum_over_data(total, self.run.mesh, once_per_pipeline=True, extra_sums=self.stop.flags())
-        counts, stop_flags = summed[: len(names)], summed[len(names) :]
-        return dict(zip(names, counts.clamp(min=1).unbind(), strict=True)), stop_flags
+        counts = summed[: len(names)].clamp(min=1)
+        return dict(zip(names, counts.unbind(), strict=True)), total, summed[len(names) :]
 
     # --- what happens between steps -----------------------------------------------------------
 

@@ -117,6 +117,32 @@ def test_a_term_that_no_stage_returns():
         train(ALONE, {})
 
 
+def test_a_term_may_be_absent_in_steps_where_its_count_is_0():
+    """As of images, where the microbatches of a rank's first step may have none."""
+    made, counted, calls = Transformer.__init__, Transformer.loss_counts, []
+
+    def weighed(model, config):
+        made(model, config)
+        model.loss_weights = {"lm": 1.0, "image": 0.1}
+
+    def count(model, batch):
+        calls.append(batch)
+        return {**counted(model, batch), "image": torch.tensor(float(len(calls) > 4))}
+
+    def compute(part, *args):
+        found = forward(part, *args)
+        more = {"image": found.losses["lm"]} if len(calls) > 4 else {}
+        return PartOutput(found.value, {**found.losses, **more})
+
+    with (
+        mock.patch.object(Transformer, "__init__", weighed),
+        mock.patch.object(Transformer, "loss_counts", count),
+        mock.patch.object(TransformerPart, "forward", compute),
+    ):
+        train(ALONE, {})
+    assert len(calls) > 4
+
+
 @pytest.mark.parametrize(
     ("method", "value", "text"),
     [

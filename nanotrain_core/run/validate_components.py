@@ -7,6 +7,7 @@ lose layers or count gradients twice.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -22,6 +23,9 @@ from nanotrain_core.pipeline.actions import Costs
 from nanotrain_core.recipe.tree import Recipe, Selection
 from nanotrain_core.registry.contract_checks import missing_of_part
 from nanotrain_core.registry.registry import Registry
+
+if TYPE_CHECKING:
+    from nanotrain_core.compose import Run
 
 
 def check_vocabulary(data: Data, model: Model, recipe: Recipe) -> None:
@@ -79,32 +83,30 @@ def check_loss_weights(model: Model, recipe: Recipe) -> None:
         )
 
 
-def check_first_step(
-    losses: Iterable[str], loss_weights: Iterable[str], gradients: GradientSync, mesh: Mesh, *, done: int
-) -> None:
+def check_first_step(run: Run, losses: Iterable[str], counts: torch.Tensor, *, done: int) -> None:
     """Reject losses and gradients that no later step would complain of; collective along the pipeline.
 
     Args:
+        run: with the complete gradients of the step.
         losses: the terms that this rank's stages have returned.
-        loss_weights: the terms that have a weight.
-        gradients: with the complete gradients of the step.
-        mesh: of the run.
+        counts: of each term that has a weight, this rank's count in the step.
         done: steps that were validated before: those after the first are like it.
     """
     if not done:
-        check_terms(losses, loss_weights, mesh)
-        check_gradients(gradients)
+        check_terms(losses, run.loss_weights, counts, run.mesh)
+        check_gradients(run.gradients)
 
 
-def check_terms(losses: Iterable[str], loss_weights: Iterable[str], mesh: Mesh) -> None:
-    """Reject a loss term that no stage returned in a step: it would be trained on and reported as 0.
+def check_terms(losses: Iterable[str], loss_weights: Iterable[str], counts: torch.Tensor, mesh: Mesh) -> None:
+    """Reject a loss term that was counted in a step and that no stage returned: it would be reported as 0.
 
-    Collective along the pipeline.
+    One with the count 0, such as that of images in batches of text, may be absent. Collective along the
+    pipeline, where all ranks have the same counts.
     """
     own = {*losses}
     found = own.union(*mesh.gather(own, "pp")) if mesh.degree("pp") > 1 else own
-    for name in loss_weights:
-        if name not in found:
+    for name, count in zip(loss_weights, counts, strict=True):
+        if name not in found and count > 0:
             returned = ", ".join(sorted(found)) or "none"
             raise PluginError(
                 f"the model has a weight for the loss '{name}' and never returned that loss: "
