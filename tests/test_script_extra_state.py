@@ -1,5 +1,7 @@
 """What modules of a script keep outside of parameters and buffers is saved and restored."""
 
+from unittest import mock
+
 import pytest
 import torch
 from command import nanotrain
@@ -11,6 +13,7 @@ from nanotrain_core.contracts import Monitor
 from nanotrain_core.errors import CheckpointError
 from nanotrain_core.layout.gradients import AllReduceGradients
 from nanotrain_core.script import ScriptConfig
+from nanotrain_core.script.checkpoint import own_buffers
 from nanotrain_core.testing import run_ranks
 from nanotrain_core.testing.probe import rank
 
@@ -151,3 +154,21 @@ def test_each_rank_resumes_with_its_own_buffers_and_another_number_with_those_of
     resumed = run_ranks(centered, 2, tmp_path / "stopped", 4, resume="auto")
     for (losses, *buffers), (told, *rest) in zip(resumed, straight, strict=True):
         assert (losses, buffers) == (told[2:], rest)
+
+
+def test_buffers_that_are_alike_on_all_ranks_are_not_copied_by_a_save():
+    """A mean of weights as buffers took as much host memory as the model on every rank, and minutes."""
+    module = nn.BatchNorm1d(4)
+    kept = dict(module.named_buffers())
+    others = nn.BatchNorm1d(4)
+    others.running_var += 1
+    mesh, gathered = mock.Mock(world_size=2), []
+    mesh.gather = lambda value: gathered.append(value) or [gathered[0], value]
+    own_buffers(others, mesh)
+    copied, cpu = [], torch.Tensor.cpu
+    with mock.patch.object(
+        torch.Tensor, "cpu", lambda tensor: copied.append(tensor.data_ptr()) or cpu(tensor)
+    ):
+        found = own_buffers(module, mesh)
+    assert found.keys() == {"buffer/running_var"}
+    assert copied == [kept["running_var"].data_ptr()]

@@ -76,12 +76,12 @@ class SimpleCheckpoint:
     def save(self, step: int, state: TrainState) -> None:
         """Gather every block on rank 0, which writes. Fails on all ranks if it fails there."""
         began = time.monotonic()
-        tensors = gather_whole(state.blocks, self.mesh, self.group)
-        streams = gather_streams(state.rank_tensors, self.mesh)
+        streams = of_rank(state.rank_tensors, self.mesh.rank)
+        tensors = gather_whole([*state.blocks, *streams], self.mesh, self.group)
         error = None
         if self.mesh.rank == 0:
             try:
-                self._write(step, {**tensors, **streams}, state.meta)
+                self._write(step, tensors, state.meta)
             except (OSError, SafetensorError) as problem:
                 error = f"checkpoint of step {step} could not be written to {self.folder}: {problem}"
         self._agree(error)
@@ -310,7 +310,8 @@ def gather_whole(
     whole: dict[str, torch.Tensor] = {}
     for key, owner in owners.items():
         if owner and mesh.rank == owner:
-            dist.send(mine[key].to(mesh.p2p_device).contiguous(), dst=0, group=group)
+            sent = mine[key].to(mesh.p2p_device).contiguous()
+            dist.send(sent.view(-1).view(torch.uint8), dst=0, group=group)  # NCCL lacks some dtypes
         elif mesh.rank == 0:
             put(whole, key, receive(forms[owner][key], owner, mesh, group) if owner else mine[key])
     return whole
@@ -334,7 +335,7 @@ def receive(form: Form, source: int, mesh: Mesh, group: dist.ProcessGroup | None
     """Receive one block."""
     shape, dtype = form
     buffer = torch.empty(shape, dtype=dtype, device=mesh.p2p_device)
-    dist.recv(buffer, src=source, group=group)
+    dist.recv(buffer.view(-1).view(torch.uint8), src=source, group=group)
     return buffer
 
 
@@ -348,11 +349,6 @@ def put(whole: dict[str, torch.Tensor], key: BlockKey, tensor: torch.Tensor) -> 
     target[index_of(offset, tensor.shape)] = tensor.cpu()
 
 
-def gather_streams(streams: Mapping[str, torch.Tensor], mesh: Mesh) -> dict[str, torch.Tensor]:
-    """Gather on rank 0: return every rank's streams under ``rng/<rank>/``."""
-    mine = dict(streams)
-    everyone: list[dict[str, torch.Tensor]] = [mine]
-    if mesh.world_size > 1:
-        everyone = [{}] * mesh.world_size
-        dist.gather_object(mine, everyone if mesh.rank == 0 else None, dst=0)
-    return {f"rng/{rank}/{name}": t for rank, theirs in enumerate(everyone) for name, t in theirs.items()}
+def of_rank(streams: Mapping[str, torch.Tensor], rank: int) -> list[Block]:
+    """Return a rank's own tensors as blocks under ``rng/<rank>/``."""
+    return [Block(f"rng/{rank}/{name}", tuple(t.shape), (0,) * t.dim(), t) for name, t in streams.items()]

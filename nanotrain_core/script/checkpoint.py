@@ -18,11 +18,11 @@ from torch.serialization import default_restore_location
 
 from nanotrain_core.builtin.configs import SimpleCheckpointConfig
 from nanotrain_core.checkpoint.simple import SimpleCheckpoint
-from nanotrain_core.checkpoint.simple_damage import digest
 from nanotrain_core.checkpoint.simple_listing import list_checkpoints
 from nanotrain_core.contracts import Block, TrainState
 from nanotrain_core.errors import CheckpointError
 from nanotrain_core.layout.mesh import Mesh
+from nanotrain_core.monitors.replicas import hash_bits
 from nanotrain_core.script.feed import LoaderFeed
 from nanotrain_core.script.optimizer import ScriptOptimizer, block
 
@@ -167,10 +167,10 @@ def own_buffers(model: nn.Module, mesh: Mesh) -> dict[str, torch.Tensor]:
     """
     if mesh.world_size == 1:
         return {}
-    found = {each.name: each.tensor.detach().cpu().contiguous().clone() for each in buffers(model)}
-    hashes = {name: digest([(name, tensor)], "") for name, tensor in found.items()}
-    of_rank_0 = mesh.gather(hashes)[0]
-    return {name: tensor for name, tensor in found.items() if hashes[name] != of_rank_0.get(name)}
+    found = {each.name: each.tensor.detach() for each in buffers(model)}
+    bits = {name: (t.shape, t.dtype, int(hash_bits(t))) for name, t in found.items()}  # where they are
+    of_rank_0 = mesh.gather(bits)[0]
+    return {name: t.cpu() for name, t in found.items() if bits[name] != of_rank_0.get(name)}
 
 
 def claim(folder: Path, resume: str | None) -> None:
