@@ -1,8 +1,10 @@
 """Ranks that would run different things find out before they talk."""
 
 import importlib
+import os
 import re
 import sys
+import types
 from concurrent.futures import ThreadPoolExecutor
 
 import attrs
@@ -10,10 +12,10 @@ import pytest
 import torch.distributed as dist
 
 from nanotrain_core.errors import LaunchError, NanotrainError
-from nanotrain_core.launch import launcher, worker
+from nanotrain_core.launch import code, launcher, worker
 from nanotrain_core.launch.agreement import agree
 from nanotrain_core.launch.attempts import Past
-from nanotrain_core.launch.code import environment_facts, expect_unchanged
+from nanotrain_core.launch.code import code_digests, environment_facts, expect_unchanged
 from nanotrain_core.launch.environment import Ranks
 from nanotrain_core.launch.hosts import Nodes
 from nanotrain_core.launch.worker import Job, share_folder
@@ -87,7 +89,7 @@ def test_hosts_with_other_code_of_one_version_are_told_apart(tmp_path, monkeypat
             there.setitem(sys.modules, "their_plugin", None)
             del sys.modules["their_plugin"]
             importlib.import_module("their_plugin")
-            return environment_facts(Registry((plugin,)))
+            return environment_facts(Registry((plugin,)), ("nanotrain-core", "their-plugin"))
 
     first = facts("a", "scale = 1\n")
     assert {"Python", "numpy", "torch", "the code of nanotrain-core"} < first.keys()
@@ -98,6 +100,36 @@ def test_hosts_with_other_code_of_one_version_are_told_apart(tmp_path, monkeypat
         assert found[0].startswith("rank 1 on ")
         assert "does not run what rank 0 on" in found[0]
         assert "the code of their-plugin is " in found[0]
+
+
+def test_code_is_read_by_one_rank_of_a_host_and_only_what_the_run_uses():
+    """Every rank had read every plugin; an edit of one that the run does not use had refused the run."""
+    registry, used = launcher.load_plugins(), ("nanotrain-core", "nanotrain-ddp", "torch")
+    first = environment_facts(registry, used)
+    read = {name for name, found in first.items() if name.startswith("the code of ") and found}
+    assert read == {"the code of nanotrain-core", "the code of nanotrain-ddp"}
+    second = environment_facts(registry, used, with_code=False)
+    assert second["the code of nanotrain-core"] is None
+    lacking = {**first, "tokenizers": None}  # which a run without text does not need
+    assert outcomes(first, second, lacking) == ["equal"] * 3
+    assert "numpy is 0.1 there" in outcomes(first, {**second, "numpy": "0.1"})[0]
+
+
+def test_what_cannot_be_read_is_no_code(tmp_path, monkeypatch):
+    """A module in an archive, or a folder called like one, had ended in a traceback."""
+    package = tmp_path / "odd"
+    (package / "folder.py").mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    plugin = PluginInfo(name="odd", distribution="odd", version="1.0", module="odd")
+    monkeypatch.setitem(sys.modules, "odd", types.SimpleNamespace(__file__=str(package / "__init__.py")))
+    alone = code_digests(Registry((plugin,)), ("odd",))
+    (package / "loop.py").symlink_to("loop.py")
+    os.mkfifo(package / "pipe.py")
+    code._digest.cache_clear()
+    assert code_digests(Registry((plugin,)), ("odd",)) == alone
+    archived = types.SimpleNamespace(__file__=str(package / "__init__.py" / "there" / "__init__.py"))
+    monkeypatch.setitem(sys.modules, "odd", archived)
+    assert code_digests(Registry((plugin,)), ("odd",)).keys() == {"odd"}
 
 
 def test_ranks_that_would_run_other_code_than_their_launcher_found_are_refused(tmp_path, monkeypatch):
@@ -113,7 +145,7 @@ def test_ranks_that_would_run_other_code_than_their_launcher_found_are_refused(t
     text = "the code of nanotrain-ddp has changed since this launch: start it again with --resume auto"
     with pytest.raises(LaunchError, match=re.escape(text)) as caught:
         edited.run(Ranks())
-    assert (caught.value.exit_code, caught.value.restart_helps) == (2, False)
+    assert (caught.value.exit_code, caught.value.restart_helps) == (1, False)  # scripts start it again
 
 
 @pytest.mark.parametrize(("folders", "seen"), [(("a", "a", "b"), False), (("a", "a", "a"), True)])

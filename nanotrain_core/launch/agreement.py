@@ -24,8 +24,10 @@ class Store(Protocol):
     def get(self, key: str) -> bytes: ...
 
 
-def agree(store: Store, rank: int, world_size: int, facts: Mapping[str, str]) -> None:
+def agree(store: Store, rank: int, world_size: int, facts: Mapping[str, str | None]) -> None:
     """Compare ``facts`` (versions, digests of code, a hash of the recipe) with rank 0's on every rank.
+
+    A fact that is None on either is not compared.
 
     Raises:
         LaunchError: on every rank, naming the first rank that differs and in what.
@@ -54,11 +56,12 @@ def _verdict(store: Store, world_size: int) -> str:
     for rank in range(1, world_size):
         theirs = json.loads(store.get(f"facts/{rank}"))
         for fact in sorted({*mine, *theirs} - {"host"}):
-            if mine.get(fact) != theirs.get(fact):
+            here, there = mine.get(fact, "missing"), theirs.get(fact, "missing")
+            if here != there and None not in (here, there):
                 run_id = os.environ.get("TORCHELASTIC_RUN_ID") if fact == "recipe hash" else None
                 two = f"; two runs at one endpoint need two --rdzv-id, both have {run_id}" if run_id else ""
                 who = f"rank {rank} on {theirs['host']} does not run what rank 0 on {mine['host']} runs"
-                what = f"{theirs.get(fact, 'missing')} there and {mine.get(fact, 'missing')} on rank 0"
+                what = f"{there} there and {here} on rank 0"
                 return f"{who}: {fact} is {what}{two}"
     return "equal"
 

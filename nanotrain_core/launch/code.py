@@ -3,50 +3,71 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import platform
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
+from functools import cache
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
-from nanotrain_core.errors import LaunchError
+from nanotrain_core.errors import Exit, LaunchError
 from nanotrain_core.recipe import Recipe
 from nanotrain_core.registry.registry import Registry, cached_version
 
 #: Libraries whose versions can change the numbers of a run, in addition to torch.
 LIBRARIES = ("numpy", "safetensors", "tokenizers")
+_CORE = Path(__file__).parents[1]
+#: Tools for tests: no part of a run.
+_NOT_RUN = _CORE / "testing"
 
 
-def environment_facts(registry: Registry) -> Mapping[str, str]:
-    """Return the versions and the code of this process, each by the name in which an error reports it."""
-    found = {**registry.versions(), "Python": ".".join(platform.python_version_tuple()[:2])}
+def environment_facts(
+    registry: Registry, used: Collection[str], *, with_code: bool = True
+) -> Mapping[str, str | None]:
+    """Return the versions and the code of this process, each by the name in which an error reports it.
+
+    Args:
+        registry: the plugins.
+        used: the distributions that the run uses.
+        with_code: whether to read their code: one rank of a host is enough, as many read one file server.
+
+    Returns:
+        The facts; None for one that is not to be compared.
+    """
+    found: dict[str, str | None] = {**registry.versions()}
+    found["Python"] = ".".join(platform.python_version_tuple()[:2])
     for library in LIBRARIES:
+        found[library] = None  # a run that needs one says so where it is missing
         with suppress(PackageNotFoundError):
             found[library] = cached_version(library)
+    digests = code_digests(registry, used) if with_code else dict.fromkeys(used, None)
     # The first digits are enough to tell two apart, and for a person to compare.
-    return {**found, **{f"the code of {name}": text[:16] for name, text in code_digests(registry).items()}}
+    return {**found, **{f"the code of {name}": text and text[:16] for name, text in digests.items()}}
 
 
-def code_digests(registry: Registry) -> Mapping[str, str]:
-    """Return, by distribution, the SHA-256 of the core's code and of each usable plugin's.
+def code_digests(registry: Registry, used: Collection[str]) -> Mapping[str, str]:
+    """Return, by distribution, the SHA-256 of the code of those that are ``used``: the core and plugins.
 
-    What counts is Python source and its place within a package, not where that is installed.
+    What counts is Python source and its place within a package, not where that is installed. Each is read
+    once in a process. The content of an archive does not count.
     """
-    usable = [plugin for plugin in registry.plugins if not plugin.error]
+    usable = [plugin for plugin in registry.plugins if not plugin.error and plugin.distribution in used]
     packages: dict[str, set[Path]] = {}
     for plugin in usable:
         if not plugin.local and (package := _package(plugin.module)) is not None:
             packages.setdefault(plugin.distribution, set()).add(package)
-    packages["nanotrain-core"] = {Path(__file__).parents[1]}  # which has the built-in components, too
+    if "nanotrain-core" in used:
+        packages["nanotrain-core"] = {_CORE}  # which has the built-in components, too
     local = {plugin.distribution: plugin.version for plugin in usable if plugin.local}
-    return {**{name: _digest(found) for name, found in packages.items()}, **local}
+    return {**{name: _digest(frozenset(found)) for name, found in packages.items()}, **local}
 
 
 def used_code(registry: Registry, recipe: Recipe) -> Mapping[str, str]:
     """Return the digests of the core and of the plugins whose components a recipe selects."""
-    return {name: text for name, text in code_digests(registry).items() if name in recipe.versions}
+    return code_digests(registry, recipe.versions)
 
 
 def expect_unchanged(since: Mapping[str, str], registry: Registry) -> None:
@@ -59,13 +80,15 @@ def expect_unchanged(since: Mapping[str, str], registry: Registry) -> None:
         registry: the plugins as this process has loaded them.
 
     Raises:
-        LaunchError: it is not, which a new launcher cures and a restart does not.
+        LaunchError: it is not, which a new launcher cures and a restart does not: with the code for which
+            scripts start it again.
     """
     if since:
-        now = code_digests(registry)
+        _digest.cache_clear()  # of an earlier attempt in this process: other ranks may have new processes
+        now = code_digests(registry, since)
         if changed := sorted(name for name, digest in since.items() if now.get(name) != digest):
             text = f"the code of {' and '.join(changed)} has changed since this launch"
-            raise LaunchError(f"{text}: start it again with --resume auto")
+            raise LaunchError(f"{text}: start it again with --resume auto").with_code(Exit.FAILED)
 
 
 def _package(module: str) -> Path | None:
@@ -81,19 +104,23 @@ def _package(module: str) -> Path | None:
     return None
 
 
-def _digest(packages: Iterable[Path]) -> str:
+@cache
+def _digest(packages: frozenset[Path]) -> str:
     digest = hashlib.sha256()
     for package in sorted(packages):
         for name, file in _sources(package):
-            with suppress(FileNotFoundError):  # deleted meanwhile, or a link that an editor uses as a lock
-                text = file.read_bytes()
-                digest.update(f"{name} {len(text)}\n".encode() + text)
+            # Deleted meanwhile, unreadable, in an archive, or a link that an editor uses as a lock.
+            with suppress(OSError):
+                if file.is_file():
+                    text = file.read_bytes()
+                    digest.update(f"{name} {len(text)}\n".encode() + text)
     return digest.hexdigest()
 
 
 def _sources(package: Path) -> Iterator[tuple[Path, Path]]:
     """Yield the path of each source file within the parent folder of ``package``, and its path."""
-    for file in sorted(package.rglob("*.py")) if package.is_dir() else [package]:
+    walked = (Path(folder, name) for folder, _, names in os.walk(package) for name in names)
+    for file in sorted(path for path in walked if path.suffix == ".py") or [package]:
         name = file.relative_to(package.parent)
-        if not any(part.startswith(".") for part in name.parts):
+        if _NOT_RUN not in file.parents and not any(part.startswith(".") for part in name.parts):
             yield name, file

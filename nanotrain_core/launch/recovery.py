@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nanotrain_core.launch import temporary
-from nanotrain_core.launch.code import code_digests
+from nanotrain_core.launch.code import used_code
 from nanotrain_core.recipe import Recipe, recipe_hash
 from nanotrain_core.run.files import write_text_atomically
 from nanotrain_core.watch.scratch import RECOVERABLE
@@ -39,7 +39,7 @@ def restart_of(
         return {
             **own,
             **{f"the version of {name}": found for name, found in versions.items()},
-            **{f"the code of {name}": digest for name, digest in code_digests(registry).items()},
+            **{f"the code of {name}": digest for name, digest in used_code(registry, recipe).items()},
         }
 
     def recoverable(step: int) -> None:

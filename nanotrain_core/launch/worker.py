@@ -99,7 +99,8 @@ def train(job: Job, ranks: Ranks) -> str:
 def _train(job: Job, ranks: Ranks, last: contextlib.ExitStack) -> str:
     log.configure(ranks.rank)
     registry = load_plugins(block=job.plugins.blocked, local=job.plugins.local)
-    expect_unchanged(job.code, registry)
+    if ranks.local_rank == 0:  # reading code takes many requests to a file server
+        expect_unchanged(job.code, registry)
     found = resolve_recipe(job.recipe, overrides=job.overrides, plugins=job.plugins, ranks=ranks.world_size)
     recipe = found.recipe
     # Our own launcher starts ranks as torchrun does, as many as it was told.
@@ -313,7 +314,7 @@ def join(
         shared = dist.PrefixStore("nanotrain", tcp)
         store, past = meet(shared, ranks.rank, ranks.world_size, past, timeout=recipe.run.timeout)
     words = {"--resume": str(job.resume), "--folder": str(job.folder), "--show": " ".join(job.show) or "None"}
-    own = environment_facts(registry)
+    own = environment_facts(registry, recipe.versions, with_code=ranks.local_rank == 0)
     facts = {**own, "recipe hash": recipe_hash(recipe), "device": device.type, **words}
     agree(store, ranks.rank, ranks.world_size, facts)
     if ranks.world_size == 1:
