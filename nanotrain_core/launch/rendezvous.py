@@ -105,8 +105,13 @@ def find(host: str, ports: Sequence[int], name: str, seconds: float) -> Store:
 
 
 def is_held_by_another_program(host: str, port: int) -> bool:
-    """Return whether a program listens at a port and is no store. Torch would wait for it forever."""
-    return _listens(host, port) and _Look(host, port, "", PATIENT).found is None and _listens(host, port)
+    """Return whether a program listens at a port and is no store. Torch would wait for it forever.
+
+    One that closes the connection may be a forwarder whose host does not listen yet: torch tries again.
+    """
+    if not _listens(host, port) or _Look(host, port, "", PATIENT).found is not None:
+        return False
+    return _keeps_connection(host, port) and _Look(host, port, "", _SOON).found is None  # it may be late
 
 
 class _Look(threading.Thread):
@@ -128,6 +133,17 @@ class _Look(threading.Thread):
                 self.host, self.port, is_master=False, timeout=self.limit, wait_for_workers=False
             )
             self.found = there if not self.key or there.check([self.key]) else None
+
+
+def _keeps_connection(host: str, port: int) -> bool:
+    """Return whether a program listens and does not close a connection at once."""
+    soon = _SOON.total_seconds()
+    with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=soon) as one:
+        try:
+            return bool(one.recv(1))
+        except TimeoutError:
+            return True
+    return False
 
 
 def _listens(host: str, port: int) -> bool:
