@@ -65,9 +65,10 @@ def test_every_rank_learns_who_differs_and_in_what(other, text):
     assert text in found[0]
 
 
-def test_two_runs_that_meet_by_mistake_are_told_how_to_part(monkeypatch):
+@pytest.mark.parametrize("fact", ["recipe hash", "--resume", "--folder"])
+def test_two_runs_that_meet_by_mistake_are_told_how_to_part(monkeypatch, fact):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "small-0f04bafa")
-    for text in outcomes(FACTS, {**FACTS, "recipe hash": "xyz"}):
+    for text in outcomes({**FACTS, fact: "abc"}, {**FACTS, fact: "xyz"}):
         assert text.endswith("; two runs at one endpoint need two --rdzv-id, both have small-0f04bafa")
 
 

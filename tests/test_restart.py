@@ -1,9 +1,11 @@
 """What survives a failure: restarts go on from the last checkpoint, and several hosts can meet."""
 
+import contextlib
 import json
 import re
 import signal
 import socket
+import threading
 import time
 from datetime import timedelta
 
@@ -17,7 +19,7 @@ from torch.distributed.elastic.rendezvous import RendezvousConnectionError, regi
 
 from nanotrain_core.errors import Exit, LaunchError
 from nanotrain_core.launch import rendezvous as meeting
-from nanotrain_core.launch.hosts import Nodes, rendezvous, run_id_of
+from nanotrain_core.launch.hosts import Nodes, rendezvous
 
 DIES_ONCE = """
 HOLD = 0  # seconds that rank 0 lives on and hears nothing of it
@@ -139,28 +141,39 @@ def test_where_nobody_serves_the_meeting_is_told(monkeypatch, tmp_path):
 
 def test_a_port_that_another_program_holds_is_told(monkeypatch, tmp_path):
     """Torch waited for its answer without end."""
-    monkeypatch.setattr(meeting, "PATIENT", timedelta(seconds=0.3))
+    for limit in ("PATIENT", "_SOON"):
+        monkeypatch.setattr(meeting, limit, timedelta(seconds=0.3))
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
         text = f"^port {port} of 127.0.0.1 is held by another program: choose another --rdzv-endpoint$"
         with pytest.raises(LaunchError, match=text):
             rendezvous(Nodes(count=2, endpoint=f"127.0.0.1:{port}"), tmp_path)
     assert not meeting.is_held_by_another_program("127.0.0.1", port)
+    with socket.create_server(("127.0.0.1", 0)) as forwarder:  # to a host that does not listen yet
+        threading.Thread(target=close_each, args=(forwarder,), daemon=True).start()
+        assert not meeting.is_held_by_another_program("127.0.0.1", forwarder.getsockname()[1])
+        forwarder.shutdown(socket.SHUT_RDWR)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     assert not meeting.is_held_by_another_program("127.0.0.1", store.port)
+
+
+def close_each(server):
+    with contextlib.suppress(OSError):
+        while True:
+            server.accept()[0].close()
 
 
 def test_two_runs_at_one_endpoint_do_not_mix(tmp_path, capsys):
     """A stranger's launcher had joined, differed, and ended a healthy run that waits for more hosts."""
     at = endpoint()
-    mine, same, other = (run_id_of("small", folder, "auto") for folder in ("A", "A", "B"))
+    mine, same, other = "small", "small", "large"
     met = [Nodes(count=3, least=1, endpoint=at, run_id=name) for name in (mine, same, other)]
     handlers = [rendezvous(met[0], tmp_path), rendezvous(met[1], tmp_path)]
     assert capsys.readouterr().err == ""
     handlers.append(rendezvous(met[2], tmp_path))
     said = capsys.readouterr().err
     assert said.startswith(f"nanotrain: {at} serves another run, {mine}; this is {other}: ")
-    assert "need the same run.name, --folder and --resume, or the same --rdzv-id" in said
+    assert "need the same run.name, or the same --rdzv-id" in said
     assert [handler.get_run_id() for handler in handlers] == [mine, mine, other]
 
 

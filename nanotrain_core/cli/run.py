@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rdzv-id",
         metavar="ID",
-        help="name of the run at the rendezvous; default: made from run.name, --folder and --resume",
+        help="name of the run at the rendezvous; default: run.name",
     )
     parser.add_argument(
         "--max-restarts",
@@ -82,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Start the ranks, or be one of them under torchrun or srun."""
     end_on_sigterm(_ended, interrupts=True)  # until there are ranks to end, or training
-    from nanotrain_core.launch.hosts import Nodes, run_id_of
+    from nanotrain_core.launch.hosts import Nodes
     from nanotrain_core.launch.launcher import launch, prepare
     from nanotrain_core.launch.worker import Job, train
 
@@ -118,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
         least=least,
         nproc=recipe.run.ranks // nnodes,
         endpoint=args.rdzv_endpoint,
-        run_id=args.rdzv_id or run_id_of(recipe.run.name, args.folder or recipe.run.folder, args.resume),
+        run_id=args.rdzv_id or recipe.run.name,
         max_restarts=recipe.run.max_restarts if args.max_restarts is None else args.max_restarts,
     )
     code = keep_code(launch(job, recipe, nodes))

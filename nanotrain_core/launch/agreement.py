@@ -15,6 +15,9 @@ from nanotrain_core.errors import Exit, FolderError, LaunchError, NanotrainError
 from nanotrain_core.launch.environment import Ranks
 from nanotrain_core.run.owner import LOCK
 
+#: Facts in which two runs of one name may differ.
+_OF_RUN = ("recipe hash", "--resume", "--folder")
+
 
 class Store(Protocol):
     """The subset of ``torch.distributed.Store`` used here."""
@@ -58,7 +61,7 @@ def _verdict(store: Store, world_size: int) -> str:
         for fact in sorted({*mine, *theirs} - {"host"}):
             here, there = mine.get(fact, "missing"), theirs.get(fact, "missing")
             if here != there and None not in (here, there):
-                run_id = os.environ.get("TORCHELASTIC_RUN_ID") if fact == "recipe hash" else None
+                run_id = os.environ.get("TORCHELASTIC_RUN_ID") if fact in _OF_RUN else None
                 two = f"; two runs at one endpoint need two --rdzv-id, both have {run_id}" if run_id else ""
                 who = f"rank {rank} on {theirs['host']} does not run what rank 0 on {mine['host']} runs"
                 what = f"{there} there and {here} on rank 0"

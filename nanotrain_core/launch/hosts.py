@@ -6,9 +6,7 @@ On one host it is a file. Several hosts use a store which the host of the endpoi
 from __future__ import annotations
 
 import contextlib
-import json
 import socket
-from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,6 +42,8 @@ class Nodes:
     endpoint: str = ""
     """``host:port`` of the rendezvous."""
     run_id: str = "nanotrain"
+    """By which launchers at one endpoint meet: by default only the run's name, so that hosts whose command
+    lines differ otherwise meet and are refused. With ids of their own each could train alone."""
     max_restarts: int = 0
 
     @property
@@ -77,14 +77,6 @@ def is_here(host: str) -> bool:
                 one.bind((address, 0))
                 return True
     return False
-
-
-def run_id_of(name: str, folder: str | None, resume: str | None) -> str:
-    """Return the name of a run at the rendezvous: another one that has the endpoint by mistake has another.
-
-    It is made from what hosts with the same command line have in common, without reading a file.
-    """
-    return f"{name}-{sha256(json.dumps([name, folder, resume]).encode()).hexdigest()[:8]}"
 
 
 def rendezvous(nodes: Nodes, scratch: Path) -> RendezvousHandler:
@@ -136,5 +128,5 @@ def _tell_of_others(nodes: Nodes, store: Store) -> None:
             others = (
                 f"{nodes.endpoint} serves another run, {', '.join(sorted(known))}; this is {nodes.run_id}"
             )
-            one = "hosts of one run need the same run.name, --folder and --resume, or the same --rdzv-id"
+            one = "hosts of one run need the same run.name, or the same --rdzv-id"
             log.say(f"{others}: {one}; two runs should have two endpoints", level="warning")
