@@ -1,18 +1,20 @@
 """Ranks that would run different things find out before they talk."""
 
+import errno
 import importlib
 import os
 import re
 import sys
 import types
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import attrs
 import pytest
 import torch.distributed as dist
 
 from nanotrain_core.errors import LaunchError, NanotrainError
-from nanotrain_core.launch import code, launcher, worker
+from nanotrain_core.launch import agreement, code, launcher, worker
 from nanotrain_core.launch.agreement import agree
 from nanotrain_core.launch.attempts import Past
 from nanotrain_core.launch.code import code_digests, environment_facts, expect_unchanged
@@ -175,7 +177,21 @@ def test_hosts_that_do_not_see_the_folder_of_rank_0_are_refused(tmp_path, monkey
         assert found[0] == "equal"
         next(filter(None, claims)).release()
     else:
-        assert found[0].startswith("rank 2 on ")
-        own = f"does not see rank 0's run folder {tmp_path}/a on "
-        assert own in found[0]
-        assert found[0].endswith(": all hosts need one shared folder")
+        assert found[0].startswith(f"rank 2 does not find rank 0's run folder, {tmp_path}/a on ")
+        assert f", as {tmp_path}/b on " in found[0]
+        assert found[0].endswith(": all hosts need one shared folder, under the same path")
+
+
+def test_a_lock_that_excludes_reading_is_that_of_a_folder_that_is_seen(tmp_path, monkeypatch):
+    """As on SMB: rank 0 had ended in a traceback, while the others waited for it."""
+    with monkeypatch.context() as shared:
+
+        def refuse(self, encoding):
+            raise PermissionError(errno.EACCES, "Permission denied")
+
+        shared.setattr(Path, "read_text", refuse)
+        claim = RunFolder.claim("a", folder=tmp_path / "a")
+        owner = claim.owner()
+        assert agreement._sees(tmp_path / "a" / ".lock", owner, 0.0)
+    assert claim.owner() == owner
+    claim.release()

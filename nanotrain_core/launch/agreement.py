@@ -113,14 +113,16 @@ def expect_shared(folder: Path, claim: str, ranks: Ranks, store: Store, patience
     """
     if ranks.rank > 0:
         sees = ranks.local_rank > 0 or _sees(folder / LOCK, claim, patience)  # one rank of a host looks
-        store.set(f"sees/{ranks.rank}", "" if sees else socket.gethostname())
+        where = f"{folder.absolute()} on {socket.gethostname()}"  # one path may be relative to two folders
+        store.set(f"sees/{ranks.rank}", "" if sees else where)
 
     def all_see() -> None:
         for rank in range(1, ranks.world_size):
-            if host := store.get(f"sees/{rank}").decode():
-                own = f"rank 0's run folder {folder.absolute()} on {socket.gethostname()}"
+            if where := store.get(f"sees/{rank}").decode():
+                own = f"{folder.absolute()} on {socket.gethostname()}"
                 raise FolderError(
-                    f"rank {rank} on {host} does not see {own}: all hosts need one shared folder"
+                    f"rank {rank} does not find rank 0's run folder, {own}, as {where}: "
+                    "all hosts need one shared folder, under the same path"
                 )
 
     broadcast_from_rank_0(all_see, "seen", ranks, store)
@@ -130,9 +132,13 @@ def _sees(path: Path, text: str, patience: float) -> bool:
     """Return whether a file has that text, now or within ``patience`` seconds."""
     until = time.monotonic() + patience
     while True:
-        with contextlib.suppress(OSError):
+        try:
             if path.read_text(encoding="utf-8") == text:
                 return True
+        except PermissionError:  # a lock on SMB excludes reading: the file is there, and locked
+            return True
+        except OSError:
+            pass
         if time.monotonic() > until:
             return False
         time.sleep(0.5)

@@ -92,8 +92,18 @@ class RunFolder:
         self.lock.close()
 
     def owner(self) -> str:
-        """Return what the lock file says of the process that claimed the folder last."""
-        return (self.path / LOCK).read_text(encoding="utf-8")
+        """Return what the lock file says of the process that claimed the folder last.
+
+        Raises:
+            FolderError: it cannot be read.
+        """
+        try:
+            with suppress(PermissionError):  # a lock on SMB excludes reading, but by what holds it
+                return (self.path / LOCK).read_text(encoding="utf-8")
+            return os.pread(self.lock.fileno(), 1 << 16, 0).decode()
+        except OSError as problem:
+            text = f"{self.path / LOCK} cannot be read: {problem.strerror}"
+            raise FolderError(text) from problem
 
 
 def holds_run(path: Path) -> bool:
