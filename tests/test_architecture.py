@@ -232,7 +232,7 @@ SMALL = {
     "contracts": 700,
     "data": 912,
     "hf": 942,
-    "launch": 2364,
+    "launch": 2367,
     "layout": 1223,
     "models": 692,
     "moe": 360,

@@ -3,7 +3,7 @@
 import pytest
 
 from nanotrain_core.errors import LaunchError
-from nanotrain_core.launch.environment import Ranks, agent_name, rendezvous_address, run_name
+from nanotrain_core.launch.environment import MPI_SIZES, Ranks, agent_name, rendezvous_address, run_name
 from nanotrain_core.run import host_processors
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
@@ -158,40 +158,67 @@ def test_a_requeued_job_of_slurm_has_another_name():
     assert first != again
 
 
+LEFT = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+
+
 @pytest.mark.parametrize("endpoint", ["", "node1:29400"])
-def test_variables_left_in_the_shell_are_refused_in_tasks_of_srun(endpoint):
+def test_variables_left_in_the_shell_are_warned_of_in_tasks_of_srun(endpoint, capsys):
+    """Each of the tasks may be rank 0 of 1, or a run of its own in a sweep, which had been refused."""
+    for number in "01":
+        found = Ranks.joined(endpoint, {**SRUN, **LEFT, "SLURM_PROCID": number})
+        assert found == Ranks(0, 1, 0, 1, "torchrun")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("nanotrain: warning: by its environment this process is rank 0 of 1")
+    assert line.endswith(
+        f"one of 8 tasks of srun. If an earlier launcher left this here: unset {' '.join(LEFT)}"
+    )
+
+
+def test_a_recipe_of_several_ranks_is_refused_where_each_task_of_srun_is_the_only_one():
     """Each of the tasks was rank 0 of 1, and trained alone."""
-    left = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    text = f"and one of 8 tasks of srun; start the ranks with srun after: unset {' '.join(left)}$"
+    both = {**SRUN, **LEFT}
+    text = f"and one of 8 tasks of srun; start the ranks with srun after: unset {' '.join(LEFT)}; "
     with pytest.raises(LaunchError, match=f"is rank 0 of 1 that torchrun has started, {text}"):
-        Ranks.joined(endpoint, {**SRUN, **left})
+        Ranks.detect(both).compare((8, "my.toml:3"), both)
+    assert Ranks.detect(both).compare((1, "--set #1"), both) is None
 
 
-def test_tasks_of_srun_may_start_the_ranks_of_their_hosts():
+def test_an_elastic_torchrun_has_the_ranks_that_it_has():
+    """A note told its ranks to unset their variables, and --set run.ranks=N was refused after a host left."""
+    elastic = {**TORCHRUN, "TORCHELASTIC_RUN_ID": "a"}
+    for where in ("my.toml:3", "--set #1"):
+        assert Ranks.detect(elastic).compare((16, where), elastic) is None
+
+
+def test_tasks_of_srun_may_start_the_ranks_of_their_hosts(capsys):
     for more in (
         {"SLURM_STEP_NUM_TASKS": "2"},
+        {"WORLD_SIZE": "28", "LOCAL_WORLD_SIZE": "8", "SLURM_STEP_NUM_TASKS": "4"},  # the last host has 4
         {"TORCHELASTIC_RUN_ID": "a", "SLURM_STEP_NUM_TASKS": "3"},
         {},
     ):
-        assert Ranks.joined(environment={**SRUN, **TORCHRUN, **more}) == Ranks.detect(TORCHRUN)
+        environment = {**SRUN, **TORCHRUN, **more}
+        assert Ranks.joined(environment=environment) == Ranks.detect({**TORCHRUN, **more})
+    assert not capsys.readouterr().err
 
 
 OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
 MPICH = {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
-DAEMON = {**SRUN, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_LOCALID": "0"}
 
 
-@pytest.mark.parametrize("given", [OPEN_MPI, MPICH, {"MPI_LOCALNRANKS": "2"}, {**DAEMON, **OPEN_MPI}])
+@pytest.mark.parametrize("given", [OPEN_MPI, MPICH, {"MPI_LOCALNRANKS": "2"}])
 def test_processes_of_mpirun_are_refused(given):
     """Each of them trained alone, and ended with code 0."""
-    with pytest.raises(
-        LaunchError, match=r"each process would train alone; use srun or torchrun, .*--nnodes"
-    ):
+    sizes = " ".join(name for name in given if name in MPI_SIZES)
+    text = rf"each process runs alone; use srun or torchrun, .*--nnodes.*independent runs, .*: unset {sizes}$"
+    with pytest.raises(LaunchError, match=text):
         Ranks.joined(environment=given)
     assert Ranks.joined("node1:29400", given) is None
 
 
 def test_mpirun_may_start_what_says_by_itself_which_rank_it_is():
     assert Ranks.joined(environment={**OPEN_MPI, **TORCHRUN}) == Ranks.detect(TORCHRUN)
-    assert Ranks.joined(environment={**SRUN, "PMI_SIZE": "8"}) == Ranks.detect(SRUN)
+    for size in ("8", "12"):  # of all components of a heterogeneous job
+        assert Ranks.joined(environment={**SRUN, "PMI_SIZE": size}) == Ranks.detect(SRUN)
+    assert Ranks.joined(environment={**MPICH, "WORLD_SIZE": "1"}) is None
     assert Ranks.joined(environment={"OMPI_COMM_WORLD_SIZE": "1"}) is None

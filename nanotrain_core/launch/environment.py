@@ -6,6 +6,7 @@ import contextlib
 import os
 import socket
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -65,15 +66,15 @@ class Ranks:
 
         Raises:
             LaunchError: the environment is incomplete or not numeric, or the process is one of several that
-                mpirun has started, which cannot find each other, or two launchers disagree.
+                mpirun has started, which cannot find each other.
         """
         if endpoint and not {"LOCAL_RANK", "TORCHELASTIC_RUN_ID"} & environment.keys():
             return None
         found = cls.detect(environment)
         if found is not None and found.launcher == "torchrun" and "TORCHELASTIC_RUN_ID" not in environment:
-            found._expect_no_srun(environment)
-        if not endpoint and (found is None or found.launcher == "srun"):
-            _expect_no_mpi(1 if found is None else found.world_size, environment)
+            found._warn_of_srun(environment)
+        if not endpoint and found is None:
+            _expect_no_mpi(environment)
         if found is not None and found.launcher == "srun" and (found.world_size == 1 or endpoint):
             return None
         return found
@@ -107,32 +108,44 @@ class Ranks:
     ) -> str | None:
         """Compare ``run.ranks`` of a recipe, and where it says so, with what the launcher has started.
 
-        A recipe may be trained by any number of ranks: the text that is returned is a note.
+        A recipe may be trained by any number of ranks: the text that is returned is a note. An elastic
+        torchrun changes the number, and a shell that its variables were left in cannot be told from it.
 
         Raises:
-            LaunchError: an option of this command has said it, and they differ.
+            LaunchError: they differ, and an option of this command has said it, or the process is one of
+                several tasks of srun, each of which would be the only rank.
         """
         if self.launcher not in VARIABLES or stated is None or stated[0] == self.world_size:
+            return None
+        if "TORCHELASTIC_RUN_ID" in environment:
             return None
         text = f"{stated[1]}: run.ranks is {stated[0]}, and {self._said()}"
         names = self._names(environment)
         if stated[1].startswith("--"):
             raise LaunchError(f"{text}; leave it out, or start the ranks here after: unset {names}")
+        tasks = self._tasks(environment)
+        if tasks > 1 == self.world_size:
+            raise LaunchError(
+                f"{text}, and one of {tasks} tasks of srun; start the ranks with srun after: unset {names}; "
+                "for one run in each task give --set run.ranks=1"
+            )
         return f"{text}: the run has {self.world_size}. If an earlier launcher left this here: unset {names}"
 
-    def _expect_no_srun(self, environment: Mapping[str, str]) -> None:
-        """Reject torchrun's variables, left in the shell, in tasks of srun: each would be the same rank.
-
-        A task may be a script that starts the ranks of its host.
-        """
+    def _tasks(self, environment: Mapping[str, str]) -> int:
+        """Return of how many tasks of srun this process is one, though torchrun's variables say its rank."""
         tasks = environment.get("SLURM_STEP_NUM_TASKS", "")
-        if "SLURM_PROCID" not in environment or not tasks.isdecimal() or int(tasks) < 2:
-            return
-        if self.world_size not in (int(tasks), int(tasks) * self.local_world_size):
-            raise LaunchError(
-                f"{self._said()}, and one of {tasks} tasks of srun; start the ranks with srun after: "
-                f"unset {self._names(environment)}"
-            )
+        beside = self.launcher == "torchrun" and "SLURM_PROCID" in environment and tasks.isdecimal()
+        return int(tasks) if beside else 0
+
+    def _warn_of_srun(self, environment: Mapping[str, str]) -> None:
+        """Warn where torchrun's variables, if left in the shell, make several tasks of srun the same rank.
+
+        A sweep may give each task a run of its own, and a job step may have more tasks than ranks.
+        """
+        tasks = self._tasks(environment)
+        if self.world_size < tasks and environment["SLURM_PROCID"] == "0":
+            text = f"{self._said()}, and one of {tasks} tasks of srun. If an earlier launcher left this here"
+            print(f"nanotrain: warning: {text}: unset {self._names(environment)}", file=sys.stderr)
 
     def _said(self) -> str:
         who = f"rank {self.rank} of {self.world_size} that {self.launcher} has started"
@@ -146,20 +159,20 @@ class Ranks:
         return max(1, usable_processors() // self.local_world_size)
 
 
-def _expect_no_mpi(world_size: int, environment: Mapping[str, str]) -> None:
-    """Reject processes of mpirun, each of which would train alone.
+def _expect_no_mpi(environment: Mapping[str, str]) -> None:
+    """Reject processes of mpirun that nothing else tells their rank: each would run alone.
 
-    ``world_size``: what srun has started. In a Slurm job mpirun starts its daemons by srun, and their
-    variables are inherited. Under `srun --mpi=pmi2` both sizes are the same.
+    Where srun has started a process, the sizes may be those of all components of a heterogeneous job.
     """
-    for name in MPI_SIZES:
-        text = environment.get(name, "")
-        if text.isdecimal() and int(text) not in (0, 1, world_size):
-            raise LaunchError(
-                f"{name} is {text}: mpirun does not start ranks of nanotrain, and each process would train "
-                "alone; use srun or torchrun, or on each host one `nanotrain run` with --nnodes and "
-                f"--rdzv-endpoint; if it was only left in this shell: unset {name}"
-            )
+    told = [name for name in MPI_SIZES if environment.get(name, "").isdecimal()]
+    name = next((name for name in told if int(environment[name]) > 1), None)
+    if name is not None and "WORLD_SIZE" not in environment:
+        raise LaunchError(
+            f"{name} is {environment[name]}: mpirun does not start ranks of nanotrain, and each process runs "
+            "alone; use srun or torchrun, or on each host one `nanotrain run` with --nnodes and "
+            "--rdzv-endpoint; for independent runs, or if this was only left in the shell: "
+            f"unset {' '.join(told)}"
+        )
 
 
 def _ranks(environment: Mapping[str, str], launcher: str) -> Ranks:
