@@ -8,6 +8,7 @@ killed process sends no alert: only the scheduler can report that.
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
@@ -18,9 +19,9 @@ from typing import Any
 import attrs
 import structlog
 
-from nanotrain_alerts import AlertRule, AlertsConfig
+from nanotrain_alerts import AlertRule, AlertsConfig, webhook_host
 from nanotrain_alerts.deliver import Alert, deliver
-from nanotrain_core.api import Metric, Usual, is_relative
+from nanotrain_core.api import Metric, NanotrainError, Usual, is_relative
 from nanotrain_core.api.torch import (
     EndReport,
     FailedSaveReport,
@@ -73,6 +74,23 @@ class Alerts(Sink):
         self.fitting: dict[str, list[tuple[int, AlertRule]]] = {}
         self.step = 0
         self.log = structlog.get_logger("nanotrain.alerts")
+
+    def on_start(self, run: RunInfo) -> None:
+        """Look for addresses in the environment of rank 0: a login node and other ranks need none.
+
+        Raises:
+            NanotrainError: there is none; on all ranks, as none could begin without the others.
+        """
+        targets = [self.config.to, *(rule.to for rule in self.config.rules if rule.to is not None)]
+        names = [each.webhook_variable for each in targets if each.webhook_variable]
+        if names:
+            lacking = [name for name in names if not webhook_host(os.environ.get(name, ""))]
+            for name in run.mesh.gather(lacking)[0]:
+                raise NanotrainError(
+                    f"alerts: the variable {name} of `webhook_variable` has no address on rank 0's host; "
+                    f"expected `export {name}=https://host/path` before the run"
+                )
+        super().on_start(run)
 
     def open(self, run: RunInfo) -> None:
         """Tell that the run begins."""

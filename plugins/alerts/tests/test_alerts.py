@@ -18,7 +18,7 @@ from structlog.testing import capture_logs
 
 from nanotrain_core.api import Metric, Rule
 from nanotrain_core.api.torch import EndReport, FailedSaveReport, MetricsReport, RollbackReport
-from nanotrain_core.errors import RecipeError
+from nanotrain_core.errors import NanotrainError, RecipeError
 from nanotrain_core.testing import Case
 from nanotrain_core.testing.probe import make_engine
 
@@ -334,6 +334,17 @@ def test_an_address_in_the_environment_is_in_no_recipe(server, monkeypatch, tmp_
     assert [path for path, _, _ in got] == ["/S3CRET", "/S3CRET"]  # the first try fails
 
 
+def test_a_variable_without_an_address_is_refused_as_the_run_begins_and_not_before():
+    """A check on a login node was refused, and ranks that send nothing had to have it."""
+    rules = [{"event": "end", "to": {"webhook_variable": "NO_SUCH_WEBHOOK"}}]
+    engine = make_engine(Case("monitor", use="alerts", config={"rules": rules}), {"run": {"steps": 1}})
+    with pytest.raises(
+        NanotrainError, match=r"variable NO_SUCH_WEBHOOK .*rank 0's host; expected `export NO_SUCH_"
+    ):
+        engine.fit()
+    assert engine.step == 0
+
+
 def test_a_run_tells_a_slow_webhook_and_waits_for_it_at_its_end_alone(server):
     address, got = server
     rules = [{"metric": "loss", "above": 0.0, "text": "loss!"}, {"event": "end"}]
@@ -363,10 +374,6 @@ def test_a_run_tells_a_slow_webhook_and_waits_for_it_at_its_end_alone(server):
         ({"event": "end", "to": {"webhook": "example.org/x"}}, "rules.0.to.webhook: .*expected https://"),
         ({"event": "end", "to": {"webhook": "https://[x"}}, "rules.0.to.webhook: .*expected https://"),
         ({"event": "end", "to": {"webhook": "https://me:pw@host/x"}}, "rules.0.to.webhook: .*expected http"),
-        (
-            {"event": "end", "to": {"webhook_variable": "NO_SUCH"}},
-            "rules.0.to.webhook_variable: .* NO_SUCH has",
-        ),
         ({"event": "end", "to": {"command": ["no-such-program"]}}, "rules.0.to.command: there is no program"),
         ({"event": "end", "to": {"file": "/no/such/folder/x"}}, "rules.0.to.file: there is no folder"),
         ({"event": "end", "to": {"mail": "x"}}, "rules.0.to.*mail"),
