@@ -82,6 +82,22 @@ def test_a_checkpoint_with_added_parameters_is_whole_where_its_wrapper_is_instal
     assert "no parallel named 'adapters'" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("command", [["ckpt", "verify"], ["eval"]])
+def test_a_wrapper_that_only_a_run_can_apply_is_told(trained, capsys, monkeypatch, command):
+    """It had ended with a traceback."""
+
+    def fail(*args):
+        raise ValueError("Default process group has not been initialized")
+
+    monkeypatch.setattr("nanotrain_core.run.wrapping.wrap", fail)
+    assert main([*command, str(trained), "--plugin", *PLUGINS]) == 2
+    said = "".join(capsys.readouterr())
+    assert (
+        "parallel 'adapters' cannot be applied on one rank, to find what it adds: its apply raised " in said
+    )
+    assert "Default process group" in said
+
+
 def test_eval_computes_with_added_parameters(trained, capsys):
     rows = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
     losses = [row["loss"] for row in rows if row["event"] == "evaluation"]

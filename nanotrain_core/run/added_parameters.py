@@ -9,7 +9,7 @@ import tomli
 
 from nanotrain_core.checkpoint.info import CheckpointInfo
 from nanotrain_core.checkpoint.tensor_boxes import Shape
-from nanotrain_core.errors import NanotrainError
+from nanotrain_core.errors import NanotrainError, PluginError, describe
 from nanotrain_core.layout.layout import Layout, View
 from nanotrain_core.recipe.model_table import model_table, refuse_other_model
 from nanotrain_core.registry.registry import Registry
@@ -83,6 +83,13 @@ def _added(saved: CheckpointInfo, registry: Registry) -> Iterator[tuple[int, Map
     placements = place(stages.values(), mesh.layout)
     for number, selection in enumerate(selections):
         before = set(placements)
-        stages = wrap(stages, placements, mesh, [(selection, registry.build(selection))])
+        wrapper = registry.build(selection)
+        try:
+            stages = wrap(stages, placements, mesh, [(selection, wrapper)])
+        except NanotrainError:
+            raise
+        except Exception as error:  # such as one that needs a process group, which only a run has
+            what = f"parallel '{selection.use}' cannot be applied on one rank, to find what it adds"
+            raise PluginError(f"{what}: its apply raised {describe(error)}") from error
         parameters = {name for name, _ in stages[0].named_parameters()} - before
         yield number, {name: placements[name].global_shape for name in parameters}
