@@ -47,7 +47,8 @@ def _newest(folder: Path) -> int:
 
     To open a file asks the server. A listing may have checkpoints that another host has moved away.
     """
-    if os.environ.get("LOCAL_RANK", "0") == "0":
+    local_rank = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID", "0")  # srun sets the latter
+    if local_rank == "0":
         for step in reversed(folders.once_saved(folder)):
             try:
                 with open(folders.step_folder(folder, step) / manifest.NAME, "rb"):

@@ -58,5 +58,12 @@ def test_what_another_host_can_list_and_not_open_does_not_count(tmp_path, monkey
         save(checkpoint, step)
     (tmp_path / "step-00000002" / "MANIFEST.json").unlink()
     assert steps_of_all_hosts._newest(tmp_path) == 1
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    assert steps_of_all_hosts._newest(tmp_path) == -1
+
+
+@pytest.mark.parametrize("variable", ["LOCAL_RANK", "SLURM_LOCALID"])
+def test_one_rank_of_each_host_lists_the_folder(tmp_path, monkeypatch, variable):
+    """Every rank that srun had started did."""
+    save(opened(tmp_path), 1)
+    for local_rank, newest in (("0", 1), ("1", -1)):
+        monkeypatch.setenv(variable, local_rank)
+        assert steps_of_all_hosts._newest(tmp_path) == newest
