@@ -232,7 +232,7 @@ SMALL = {
     "contracts": 700,
     "data": 912,
     "hf": 942,
-    "launch": 2367,
+    "launch": 2374,
     "layout": 1223,
     "models": 692,
     "moe": 360,
@@ -244,7 +244,7 @@ SMALL = {
     "precision": 680,
     "recipe": 1745,
     "registry": 752,
-    "run": 3069,
+    "run": 3083,
     "script": 812,
     "watch": 454,
 }
