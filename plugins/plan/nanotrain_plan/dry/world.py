@@ -70,7 +70,11 @@ class DryMesh(Mesh):
         super().__init__(*args, **kwargs)
 
     def gather(self, value: Any, *dims: str) -> list[Any]:
-        """Return what all ranks would say."""
+        """Return what all ranks would say.
+
+        Of parameters that wrappers add only this rank's are known: one that they give several stages counts
+        as one stage's own, and its gradients' sum over pipeline ranks is not planned.
+        """
         if dims == ("pp",) and not self._asked:
             self._asked = True
             if self._told is None:
