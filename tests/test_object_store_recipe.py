@@ -38,7 +38,10 @@ def test_a_password_is_refused_and_not_printed(url):
 
 def test_what_only_resembles_a_password_is_none(monkeypatch):
     monkeypatch.setattr(fsspec, "get_filesystem_class", lambda protocol: None)
-    for url in ("sftp://me@host:22/x", "sftp://host:22/run@3", "abfs://in@account.example/x", "s3://b/a:b@c"):
+    for url in (
+        *("sftp://me@host:22/x", "sftp://host:22/run@3", "abfs://in@account.example/x", "s3://b/a:b@c"),
+        *("http://h:80?x=a@b", "github://org:repo@main/x"),
+    ):
         assert [*problems_of(url)] == []
 
 

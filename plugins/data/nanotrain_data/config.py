@@ -9,8 +9,9 @@ import attrs
 
 from nanotrain_core.api import LARGEST_SIZE, Range, path_field
 
-#: A user and a password before a host, where a port and an `@` in a path are none.
-_PASSWORD = re.compile(r"://[^/@:]*:(?!\d+/)[^@]*@")
+#: A user and a password before a host, where a port and an `@` in a path or a query are none, nor are a
+#: repository and its branch. A password may have a slash, which ends the host for urlsplit.
+_PASSWORD = re.compile(r"(?<!github)(?<!git)://[^/@:?#\[]*:(?!\d+(?:[/?#]|$))[^@]*@")
 
 
 @attrs.define(frozen=True, kw_only=True)

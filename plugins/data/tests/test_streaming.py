@@ -377,6 +377,14 @@ def test_a_wrong_table_is_refused(options, text):
         StreamingConfig(**options)
 
 
+@pytest.mark.parametrize(
+    "url", ["github://org:repo@main/web", "http://[::1]:80/a@b", "http://h:80?x=a@b", "https://h?x=a:b@c"]
+)
+def test_what_only_resembles_a_password_is_none(url):
+    """It had been refused."""
+    assert StreamingConfig(urls=(url,)).urls == (url,)
+
+
 @pytest.mark.full
 def test_s3(folders, tmp_path, monkeypatch):
     from nanotrain_core.testing.object_server import ObjectServer

@@ -44,8 +44,9 @@ class ObjectStoreConfig:
     """Seconds without a heartbeat after which the run that holds the prefix is considered dead."""
 
 
-#: A user and a password before a host, where a port and an `@` in a path are none.
-_PASSWORD = re.compile(r"://[^/@:]*:(?!\d+/)[^@]*@")
+#: A user and a password before a host, where a port and an `@` in a path or a query are none, nor are a
+#: repository and its branch. A password may have a slash, which ends the host for urlsplit.
+_PASSWORD = re.compile(r"(?<!github)(?<!git)://[^/@:?#\[]*:(?!\d+(?:[/?#]|$))[^@]*@")
 
 METRICS = (
     Metric(
