@@ -160,6 +160,25 @@ def test_frozen_parameters_may_hold_an_infinity(tmp_path):
     assert saved == [0]
 
 
+def test_ranks_are_compared_once_though_the_first_save_is_tried_again(tmp_path, monkeypatch):
+    """A postponed save is tried after each step, and each had warned."""
+    monkeypatch.setattr("nanotrain_core.run.divergence.differing_weight", lambda *_: "norm")
+    made = engine(tmp_path)
+    made.saves = mock.Mock(begun=False)
+    made.saves.begin = lambda *_, last: setattr(made.saves, "begun", True)
+    made.events.before_save, made._first = lambda step: None, 0
+    numbers = made.run.placed[1].parameter.detach().view(-1)
+    with capture_logs() as logs:
+        for value in (torch.nan, torch.nan, 0.0, 0.0):
+            numbers[0] = value
+            made._save()
+    texts = [log["event"].partition(",")[0] for log in logs]
+    assert texts == [
+        *["nothing is saved for now"] * 2,
+        "a weight differs between ranks that sum its gradient",
+    ]
+
+
 @pytest.mark.full_cases("skipped1-saved1-the last step, 6, was skipped")
 @pytest.mark.parametrize(
     ("skipped", "saved", "message"),

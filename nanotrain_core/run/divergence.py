@@ -149,33 +149,14 @@ def may_save(run: Run, state: TrainState, step: int, saves: CheckpointSaver, *, 
 
     Raises:
         Diverged: they are not, and this is the last save.
-        PluginError: training changed a buffer on any rank, which checkpoints omit, or, before the run's first
-            save, a scalar of the state or ``meta`` of data, loss scale or optimizer differs between ranks. On
-            all ranks alike.
+        PluginError: training changed a buffer on any rank, which checkpoints omit, or :func:`compare_ranks`
+            raised it before the run's first save. On all ranks alike.
     """
-    data = run.model is not None
-    once = ({}, {}) if saves.begun else (scalars_of(state.blocks), digests(state.meta, data=data))
-    gathered = run.mesh.gather((changed_buffers(run.stages.values(), run.placements), *once))
-    if changed := sorted({name for names, *_ in gathered for name in names}):
+    gathered = run.mesh.gather(changed_buffers(run.stages.values(), run.placements))
+    if changed := sorted({name for names in gathered for name in names}):
         saves.advance(wait=True)  # on all ranks alike: an intact save may be in progress
         raise PluginError(
             f"buffer {changed[0]} changed in training: make it a parameter with requires_grad=False"
-        )
-    _, scalars, metas = zip(*gathered, strict=True)
-    if differs := differing_scalar(scalars) or differing_meta(metas):
-        raise PluginError(differs)
-    if not saves.begun and (apart := drifted_apart(run.placed, run.mesh)) and run.mesh.rank == 0:
-        structlog.get_logger("nanotrain.checkpoint").warning(
-            f"{apart}, which as placed compute the same gradient of it, and a checkpoint has that of one of "
-            "them: if a rank's gradient is partial, expected the wrapper that added the weight, or made it "
-            "partial, to place it with .sum_over(dim)",
-            step=step,
-        )
-    if not saves.begun and (name := differing_weight(run.placed, run.mesh)) and run.mesh.rank == 0:
-        structlog.get_logger("nanotrain.checkpoint").warning(
-            "a weight differs between ranks that sum its gradient, and a checkpoint has that of one of them: "
-            "a resumed run is not the same run; the monitor replicas says when they begin to differ",
-            weight=name,
         )
     blocks = zip(run.placed, state.blocks, strict=False)  # weights come first
     trained = [block for placed, block in blocks if placed.parameter.requires_grad]
@@ -188,4 +169,35 @@ def may_save(run: Run, state: TrainState, step: int, saves: CheckpointSaver, *, 
         )
     if problem and run.mesh.rank == 0:
         structlog.get_logger("nanotrain.checkpoint").warning("nothing is saved for now", problem=problem)
+    if not problem and not saves.begun:  # once: a postponed save is tried again after each step
+        compare_ranks(run, state, step)
     return not problem
+
+
+def compare_ranks(run: Run, state: TrainState, step: int) -> None:
+    """Collective. Compare what ranks should have alike, as a checkpoint keeps that of one of them.
+
+    Weights that differ are a warning.
+
+    Raises:
+        PluginError: a scalar of the state or ``meta`` of data, loss scale or optimizer differs. On all ranks
+            alike.
+    """
+    data = run.model is not None
+    gathered = run.mesh.gather((scalars_of(state.blocks), digests(state.meta, data=data)))
+    scalars, metas = zip(*gathered, strict=True)
+    if differs := differing_scalar(scalars) or differing_meta(metas):
+        raise PluginError(differs)
+    if (apart := drifted_apart(run.placed, run.mesh)) and run.mesh.rank == 0:
+        structlog.get_logger("nanotrain.checkpoint").warning(
+            f"{apart}, which as placed compute the same gradient of it, and a checkpoint has that of one of "
+            "them: if a rank's gradient is partial, expected the wrapper that added the weight, or made it "
+            "partial, to place it with .sum_over(dim)",
+            step=step,
+        )
+    if (name := differing_weight(run.placed, run.mesh)) and run.mesh.rank == 0:
+        structlog.get_logger("nanotrain.checkpoint").warning(
+            "a weight differs between ranks that sum its gradient, and a checkpoint has that of one of them: "
+            "a resumed run is not the same run; the monitor replicas says when they begin to differ",
+            weight=name,
+        )
