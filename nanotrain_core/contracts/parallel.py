@@ -68,8 +68,9 @@ class GradientSync(Protocol):
 
     The calls of one step, for each pipeline stage: backward passes, each followed by :meth:`microbatch_done`;
     :meth:`last_microbatch` before the last of them, in which each gradient may be reduced as autograd
-    accumulates it; :meth:`backward_done` after it. Then, for all stages: :meth:`finish`, the optimizer's
-    :meth:`gradient_of` for each of :meth:`pieces`, and :meth:`zero`.
+    accumulates it; :meth:`backward_done` after it. Then, for all stages: :meth:`finish`, :meth:`gradient_of`
+    for each of :meth:`pieces`, and :meth:`zero`. The optimizer reads gradients, and monitors and the checks
+    of the first step may have read them before: :meth:`gradient_of` may be called several times for a piece.
     """
 
     needs_gradient_hooks: bool = True
