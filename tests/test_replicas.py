@@ -143,3 +143,11 @@ def test_blocks_that_differ_by_right_are_not_compared():
     case = Case("parallel", use="tp", topology={"tp": 2, "dp": 2}, overrides={"parallel": [{"use": "ddp"}]})
     found = run_ranks(train_flipped, 4, case, watched(), Flip(0, -1))
     assert [each.text for each in found] == [None] * 4
+
+
+@pytest.mark.parametrize("strides", [(0,), (2,), (5,)])
+@pytest.mark.parametrize("length", [0, 1, 3])
+def test_the_hash_is_of_numbers_whatever_their_strides(length, strides):
+    """As of a script's buffer that is a column, or one number of it."""
+    tensor = torch.arange(12.0).as_strided((length,), strides, 1)
+    assert hash_bits(tensor) == hash_bits(torch.tensor(tensor.tolist()))

@@ -212,6 +212,7 @@ def save_own(folder):
     checkpoint = SimpleCheckpoint(SimpleCheckpointConfig())
     checkpoint.open(folder, mesh)
     own = {str(dtype): torch.tensor([[0, 1], [mesh.rank, 0]]).to(dtype).t() for dtype in ODD}
+    own |= {"strided": torch.ones(5)[::5] if mesh.rank else torch.zeros(1)}
     own |= {"scalar": torch.tensor(float(mesh.rank)), "empty": torch.empty(0)}
     with mock.patch.object(dist, "gather_object", side_effect=AssertionError("held by rank 0 all at once")):
         checkpoint.save(1, TrainState([], {"step": 1}, own))

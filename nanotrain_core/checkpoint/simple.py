@@ -311,7 +311,8 @@ def gather_whole(
     for key, owner in owners.items():
         if owner and mesh.rank == owner:
             sent = mine[key].to(mesh.p2p_device).contiguous()
-            dist.send(sent.view(-1).view(torch.uint8), dst=0, group=group)  # NCCL lacks some dtypes
+            raw = sent.as_strided((sent.numel(),), (1,)).view(torch.uint8)  # NCCL lacks some dtypes
+            dist.send(raw, dst=0, group=group)
         elif mesh.rank == 0:
             put(whole, key, receive(forms[owner][key], owner, mesh, group) if owner else mine[key])
     return whole

@@ -34,7 +34,8 @@ def hash_bits(tensor: torch.Tensor) -> torch.Tensor:
     Modulo 2^64 a change of one word always changes the sum, since an odd factor loses no bit; changes
     of several cancel out with a probability of about 2^-64.
     """
-    raw = tensor.detach().reshape(-1).view(torch.uint8)
+    whole = tensor.detach().contiguous()
+    raw = whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)  # strides of one number may be any
     if len(raw) % 8 or raw.storage_offset() % 8:
         raw = pad(raw, (0, -len(raw) % 8))
     chunk = CHUNK.get(tensor.device.type, CHUNK_ELSEWHERE)
