@@ -244,7 +244,7 @@ SMALL = {
     "precision": 680,
     "recipe": 1745,
     "registry": 752,
-    "run": 3083,
+    "run": 3086,
     "script": 812,
     "watch": 454,
 }
