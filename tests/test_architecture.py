@@ -232,7 +232,7 @@ SMALL = {
     "contracts": 700,
     "data": 912,
     "hf": 942,
-    "launch": 2374,
+    "launch": 2377,
     "layout": 1223,
     "models": 692,
     "moe": 360,
@@ -244,8 +244,8 @@ SMALL = {
     "precision": 680,
     "recipe": 1745,
     "registry": 752,
-    "run": 3086,
-    "script": 812,
+    "run": 3093,
+    "script": 814,
     "watch": 454,
 }
 

@@ -206,7 +206,10 @@ OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM
 MPICH = {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
 
 
-@pytest.mark.parametrize("given", [OPEN_MPI, MPICH, {"MPI_LOCALNRANKS": "2"}])
+DAEMON = {**SRUN, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_LOCALID": "0"}
+
+
+@pytest.mark.parametrize("given", [OPEN_MPI, MPICH, {"MPI_LOCALNRANKS": "2"}, {**DAEMON, **OPEN_MPI}])
 def test_processes_of_mpirun_are_refused(given):
     """Each of them trained alone, and ended with code 0."""
     sizes = " ".join(name for name in given if name in MPI_SIZES)

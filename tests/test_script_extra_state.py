@@ -172,3 +172,5 @@ def test_buffers_that_are_alike_on_all_ranks_are_not_copied_by_a_save():
         found = own_buffers(module, mesh)
     assert found.keys() == {"buffer/running_var"}
     assert copied == [kept["running_var"].data_ptr()]
+    module.running_var = torch.zeros(5)
+    assert not own_buffers(module, mesh)

@@ -136,7 +136,8 @@ def _sees(path: Path, text: str, patience: float) -> bool:
             if path.read_text(encoding="utf-8") == text:
                 return True
         except PermissionError:  # a lock on SMB excludes reading: the file is there, and locked
-            return True
+            if path.exists():
+                return True
         except OSError:
             pass
         if time.monotonic() > until:

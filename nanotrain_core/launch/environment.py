@@ -73,8 +73,8 @@ class Ranks:
         found = cls.detect(environment)
         if found is not None and found.launcher == "torchrun" and "TORCHELASTIC_RUN_ID" not in environment:
             found._warn_of_srun(environment)
-        if not endpoint and found is None:
-            _expect_no_mpi(environment)
+        if not endpoint and (found is None or found.launcher == "srun"):
+            _expect_no_mpi(environment, srun=found is not None)
         if found is not None and found.launcher == "srun" and (found.world_size == 1 or endpoint):
             return None
         return found
@@ -159,12 +159,14 @@ class Ranks:
         return max(1, usable_processors() // self.local_world_size)
 
 
-def _expect_no_mpi(environment: Mapping[str, str]) -> None:
+def _expect_no_mpi(environment: Mapping[str, str], *, srun: bool) -> None:
     """Reject processes of mpirun that nothing else tells their rank: each would run alone.
 
-    Where srun has started a process, the sizes may be those of all components of a heterogeneous job.
+    ``srun``: its variables are there. In a Slurm job mpirun starts its daemons by srun, and processes inherit
+    them. ``PMI_SIZE`` is then srun's own (``--mpi=pmi2``), of all components of a heterogeneous job.
     """
-    told = [name for name in MPI_SIZES if environment.get(name, "").isdecimal()]
+    sizes = [name for name in MPI_SIZES if not (srun and name == "PMI_SIZE")]
+    told = [name for name in sizes if environment.get(name, "").isdecimal()]
     name = next((name for name in told if int(environment[name]) > 1), None)
     if name is not None and "WORLD_SIZE" not in environment:
         raise LaunchError(

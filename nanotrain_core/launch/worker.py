@@ -313,9 +313,11 @@ def join(
         tcp = meet_ranks(ranks, recipe.run.timeout, launched=job.scratch is not None)
         shared = dist.PrefixStore("nanotrain", tcp)
         store, past = meet(shared, ranks.rank, ranks.world_size, past, timeout=recipe.run.timeout)
-    words = {"--resume": str(job.resume), "--folder": str(job.folder), "--show": " ".join(job.show) or "None"}
+    words = {"--folder": str(job.folder), "--show": " ".join(job.show) or "None"}
+    # A host that joins a run may be told to resume it: what this launch has done counts there.
+    resume = None if past.began else str(job.resume)
     own = environment_facts(registry, recipe.versions, with_code=ranks.local_rank == 0)
-    facts = {**own, "recipe hash": recipe_hash(recipe), "device": device.type, **words}
+    facts = {**own, "recipe hash": recipe_hash(recipe), "device": device.type, "--resume": resume, **words}
     agree(store, ranks.rank, ranks.world_size, facts)
     if ranks.world_size == 1:
         return store, past

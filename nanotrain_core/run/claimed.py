@@ -39,13 +39,15 @@ def claimed(engine: RuntimeEngine) -> Iterator[None]:
             found = RunFolder.claim(
                 engine.run.name, folder=str(folder), resume=True, after=_claims.get(engine)
             )
+            _held.add(found)
+            _claims[engine] = found.owner()
         except FolderError as error:
             problem = error
+            if found is not None:
+                found.release()
     if problem := mesh.gather(problem)[0]:
         raise problem
     if found is not None:
-        _held.add(found)
-        _claims[engine] = found.owner()
         stop.folder_gone = partial(is_surely_gone, folder, found.lock, stop)
     try:
         yield

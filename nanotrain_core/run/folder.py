@@ -78,7 +78,12 @@ class RunFolder:
             raise FolderError(
                 f"{path} holds a run already: add --resume to go on with it, or name another folder"
             )
-        if after is not None and claimed.owner() not in (after, ""):  # "": the folder was deleted
+        try:
+            other = after is not None and claimed.owner() not in (after, "")  # "": the folder was deleted
+        except FolderError:
+            claimed.release()
+            raise
+        if other:
             claimed.release()
             raise FolderError(
                 f"another run has used {path} since this one did: make a new engine, with resume='auto' to "

@@ -90,7 +90,8 @@ def check_first_step(run: Run, losses: Iterable[str], counts: torch.Tensor, *, d
         run: with the complete gradients of the step.
         losses: the terms that this rank's stages have returned.
         counts: of each term that has a weight, this rank's count in the step.
-        done: steps that were validated before: those after the first are like it.
+        done: steps that were validated before. Those after the first are not: a term that is first counted
+            there and never returned is reported as 0.
     """
     if not done:
         check_terms(losses, run.loss_weights, counts, run.mesh)

@@ -164,13 +164,16 @@ def own_buffers(model: nn.Module, mesh: Mesh) -> dict[str, torch.Tensor]:
     """Return this rank's buffers that differ from rank 0's, in host memory. Collective.
 
     Such as batch norm's statistics of its batches. Those that are alike, as a mean of weights, may be large.
+    One of another shape than rank 0's is not its own: a checkpoint has one tensor of that name.
     """
     if mesh.world_size == 1:
         return {}
     found = {each.name: each.tensor.detach() for each in buffers(model)}
-    bits = {name: (t.shape, t.dtype, int(hash_bits(t))) for name, t in found.items()}  # where they are
+    forms = {name: (t.shape, t.dtype) for name, t in found.items()}
+    bits = {name: (forms[name], int(hash_bits(t))) for name, t in found.items()}  # where they are
     of_rank_0 = mesh.gather(bits)[0]
-    return {name: t.cpu() for name, t in found.items() if bits[name] != of_rank_0.get(name)}
+    own = {name: t for name, t in found.items() if bits[name] != of_rank_0.get(name)}
+    return {name: t.cpu() for name, t in own.items() if of_rank_0.get(name, bits[name])[0] == forms[name]}
 
 
 def claim(folder: Path, resume: str | None) -> None:
