@@ -99,7 +99,7 @@ from nanotrain_core.recipe.load import Resolution, resolve_recipe
 from nanotrain_core.recipe.model_config import CachedToken, ModelConfig, cached_token_of
 from nanotrain_core.recipe.phase import CHANGES
 from nanotrain_core.recipe.range_validator import LARGEST_SIZE, MOST_LAYERS, Range
-from nanotrain_core.recipe.secrets import is_secret, without_secrets
+from nanotrain_core.recipe.secrets import has_password, is_secret, without_secrets
 from nanotrain_core.recipe.settings import flat_settings, run_settings
 from nanotrain_core.recipe.source import Source as TomlSource
 from nanotrain_core.recipe.source import file_source as read_toml
@@ -226,6 +226,7 @@ __all__ = [
     "find_problems",
     "flat_settings",
     "flush",
+    "has_password",
     "hookimpl",
     "host_memory",
     "index_of",

@@ -7,6 +7,9 @@ import re
 #: Last words of keys whose values must not be disclosed, and the placeholder that replaces them.
 SECRETS = frozenset({"webhook", "token", "secret", "password", "key"})
 HIDDEN = "(hidden)"
+#: A user and a password before a host, where a port and an `@` in a path or a query are none, nor are a
+#: repository and its branch. A password may have a slash, which ends the host for urlsplit.
+_PASSWORD = re.compile(r"(?<!github)(?<!git)://[^/@:?#\[]*:(?!\d+(?:[/?#]|$))[^@]*@")
 
 
 def is_secret(key: str) -> bool:
@@ -16,6 +19,15 @@ def is_secret(key: str) -> bool:
     [True, True, False, False, True]
     """
     return key.rpartition("_")[2] in SECRETS or key in SECRETS
+
+
+def has_password(url: str) -> bool:
+    """Return whether a URL has a password, which logs and checkpoints would show.
+
+    >>> [has_password(url) for url in ("ftp://me:S3CRET@host/a", "http://host:80/a@b", "github://org:repo@ref/a")]
+    [True, False, False]
+    """
+    return _PASSWORD.search(url) is not None
 
 
 def without_secrets(text: str) -> str:

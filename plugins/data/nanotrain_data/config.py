@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from typing import Literal
 
 import attrs
 
-from nanotrain_core.api import LARGEST_SIZE, Range, path_field
-
-#: A user and a password before a host, where a port and an `@` in a path or a query are none, nor are a
-#: repository and its branch. A password may have a slash, which ends the host for urlsplit.
-_PASSWORD = re.compile(r"(?<!github)(?<!git)://[^/@:?#\[]*:(?!\d+(?:[/?#]|$))[^@]*@")
+from nanotrain_core.api import LARGEST_SIZE, Range, has_password, path_field
 
 
 @attrs.define(frozen=True, kw_only=True)
@@ -94,7 +89,7 @@ class StreamingConfig:
         for url in self.urls:
             if "://" not in url:
                 raise ValueError(f"'{url}' is no URL: expected one as s3://bucket/folder or file:///folder")
-            if _PASSWORD.search(url):
+            if has_password(url):
                 raise ValueError(
                     f"a URL of {url.partition('://')[0]} has a password, which logs and checkpoints would "
                     "show: expected none, but a file in ~/.config/fsspec or a variable of its library"

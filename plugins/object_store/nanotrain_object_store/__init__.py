@@ -3,7 +3,6 @@
 The plugin's entry module: every ``nanotrain`` command imports it, so it never imports torch.
 """
 
-import re
 from collections.abc import Iterator
 
 import attrs
@@ -19,6 +18,7 @@ from nanotrain_core.api import (
     Register,
     RegisterCommand,
     did_you_mean,
+    has_password,
     hookimpl,
 )
 
@@ -43,10 +43,6 @@ class ObjectStoreConfig:
     lease: float = attrs.field(default=30.0, validator=Range(1.0, 3600.0))
     """Seconds without a heartbeat after which the run that holds the prefix is considered dead."""
 
-
-#: A user and a password before a host, where a port and an `@` in a path or a query are none, nor are a
-#: repository and its branch. A password may have a slash, which ends the host for urlsplit.
-_PASSWORD = re.compile(r"(?<!github)(?<!git)://[^/@:?#\[]*:(?!\d+(?:[/?#]|$))[^@]*@")
 
 METRICS = (
     Metric(
@@ -88,7 +84,7 @@ def problems_of(url: str) -> Iterator[tuple[str, str]]:
     import fsspec  # over 50 ms: where it is used alone
 
     protocol, found, path = url.partition("://")
-    if _PASSWORD.search(url):
+    if has_password(url):
         variable = f"FSSPEC_{protocol[:50].rpartition(':')[2].upper()}_PASSWORD"
         text = f"it has a password, which logs and checkpoints would show; expected none, but {variable} set"
         yield "url", f"{text}, or a file in ~/.config/fsspec"
