@@ -8,8 +8,6 @@ is as it was written, and whose hashes are right, is kept.
 from __future__ import annotations
 
 import fcntl
-import hashlib
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -32,7 +30,15 @@ from nanotrain_data.manifest import (
 )
 from nanotrain_data.request import Request
 from nanotrain_data.sources import units_of
-from nanotrain_data.unit_writer import Task, cannot_write, read_record, record, write_all, write_record
+from nanotrain_data.unit_writer import (
+    Task,
+    cannot_write,
+    digest_of,
+    read_record,
+    record,
+    write_all,
+    write_record,
+)
 from nanotrain_data.verify import damage, tokenizer_problems
 from nanotrain_data.writer import ANSWERS, SUFFIXES, file_sha256
 
@@ -65,13 +71,13 @@ def prepare(request: Request, workers: int) -> Prepared:
     form = [tokenizer.sha256, stored_dtype(codec.vocab_size), end, request.field]
     form += [chat.sha256] if chat else []
     form += _told_apart(codec, conversations)
-    made_of = _digest([form, [[part.identity for part in unit.parts] for unit in units]])
+    made_of = digest_of([form, [[part.identity for part in unit.parts] for unit in units]])
     try:
         request.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise cannot_write(request.out, error) from None
     tasks = [
-        Task(number, unit, _digest([form, [part.identity for part in unit.parts]]))
+        Task(number, unit, digest_of([form, [part.identity for part in unit.parts]]))
         for number, unit in enumerate(units)
     ]
     with _alone(request.out):
@@ -138,7 +144,7 @@ def _chat_info(chat: ConversationCodec | None, codec: Codec) -> ChatInfo | None:
         return None
     template = chat.template
     if template is None:
-        return ChatInfo(template="plain", sha256=_digest("plain"), end=codec.separator)
+        return ChatInfo(template="plain", sha256=digest_of("plain"), end=codec.separator)
     return ChatInfo(
         template=template.name,
         sha256=template.sha256,
@@ -288,7 +294,3 @@ def _alone(out: Path) -> Iterator[None]:
         except OSError:
             pass  # a file system without locks
         yield
-
-
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value).encode()).hexdigest()

@@ -55,7 +55,7 @@ def record(out: Path, number: int) -> Path:
 def write_record(request: Request, task: Task, info: ShardInfo) -> None:
     """Say of a shard that it is whole."""
     known = {"made_of": task.digest, "shard": attrs.asdict(info), "date": request.date}
-    sealed = {**known, "sha256": _digest_of(known)}
+    sealed = {**known, "sha256": digest_of(known)}
     write_text_atomically(record(request.out, task.number), json.dumps(sealed))
 
 
@@ -63,13 +63,14 @@ def read_record(path: Path) -> dict[str, Any] | None:
     """Return what :func:`write_record` wrote; None if there is nothing, or it is not as it was written."""
     try:
         known = json.loads(path.read_bytes())
-        return known if known.pop("sha256") == _digest_of(known) else None
+        return known if known.pop("sha256") == digest_of(known) else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
-def _digest_of(known: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(known).encode()).hexdigest()
+def digest_of(value: Any) -> str:
+    """Return a SHA-256 over a value as JSON."""
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
 def cannot_write(out: Path, error: OSError) -> DataError:
