@@ -73,24 +73,25 @@ class RunFolder:
         """
         path = Path(folder) if folder else newest(name) if resume else free(name)
         claimed = cls(path, _lock_within(path, patience))
-        if not resume and holds_run(path):
-            claimed.release()
-            raise FolderError(
-                f"{path} holds a run already: add --resume to go on with it, or name another folder"
-            )
         try:
-            other = after is not None and claimed.owner() not in (after, "")  # "": the folder was deleted
+            claimed._expect_own(resume, after)
         except FolderError:
             claimed.release()
             raise
-        if other:
-            claimed.release()
-            raise FolderError(
-                f"another run has used {path} since this one did: make a new engine, with resume='auto' to "
-                "go on from its last checkpoint, or with another folder"
-            )
         _write_owner(path, claimed.lock, agents)
         return claimed
+
+    def _expect_own(self, resume: bool, after: str | None) -> None:
+        """Refuse a folder with another run: see :meth:`claim`."""
+        if not resume and holds_run(self.path):
+            raise FolderError(
+                f"{self.path} holds a run already: add --resume to go on with it, or name another folder"
+            )
+        if after is not None and self.owner() not in (after, ""):  # "": the folder was deleted
+            raise FolderError(
+                f"another run has used {self.path} since this one did: make a new engine, with resume='auto' "
+                "to go on from its last checkpoint, or with another folder"
+            )
 
     def release(self) -> None:
         """Give up the claim."""
