@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from hashlib import sha256
 from math import isnan
-from typing import Any
+from operator import eq
+from typing import Any, TypeVar
 
 from nanotrain_core.contracts import Block
 from nanotrain_core.run.plain_json import remembered
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 #: What ``meta`` must be the same on all ranks: parts of a checkpoint's, by what they are of.
 COMMON = {"loss_scale": "the loss scale", "optimizer": "the optimizer", "data": "the data"}
@@ -22,18 +26,16 @@ def scalars_of(blocks: Iterable[Block]) -> dict[str, float]:
 
 def differing_scalar(ranks: Sequence[Mapping[str, float]]) -> str:
     """Return which scalar differs between ranks that have it, in words; empty if none does."""
-    first: dict[str, tuple[int, float]] = {}
-    for rank, scalars in enumerate(ranks):
-        for name, value in scalars.items():
-            other, known = first.setdefault(name, (rank, value))
-            if value != known and not (isnan(value) and isnan(known)):
-                state, _, parameter = name.partition("/")
-                return (
-                    f"state '{state}' of {parameter} is {known:.8g} on rank {other} and {value:.8g} on rank "
-                    f"{rank}, and a checkpoint keeps one value of a scalar: expected the same on all ranks, "
-                    "or a tensor shaped as the weight"
-                )
-    return ""
+    found = _first_difference(ranks, lambda one, two: one == two or (isnan(one) and isnan(two)))
+    if found is None:
+        return ""
+    name, (other, known), (rank, value) = found
+    state, _, parameter = name.partition("/")
+    return (
+        f"state '{state}' of {parameter} is {known:.8g} on rank {other} and {value:.8g} on rank "
+        f"{rank}, and a checkpoint keeps one value of a scalar: expected the same on all ranks, "
+        "or a tensor shaped as the weight"
+    )
 
 
 def digests(meta: Mapping[str, Any], *, data: bool) -> dict[tuple[str, str], str]:
@@ -56,14 +58,25 @@ def digests(meta: Mapping[str, Any], *, data: bool) -> dict[tuple[str, str], str
 
 def differing_meta(ranks: Sequence[Mapping[tuple[str, str], str]]) -> str:
     """Return which key differs between ranks that have it, in words; empty if none does."""
-    first: dict[tuple[str, str], tuple[int, str]] = {}
+    found = _first_difference(ranks, eq)
+    if found is None:
+        return ""
+    (part, key), (other, known), (rank, value) = found
+    return (
+        f"'{key}' in the meta of {COMMON[part]} is {known} on rank {other} and {value} on rank "
+        f"{rank}, and a checkpoint keeps that of one: expected the same on all ranks, as of "
+        "maxima that are reduced over all"
+    )
+
+
+def _first_difference(
+    ranks: Sequence[Mapping[K, V]], alike: Callable[[V, V], bool]
+) -> tuple[K, tuple[int, V], tuple[int, V]] | None:
+    """Return a key, and two ranks with their different values of it; None if all that have one agree."""
+    first: dict[K, tuple[int, V]] = {}
     for rank, found in enumerate(ranks):
-        for (part, key), value in found.items():
-            other, known = first.setdefault((part, key), (rank, value))
-            if value != known:
-                return (
-                    f"'{key}' in the meta of {COMMON[part]} is {known} on rank {other} and {value} on rank "
-                    f"{rank}, and a checkpoint keeps that of one: expected the same on all ranks, as of "
-                    "maxima that are reduced over all"
-                )
-    return ""
+        for key, value in found.items():
+            known = first.setdefault(key, (rank, value))
+            if not alike(known[1], value):
+                return key, known, (rank, value)
+    return None
