@@ -169,11 +169,14 @@ def own_buffers(model: nn.Module, mesh: Mesh) -> dict[str, torch.Tensor]:
     if mesh.world_size == 1:
         return {}
     found = {each.name: each.tensor.detach() for each in buffers(model)}
-    forms = {name: (t.shape, t.dtype) for name, t in found.items()}
-    bits = {name: (forms[name], int(hash_bits(t))) for name, t in found.items()}  # where they are
+    bits = {name: (t.shape, t.dtype, int(hash_bits(t))) for name, t in found.items()}  # where they are
     of_rank_0 = mesh.gather(bits)[0]
-    own = {name: t for name, t in found.items() if bits[name] != of_rank_0.get(name)}
-    return {name: t.cpu() for name, t in own.items() if of_rank_0.get(name, bits[name])[0] == forms[name]}
+
+    def is_own(name: str) -> bool:
+        known = of_rank_0.get(name)
+        return known is None or (known != bits[name] and known[:2] == bits[name][:2])
+
+    return {name: t.cpu() for name, t in found.items() if is_own(name)}
 
 
 def claim(folder: Path, resume: str | None) -> None:
