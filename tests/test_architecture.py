@@ -244,8 +244,8 @@ SMALL = {
     "precision": 680,
     "recipe": 1745,
     "registry": 752,
-    "run": 3093,
-    "script": 814,
+    "run": 3101,
+    "script": 815,
     "watch": 454,
 }
 

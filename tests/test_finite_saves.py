@@ -314,14 +314,19 @@ def test_a_checkpoint_has_the_mode_of_any_new_file(tmp_path):
     assert stat.S_IMODE(saved.stat().st_mode) == 0o640
 
 
-def scaled(folder, apart):
-    """Train with a scalar in the state of one master; return what is saved, or why nothing is."""
-    made = engine(folder, 2)
-    scale = torch.tensor(1.0 + apart * rank())
-    made.run.optimizer.slots[0].master.state = lambda: {"scale": scale}
+def saved_or_refused(made, folder, apart):
+    """Train; return what is saved, or why nothing is where ranks are apart."""
     with nullcontext() if not apart else pytest.raises(PluginError) as told:
         made.fit()
     return str(told.value) if apart else saved_steps(folder / "checkpoints")
+
+
+def scaled(folder, apart):
+    """Train with a scalar in the state of one master."""
+    made = engine(folder, 2)
+    scale = torch.tensor(1.0 + apart * rank())
+    made.run.optimizer.slots[0].master.state = lambda: {"scale": scale}
+    return saved_or_refused(made, folder, apart)
 
 
 def test_a_scalar_that_ranks_have_different_values_of_is_refused_by_name(tmp_path):
@@ -333,12 +338,10 @@ def test_a_scalar_that_ranks_have_different_values_of_is_refused_by_name(tmp_pat
 
 
 def remembering(folder, apart):
-    """Train with a maximum in the loss scale's ``meta``; return what is saved, or why nothing is."""
+    """Train with a maximum in the loss scale's ``meta``."""
     made = engine(folder, 2)
     made.run.loss_scale.meta = lambda: {"largest": [1.0 + apart * rank()]}
-    with nullcontext() if not apart else pytest.raises(PluginError) as told:
-        made.fit()
-    return str(told.value) if apart else saved_steps(folder / "checkpoints")
+    return saved_or_refused(made, folder, apart)
 
 
 def test_a_meta_that_differs_between_ranks_is_refused_by_its_key(tmp_path):
