@@ -226,7 +226,7 @@ SMALL = {
     "": 983,
     "api": 666,
     "builtin": 490,
-    "checkpoint": 934,
+    "checkpoint": 936,
     "cli": 1750,
     "compile": 789,
     "contracts": 700,

@@ -25,6 +25,7 @@ from nanotrain_core.builtin.configs import SimpleCheckpointConfig
 from nanotrain_core.checkpoint.box_cover import uncovered
 from nanotrain_core.checkpoint.info import unexpected_kinds
 from nanotrain_core.checkpoint.quarantine import on_rank_0, quarantine_checkpoint, set_branch_aside
+from nanotrain_core.checkpoint.raw_bytes import raw_bytes
 from nanotrain_core.checkpoint.run_state import load_json, newest_evaluated, state_problems
 from nanotrain_core.checkpoint.safetensors_files import CODES, DTYPES
 from nanotrain_core.checkpoint.simple_damage import FORMAT, damage, digest, names_in, read_header
@@ -310,9 +311,8 @@ def gather_whole(
     whole: dict[str, torch.Tensor] = {}
     for key, owner in owners.items():
         if owner and mesh.rank == owner:
-            sent = mine[key].to(mesh.p2p_device).contiguous()
-            raw = sent.as_strided((sent.numel(),), (1,)).view(torch.uint8)  # NCCL lacks some dtypes
-            dist.send(raw, dst=0, group=group)
+            # As bytes: NCCL lacks some dtypes.
+            dist.send(raw_bytes(mine[key].to(mesh.p2p_device)), dst=0, group=group)
         elif mesh.rank == 0:
             put(whole, key, receive(forms[owner][key], owner, mesh, group) if owner else mine[key])
     return whole
@@ -336,7 +336,7 @@ def receive(form: Form, source: int, mesh: Mesh, group: dist.ProcessGroup | None
     """Receive one block."""
     shape, dtype = form
     buffer = torch.empty(shape, dtype=dtype, device=mesh.p2p_device)
-    dist.recv(buffer.view(-1).view(torch.uint8), src=source, group=group)
+    dist.recv(raw_bytes(buffer), src=source, group=group)
     return buffer
 
 

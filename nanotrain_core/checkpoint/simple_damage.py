@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from nanotrain_core.checkpoint.raw_bytes import raw_bytes
 from nanotrain_core.checkpoint.run_state import is_of_a_run, load_json, state_problems, streams_problem
 from nanotrain_core.checkpoint.simple_names import named_step
 
@@ -21,7 +22,7 @@ def digest(tensors: Any, state: str) -> str:
     total = hashlib.sha256(state.encode())
     for name, tensor in sorted(tensors):
         total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        total.update(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+        total.update(raw_bytes(tensor).numpy().data)
     return total.hexdigest()
 
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.nn.functional import pad
 
 from nanotrain_core.builtin.configs import ReplicasConfig
+from nanotrain_core.checkpoint.raw_bytes import raw_bytes
 from nanotrain_core.contracts import EndReport, Monitor, RollbackReport, RunInfo, UpdateReport
 from nanotrain_core.errors import Corrupted
 from nanotrain_core.layout.layout import Span
@@ -34,8 +35,7 @@ def hash_bits(tensor: torch.Tensor) -> torch.Tensor:
     Modulo 2^64 a change of one word always changes the sum, since an odd factor loses no bit; changes
     of several cancel out with a probability of about 2^-64.
     """
-    whole = tensor.detach().contiguous()
-    raw = whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)  # strides of one number may be any
+    raw = raw_bytes(tensor)
     if len(raw) % 8 or raw.storage_offset() % 8:
         raw = pad(raw, (0, -len(raw) % 8))
     chunk = CHUNK.get(tensor.device.type, CHUNK_ELSEWHERE)
