@@ -7,7 +7,20 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from nanotrain_core.batch import Batch
 from nanotrain_core.hf.open_weights import open_weights
@@ -23,6 +36,27 @@ VOCAB = 64
 
 def llama(**changes: Any) -> PreTrainedModel:
     """Two layers of width 32, with 4 heads."""
+    return _decoder(LlamaForCausalLM, LlamaConfig, changes)
+
+
+def mistral(**changes: Any) -> PreTrainedModel:
+    """The same, and 2 key and value heads."""
+    return _decoder(MistralForCausalLM, MistralConfig, {"num_key_value_heads": 2, **changes})
+
+
+def qwen2(**changes: Any) -> PreTrainedModel:
+    """The same, and 2 key and value heads."""
+    return _decoder(Qwen2ForCausalLM, Qwen2Config, {"num_key_value_heads": 2, **changes})
+
+
+def qwen3(**changes: Any) -> PreTrainedModel:
+    """The same, and 2 key and value heads of size 16."""
+    return _decoder(Qwen3ForCausalLM, Qwen3Config, {"num_key_value_heads": 2, "head_dim": 16, **changes})
+
+
+def _decoder(
+    model: type[PreTrainedModel], config: type[PreTrainedConfig], changes: dict[str, Any]
+) -> PreTrainedModel:
     options = {
         "vocab_size": VOCAB,
         "hidden_size": 32,
@@ -32,7 +66,7 @@ def llama(**changes: Any) -> PreTrainedModel:
         "bos_token_id": None,
         "eos_token_id": None,
     }
-    return randomize(LlamaForCausalLM(LlamaConfig(**{**options, **changes})))
+    return randomize(model(config(**{**options, **changes})))
 
 
 def gpt2(**changes: Any) -> PreTrainedModel:

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from hf_models import gpt2, llama, logits, our_logits, our_tensors
+from hf_models import gpt2, llama, logits, mistral, our_logits, our_tensors, qwen2, qwen3
 from safetensors.torch import load_file, save_file
+from transformers import LlamaForCausalLM
 
 from nanotrain_core.cli import main
 from nanotrain_core.hf.convert import convert
@@ -33,6 +34,10 @@ MODELS = {
     "llama-tied": lambda: llama(tie_word_embeddings=True),
     "llama-wide-heads": lambda: llama(head_dim=16, num_key_value_heads=2),
     "llama-biases": lambda: llama(attention_bias=True, mlp_bias=True),
+    "qwen2": qwen2,
+    "qwen2-tied": lambda: qwen2(tie_word_embeddings=True, rope_parameters={"rope_theta": 1e6}),
+    "qwen3": qwen3,
+    "qwen3-biases": lambda: qwen3(attention_bias=True, rms_norm_eps=1e-3),
     "gpt2": gpt2,
     "gpt2-untied": lambda: gpt2(tie_word_embeddings=False),
     "gpt2-narrow": lambda: gpt2(n_inner=40, layer_norm_epsilon=1e-3),
@@ -73,6 +78,16 @@ def test_export_and_import_give_back_the_same_bytes(theirs, tmp_path):
     convert(tmp_path / "there", tmp_path / "back", registry)
     for name in ("model.safetensors", "model.toml"):
         assert (tmp_path / "ours" / name).read_bytes() == (tmp_path / "back" / name).read_bytes()
+
+
+def test_a_mistral_is_exported_as_the_llama_that_it_is(tmp_path):
+    model = mistral(sliding_window=None)
+    model.save_pretrained(tmp_path / "theirs")
+    convert(tmp_path / "theirs", tmp_path / "ours", load_plugins())
+    convert(tmp_path / "ours", tmp_path / "back", load_plugins())
+    again = LlamaForCausalLM.from_pretrained(tmp_path / "back")
+    assert torch.equal(logits(again), logits(model))
+    torch.testing.assert_close(our_logits(tmp_path / "ours"), logits(model), atol=1e-4, rtol=0)
 
 
 def test_a_scaled_rope_is_written_for_older_versions_too(tmp_path):

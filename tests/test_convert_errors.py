@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from hf_models import gpt2, llama, our_tensors
+from hf_models import gpt2, llama, mistral, our_tensors, qwen2, qwen3
 from safetensors.torch import load_file, save_file
 
 from nanotrain_core.cli import main
@@ -110,6 +110,39 @@ def test_a_gpt2_that_cannot_be_read(changes, text, tmp_path):
     assert text in refusal(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("model", "changes", "text"),
+    [
+        (mistral, {"sliding_window": 4}, "sliding_window is 4; only None can be represented"),
+        (qwen2, {"use_sliding_window": True}, "use_sliding_window is True; only False can be represented"),
+        (
+            qwen3,
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            "is 'sliding_attention'; only 'full",
+        ),
+        (qwen3, {"head_dim": 0}, "head_dim is 0; expected an integer above 0"),
+    ],
+)
+def test_a_mistral_or_qwen_that_cannot_be_read(model, changes, text, tmp_path):
+    model(**{"sliding_window": None} if model is mistral else {}).save_pretrained(tmp_path)
+    change_config(tmp_path, **changes)
+    assert text in refusal(tmp_path)
+
+
+def test_defaults_that_a_config_leaves_out_are_those_of_its_class(tmp_path):
+    """Mistral's sliding window, and the head size of Qwen3."""
+    for model, key, text in (
+        (mistral, "sliding_window", "sliding_window is 4096; only None"),
+        (qwen3, "head_dim", "config.json describes 112,288 numbers, and the files hold 25,824"),
+    ):
+        folder = tmp_path / key
+        model(**{"sliding_window": None} if model is mistral else {}).save_pretrained(folder)
+        config = json.loads((folder / "config.json").read_text())
+        del config[key]
+        (folder / "config.json").write_text(json.dumps(config))
+        assert text in refusal(folder)
+
+
 def test_masks_and_frequencies_of_old_files_are_left_out(tmp_path):
     gpt2().save_pretrained(tmp_path)
     change_tensors(tmp_path, lambda t: t.update({"transformer.h.0.attn.bias": torch.ones(1, 1, 24, 24)}))
@@ -191,7 +224,7 @@ def test_a_folder_of_ours_with_other_tensors(change, text, tmp_path):
 @pytest.mark.parametrize(
     ("old", "new", "text"),
     [
-        ('"rope"', '"learned"', "it is neither of these: Llama: positions = 'rope'"),
+        ('"rope"', '"learned"', "it is none of these: Llama: positions = 'rope'"),
         ('norm = "rmsnorm"', 'norm = "layernorm"', "it has positions = 'rope', norm = 'layernorm'"),
         ("layers = 2", 'layers = "2"', "model.layers: expected an integer, got the string '2'"),
         ("layers = 2", "layer = 2", "model.layer: unknown key 'layer' (did you mean 'layers'?)"),

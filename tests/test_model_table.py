@@ -52,7 +52,9 @@ OTHERS = {
     "activation": ["swiglu", "gelu"],
     "bias": [True, False],
     "attention_bias": [True, False],
+    "output_bias": [True, False],
     "ffn_bias": [True, False],
+    "qk_norm": [True],
     "tied": [True],
 }
 

@@ -53,11 +53,11 @@ def nanotrain_register_model(register: Register) -> None:
             name="transformer",
             config=transformer_config.TransformerConfig,
             factory="nanotrain_core.models.transformer:Transformer",
-            summary="decoder of GPT-2 or Llama shape",
+            summary="decoder of GPT-2, Llama, Mistral or Qwen shape",
             provides={"document_masks"},
             cuda_graphs=always_captured,
             check=transformer_config.check_transformer,
-            hf="nanotrain_core.hf.llama_gpt2:names",
+            hf="nanotrain_core.hf.transformer_names:names",
         )
     )
 

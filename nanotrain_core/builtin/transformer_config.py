@@ -83,7 +83,7 @@ def yarn_magnitude(factor: float, weight: float = 1.0) -> float:
 
 @attrs.define(frozen=True, kw_only=True)
 class TransformerConfig(ModelConfig):
-    """``[model] use = "transformer"``: a decoder of GPT-2 or Llama shape."""
+    """``[model] use = "transformer"``: a decoder of GPT-2, Llama, Mistral or Qwen shape."""
 
     layers: int = attrs.field(validator=Range(1, MOST_LAYERS))
     """Number of blocks."""
@@ -117,8 +117,12 @@ class TransformerConfig(ModelConfig):
     """Biases on the linear layers and LayerNorms."""
     attention_bias: bool | None = None
     """Biases on the linear layers of attention. Unset: as `bias` says."""
+    output_bias: bool | None = None
+    """A bias on attention's output projection, which Qwen2 lacks. Unset: as `attention_bias` says."""
     ffn_bias: bool | None = None
     """Biases on those of the feed-forward layer. Unset: as `bias` says."""
+    qk_norm: bool = False
+    """RMSNorm of each head's queries and keys, before RoPE, as in Qwen3 (arXiv 2505.09388)."""
     tied: bool = False
     """Use the embedding table as the head."""
     init_std: float = attrs.field(default=0.02, validator=Range(1e-12, 10.0), metadata={TRAINING: True})
@@ -127,12 +131,14 @@ class TransformerConfig(ModelConfig):
 
     def resolved(self) -> TransformerConfig:
         """Return the same model with every unset value replaced by its default."""
+        attention_bias = self.bias if self.attention_bias is None else self.attention_bias
         return attrs.evolve(
             self,
             kv_heads=self.kv_heads or self.heads,
             head_size=self.head_size or self.width // self.heads,
             ffn=self.ffn or 4 * self.width,
-            attention_bias=self.bias if self.attention_bias is None else self.attention_bias,
+            attention_bias=attention_bias,
+            output_bias=attention_bias if self.output_bias is None else self.output_bias,
             ffn_bias=self.bias if self.ffn_bias is None else self.ffn_bias,
         )
 
@@ -153,7 +159,7 @@ class TransformerConfig(ModelConfig):
         split, size = (Role.COLUMN, Role.ROW), self.head_size or self.width // self.heads
         yield Divisible(split, "model.heads", self.heads, "heads", heads=True, row=self.heads * size)
         if self.kv_heads:
-            what, row = "key and value heads", self.kv_heads * size if self.bias else 0
+            what, row = "key and value heads", self.kv_heads * size if self.resolved().attention_bias else 0
             yield Divisible(
                 (Role.COLUMN,), "model.kv_heads", self.kv_heads, what, grouped=True, heads=True, row=row
             )

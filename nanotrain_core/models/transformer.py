@@ -1,10 +1,10 @@
-"""The decoder of GPT-2 and Llama, as plain single-device PyTorch.
+"""The decoder of GPT-2, Llama, Mistral and Qwen, as plain single-device PyTorch.
 
 Shapes: B batch, S sequence, D width, H heads (query, or key and value), K head size, F feed-forward, V
     vocabulary. A wrapper may leave this rank some of the heads, so H is always read from a tensor.
 
 Sources: Radford et al. 2019 (GPT-2); Touvron et al., arXiv 2302.13971 (Llama); Ainslie et al.,
-arXiv 2305.13245 (grouped-query attention).
+arXiv 2305.13245 (grouped-query attention); Yang et al., arXiv 2505.09388 (Qwen3).
 """
 
 from __future__ import annotations
@@ -182,7 +182,11 @@ class Attention(nn.Module):
         self.q = tag(nn.Linear(D, config.heads * K, bias=bias), Role.COLUMN, unit=K)
         self.k = tag(nn.Linear(D, config.kv_heads * K, bias=bias), Role.COLUMN, unit=K, grouped=True)
         self.v = tag(nn.Linear(D, config.kv_heads * K, bias=bias), Role.COLUMN, unit=K, grouped=True)
-        self.o = tag(nn.Linear(config.heads * K, D, bias=bias), Role.ROW, unit=K)
+        self.o = tag(nn.Linear(config.heads * K, D, bias=bool(config.output_bias)), Role.ROW, unit=K)
+        self.q_norm, self.k_norm = (
+            tag(RMSNorm(K, eps=config.norm_eps, ops=ops), Role.INNER) if config.qk_norm else None
+            for _ in range(2)
+        )
 
     def forward(
         self,
@@ -195,6 +199,8 @@ class Attention(nn.Module):
         q_BSHK = self.q(x_BSD).unflatten(-1, heads)
         k_BSHK = self.k(x_BSD).unflatten(-1, heads)
         v_BSHK = self.v(x_BSD).unflatten(-1, heads)
+        if self.q_norm is not None and self.k_norm is not None:
+            q_BSHK, k_BSHK = self.q_norm(q_BSHK), self.k_norm(k_BSHK)
         if cos_sin is not None:
             q_BSHK, k_BSHK = self.ops.rope(q_BSHK, *cos_sin), self.ops.rope(k_BSHK, *cos_sin)
         if cache is not None:

@@ -35,6 +35,16 @@ def test_gradients_of_norms_of_heads_are_complete(sequence_parallel):
     gradients_equal(case("INNER", sequence_parallel=sequence_parallel), "fp64")
 
 
+@pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize("sequence_parallel", [True, pytest.param(False, marks=pytest.mark.full)])
+def test_qwen_trains_as_one_process_does(sequence_parallel, tp):
+    """Norms of heads as in Qwen3, biases on queries, keys and values alone as in Qwen2; tp 4 repeats some."""
+    model = {**TINY["model"], "kv_heads": 2, "qk_norm": True, "attention_bias": True, "output_bias": False}
+    config = {"use": "tp", "sequence_parallel": sequence_parallel}
+    overrides = {"parallel": [config, {"use": "summed"}], "model": model}
+    gradients_equal(Case("parallel", use="tp", topology={"tp": tp}, overrides=overrides), "fp64")
+
+
 def test_without_a_role_they_are_complete_where_every_whole_parameter_is_summed():
     gradients_equal(case("none", sequence_parallel=True), "fp64")
 
