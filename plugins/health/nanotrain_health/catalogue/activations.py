@@ -1,12 +1,16 @@
 """Attention and the residual stream, at monitored layers."""
 
+from functools import partial
+
 from nanotrain_core.api import Rule
 from nanotrain_health.catalogue.common import at_layers
 
+of_attention = partial(at_layers, group="attention")
+of_residual = partial(at_layers, group="residual stream")
+
 ATTENTION = (
-    at_layers(
+    of_attention(
         name="attention/max_logit/{block}",
-        group="attention",
         reduce="max",
         summary="largest logit before softmax, over a sample of queries of all heads and sequences",
         rule=Rule(
@@ -16,15 +20,13 @@ ATTENTION = (
             "normalize queries and keys, or lower lr",
         ),
     ),
-    at_layers(
+    of_attention(
         name="attention/entropy/{block}",
-        group="attention",
         unit="nats",
         summary="entropy of attention over the tokens a query sees, mean over these queries and heads",
     ),
-    at_layers(
+    of_attention(
         name="attention/entropy_ratio/{block}",
-        group="attention",
         summary="attention/entropy over the entropy of uniform attention to all of these tokens: from 0 to 1",
         rule=Rule(
             warn_below=0.1,
@@ -36,9 +38,8 @@ ATTENTION = (
 )
 
 RESIDUAL = (
-    at_layers(
+    of_residual(
         name="residual/rms/{block}",
-        group="residual stream",
         summary="root mean square of a layer's output",
         rule=Rule(
             warn_times=2,
@@ -46,15 +47,13 @@ RESIDUAL = (
             "lower lr, or raise weight decay",
         ),
     ),
-    at_layers(
+    of_residual(
         name="residual/max_abs/{block}",
-        group="residual stream",
         summary="largest magnitude of a layer's output",
         reduce="max",
     ),
-    at_layers(
+    of_residual(
         name="residual/outliers/{block}",
-        group="residual stream",
         summary="fraction of a layer's output elements beyond 10 times the root mean square of their token",
         rule=Rule(
             warn_above=1e-3,
@@ -63,9 +62,8 @@ RESIDUAL = (
             "rest; lower lr, or keep these layers in bf16",
         ),
     ),
-    at_layers(
+    of_residual(
         name="norms/rms/{norm}",
-        group="residual stream",
         summary="root mean square of a norm's output",
         rule=Rule(
             warn_below=0.5,
@@ -77,9 +75,8 @@ RESIDUAL = (
             high="{where} returns activations of size {value}, not about 1: its weight has grown; lower lr",
         ),
     ),
-    at_layers(
+    of_residual(
         name="norms/max_abs/{norm}",
-        group="residual stream",
         summary="largest magnitude of a norm's output",
         reduce="max",
         rule=Rule(

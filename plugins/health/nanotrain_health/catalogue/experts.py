@@ -1,16 +1,18 @@
 """Mixture of experts: what the ``moe`` monitor publishes of each router."""
 
+from functools import partial
+
 from nanotrain_core.api import Metric, Rule
 from nanotrain_health.catalogue.common import ratio
+
+#: Of each router.
+of_router = partial(ratio, group="moe", reduce="max", cost="device")
 
 BALANCE = "raise bias_update_rate or the balance loss"
 
 EXPERTS = (
-    ratio(
+    of_router(
         name="moe/max_load/{router}",
-        group="moe",
-        reduce="max",
-        cost="device",
         summary="tokens of a layer's busiest expert over the mean of its experts",
         rule=Rule(
             warn_above=10,
@@ -19,26 +21,14 @@ EXPERTS = (
             f"{BALANCE}",
         ),
     ),
-    ratio(
-        name="moe/min_load/{router}",
-        group="moe",
-        reduce="max",
-        cost="device",
-        summary="tokens of a layer's least used expert over the mean",
-    ),
-    ratio(
+    of_router(name="moe/min_load/{router}", summary="tokens of a layer's least used expert over the mean"),
+    of_router(
         name="moe/entropy/{router}",
-        group="moe",
-        reduce="max",
-        cost="device",
         summary="entropy of the load over that of a balanced load: from 0 to 1",
     ),
-    Metric(
+    of_router(
         name="moe/starved/{router}",
         unit="experts",
-        group="moe",
-        reduce="max",
-        cost="device",
         summary="experts with less than 2% of the mean number of tokens, over the last logged steps, once "
         "10 are known",
         rule=Rule(
@@ -47,11 +37,8 @@ EXPERTS = (
             f"{BALANCE}",
         ),
     ),
-    ratio(
+    of_router(
         name="moe/balance/{router}",
-        group="moe",
-        reduce="max",
-        cost="device",
         summary="entropy of the load of the last logged steps over that of a balanced load: from 0 to 1",
         rule=Rule(
             warn_below=0.3,
@@ -60,21 +47,12 @@ EXPERTS = (
             f"lower lr, or {BALANCE}",
         ),
     ),
-    Metric(
+    of_router(
         name="moe/empty/{router}",
         unit="experts",
-        group="moe",
-        reduce="max",
-        cost="device",
         summary="experts that received no token in the step",
     ),
-    ratio(
-        name="moe/bias_norm/{router}",
-        group="moe",
-        reduce="max",
-        cost="device",
-        summary="2-norm of the bias that balances the load",
-    ),
+    of_router(name="moe/bias_norm/{router}", summary="2-norm of the bias that balances the load"),
     Metric(
         name="moe/all_to_all_bytes/{experts}",
         unit="bytes",

@@ -1,23 +1,24 @@
 """Loss and data: numbers that the host has anyway."""
 
-from nanotrain_core.api import Metric, Rule
+from functools import partial
+
+from nanotrain_core.api import Rule
 from nanotrain_health.catalogue.common import ratio
 
+of_loss = partial(ratio, group="loss", reduce="last")
+of_data = partial(ratio, group="data", reduce="last")
+
 LOSS = (
-    Metric(
+    of_loss(
         name="loss/ema",
         unit="nats",
-        group="loss",
         level="minimal",
-        reduce="last",
         summary="exponential moving average of the training loss over steps, excluding values that are not "
         "finite",
     ),
-    ratio(
+    of_loss(
         name="loss/spike",
-        group="loss",
         level="minimal",
-        reduce="last",
         summary="the training loss over its average before this step",
         rule=Rule(
             warn_above=3,
@@ -38,23 +39,17 @@ LOSS = (
             "to an older checkpoint with a lower lr, and look at the data",
         ),
     ),
-    ratio(
+    of_loss(
         name="loss/perplexity",
-        group="loss",
-        reduce="last",
         summary="exp of the next-token loss: the equivalent number of equally likely tokens",
     ),
-    ratio(
+    of_loss(
         name="validation/perplexity",
-        group="loss",
-        reduce="last",
         summary="exp of the validation loss: the equivalent number of equally likely tokens",
     ),
-    Metric(
+    of_loss(
         name="validation/gap",
         unit="nats",
-        group="loss",
-        reduce="last",
         summary="validation loss minus the average of the next-token training loss",
         rule=Rule(
             warn_above=1.0,
@@ -64,33 +59,33 @@ LOSS = (
     ),
 )
 
-IGNORED = (
-    "{value} of the {what} targets are ignored: time is spent on tokens that teach nothing; pack sequences, "
-    "or look at the mask"
-)
+
+def ignored(which: str) -> Rule:
+    """Return the rule for the share of targets that the loss ignores."""
+    return Rule(
+        warn_above=0.2,
+        bad_above=0.3,
+        high=f"{{percent}} of the {which} targets are ignored: time is spent on tokens that teach nothing; "
+        "pack sequences, or look at the mask",
+    )
+
 
 DATA = (
-    Metric(
+    of_data(
         name="data/effective_tokens",
         unit="tokens",
-        group="data",
         level="minimal",
-        reduce="last",
         cost="device",
         summary="tokens since the run's beginning that the loss does not ignore",
     ),
-    Metric(
+    of_data(
         name="data/tokens_per_update",
         unit="tokens",
-        group="data",
-        reduce="last",
         summary="tokens of one optimizer step, over all ranks",
     ),
-    Metric(
+    of_data(
         name="data/effective_tokens_per_update",
         unit="tokens",
-        group="data",
-        reduce="last",
         cost="device",
         summary="tokens of one optimizer step that the loss does not ignore",
     ),
@@ -104,54 +99,34 @@ DATA = (
             "look at padding and at the end of the data",
         ),
     ),
-    ratio(
+    of_data(
         name="data/ignored",
-        group="data",
-        reduce="last",
         cost="device",
         summary="fraction of the training targets that the loss ignores",
-        rule=Rule(
-            warn_above=0.2,
-            bad_above=0.3,
-            high=IGNORED.replace("{value}", "{percent}").replace("{what}", "training"),
-        ),
+        rule=ignored("training"),
     ),
-    ratio(
+    of_data(
         name="validation/ignored",
-        group="data",
-        reduce="last",
         summary="fraction of the validation targets that the loss ignores",
-        rule=Rule(
-            warn_above=0.2,
-            bad_above=0.3,
-            high=IGNORED.replace("{value}", "{percent}").replace("{what}", "validation"),
-        ),
+        rule=ignored("validation"),
     ),
-    ratio(
+    of_data(
         name="data/masked",
-        group="data",
-        reduce="last",
         cost="device",
         summary="fraction of the training targets that the loss ignores, of data with conversations: all but "
         "the assistant's words",
     ),
-    ratio(
+    of_data(
         name="validation/masked",
-        group="data",
-        reduce="last",
         summary="fraction of the validation targets that the loss ignores, of data with conversations",
     ),
-    Metric(
+    of_data(
         name="data/epochs",
         unit="epochs",
-        group="data",
-        reduce="last",
         summary="passes through the training data so far: the position in them",
     ),
-    ratio(
+    of_data(
         name="data/mixture/{source}",
-        group="data",
-        reduce="last",
         summary="fraction of the tokens so far from one source, for data that mix several",
     ),
 )

@@ -1,7 +1,12 @@
 """What the ``probes`` monitor publishes."""
 
+from functools import partial
+
 from nanotrain_core.api import Metric, Rule
 from nanotrain_health.catalogue.common import ratio
+
+#: Of predictions on the fixed batch.
+of_batch = partial(ratio, group="probes", reduce="last", cost="weights")
 
 PROBES = (
     Metric(
@@ -11,42 +16,16 @@ PROBES = (
         kind="text",
         summary="hash of the fixed batch: only runs with the same hash are comparable",
     ),
-    Metric(
-        name="probes/loss",
-        unit="nats",
-        group="probes",
-        reduce="last",
-        cost="weights",
-        summary="mean next-token loss on the fixed batch",
-    ),
-    Metric(
-        name="probes/entropy",
-        unit="nats",
-        group="probes",
-        reduce="last",
-        cost="weights",
-        summary="mean entropy of the model's predictions",
-    ),
-    ratio(
-        name="probes/top_mass",
-        group="probes",
-        reduce="last",
-        cost="weights",
-        summary="mean total probability of the most probable tokens",
-    ),
-    Metric(
+    of_batch(name="probes/loss", unit="nats", summary="mean next-token loss on the fixed batch"),
+    of_batch(name="probes/entropy", unit="nats", summary="mean entropy of the model's predictions"),
+    of_batch(name="probes/top_mass", summary="mean total probability of the most probable tokens"),
+    of_batch(
         name="probes/kl",
         unit="nats",
-        group="probes",
-        reduce="last",
-        cost="weights",
         summary="mean KL divergence of predictions from those at the last probe",
     ),
-    ratio(
+    of_batch(
         name="probes/leak",
-        group="probes",
-        reduce="last",
-        cost="weights",
         summary="change of a sequence's first-half logits with the tokens of its second half, "
         "over their size: 0 for a causal model",
         rule=Rule(

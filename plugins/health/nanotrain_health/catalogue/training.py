@@ -1,15 +1,26 @@
 """Gradients, updates, weights and optimizer state: by layer, from a pass over all of them."""
 
-from nanotrain_core.api import Bins, Metric, Rule
-from nanotrain_health.catalogue.common import TENSORS_EVERY, from_tensors, over_weights, ratio
+from functools import partial
+
+from nanotrain_core.api import Bins, Rule
+from nanotrain_health.catalogue.common import from_tensors, over_weights, ratio
+
+of_gradients = partial(over_weights, group="gradients")
+of_updates = partial(over_weights, group="updates")
+of_weights = partial(over_weights, group="weights")
 
 SIZES = Bins(low=1e-12, high=1e4, count=64, log=True)
-FIRST_LAST = Rule(
-    warn_below=0.05,
-    bad_below=0.01,
-    low="{what} hardly reach the first layers: they are {value} of those of the last one; check norms and "
-    "initialization, lower lr, or warm up for longer",
-)
+
+
+def first_last(what: str) -> Rule:
+    """Return the rule for what the first layer gets over what the last one gets."""
+    return Rule(
+        warn_below=0.05,
+        bad_below=0.01,
+        low=f"{what} hardly reach the first layers: they are {{value}} of those of the last one; check norms "
+        "and initialization, lower lr, or warm up for longer",
+    )
+
 
 GRADIENTS = (
     ratio(
@@ -45,20 +56,12 @@ GRADIENTS = (
             "clip_norm or a lower lr would let them have their own size",
         ),
     ),
-    over_weights(
-        name="gradients/norm/{block}",
-        group="gradients",
-        summary="norm of a layer's gradient, before clipping",
-    ),
+    of_gradients(name="gradients/norm/{block}", summary="norm of a layer's gradient, before clipping"),
     from_tensors(
         name="gradients/first_last",
         group="gradients",
         summary="norm of the first layer's gradient over the last one's",
-        rule=Rule(
-            warn_below=FIRST_LAST.warn_below,
-            bad_below=FIRST_LAST.bad_below,
-            low=FIRST_LAST.low.replace("{what}", "gradients"),
-        ),
+        rule=first_last("gradients"),
     ),
     from_tensors(
         name="gradients/share/{block}",
@@ -71,21 +74,16 @@ GRADIENTS = (
             "nothing; check its initialization, its norms, and what is frozen",
         ),
     ),
-    over_weights(
+    of_gradients(
         name="gradients/parameters/{statistic}/{parameter}",
-        group="gradients",
         level="debug",
         summary="norm, mean, standard deviation of a parameter's gradient",
     ),
-    Metric(
+    of_gradients(
         name="gradients/histogram/{block}",
-        unit="1",
-        group="gradients",
         kind="histogram",
         bins=SIZES,
         level="debug",
-        cost="weights",
-        every=TENSORS_EVERY,
         summary="magnitudes of the elements of a layer's gradient",
     ),
 )
@@ -100,75 +98,49 @@ TOO_LARGE = (
 )
 
 UPDATES = (
-    from_tensors(
+    of_updates(
         name="updates/ratio",
-        group="updates",
-        cost="weights",
         summary="true update: norm of the optimizer's change (of its float32 masters if it "
         "has them on the device) over the norm of the weights, in the monitored layers",
         rule=Rule(warn_above=0.3, bad_above=1.0, high=TOO_LARGE),
     ),
-    from_tensors(
+    of_updates(
         name="updates/ratio_at_full_lr",
-        group="updates",
-        cost="weights",
         summary="updates/ratio scaled to the highest learning rate of the schedule",
         rule=Rule(warn_below=1e-4, bad_below=1e-6, low=TOO_SMALL),
     ),
-    from_tensors(
+    of_updates(
         name="updates/ratio/{block}",
-        group="updates",
-        cost="weights",
         summary="true update of a layer: norm of its change over the norm of its weights",
     ),
-    over_weights(
+    of_updates(
         name="updates/norm/{block}",
-        group="updates",
         summary="norm of the optimizer's change of a layer, in float32 masters if it has them",
     ),
-    from_tensors(
+    of_updates(
         name="updates/proxy",
-        group="updates",
-        cost="weights",
         summary="lr x clipped gradient norm / weight norm, of the whole model: what plain gradient descent "
         "would change",
         rule=Rule(warn_above=0.3, bad_above=1.0, high=TOO_LARGE),
     ),
-    from_tensors(
-        name="updates/proxy/{block}",
-        group="updates",
-        cost="weights",
-        summary="the proxy of a layer",
-    ),
+    of_updates(name="updates/proxy/{block}", summary="the proxy of a layer"),
     *(
-        from_tensors(
-            name=f"updates/proxy_{name}",
-            group="updates",
-            cost="weights",
-            summary=f"{name} of the layers' proxies",
-        )
+        of_updates(name=f"updates/proxy_{name}", summary=f"{name} of the layers' proxies")
         for name in ("median", "p95", "max")
     ),
     from_tensors(
         name="updates/proxy_first_last",
         group="updates",
         summary="the first layer's proxy over the last one's",
-        rule=Rule(
-            warn_below=FIRST_LAST.warn_below,
-            bad_below=FIRST_LAST.bad_below,
-            low=FIRST_LAST.low.replace("{what}", "updates"),
-        ),
+        rule=first_last("updates"),
     ),
-    from_tensors(
+    of_updates(
         name="updates/parameters/ratio/{parameter}",
-        group="updates",
-        cost="weights",
         level="debug",
         summary="true update of a parameter: norm of its change over its norm",
     ),
-    over_weights(
+    of_updates(
         name="updates/parameters/norm/{parameter}",
-        group="updates",
         level="debug",
         summary="norm of a parameter's change",
     ),
@@ -177,10 +149,8 @@ UPDATES = (
 WEIGHTS = (
     from_tensors(name="weights/norm", group="weights", cost="weights", summary="2-norm of all weights"),
     over_weights(name="weights/norm/{block}", group="weights", summary="2-norm of a layer's weights"),
-    from_tensors(
+    of_weights(
         name="weights/spread",
-        group="weights",
-        cost="weights",
         summary="largest norm of a layer over the smallest",
         rule=Rule(
             warn_above=1000,
@@ -188,21 +158,16 @@ WEIGHTS = (
             "and weight decay",
         ),
     ),
-    over_weights(
+    of_weights(
         name="weights/parameters/{statistic}/{parameter}",
-        group="weights",
         level="debug",
         summary="norm, mean, standard deviation of a parameter",
     ),
-    Metric(
+    of_weights(
         name="weights/histogram/{block}",
-        unit="1",
-        group="weights",
         kind="histogram",
         bins=SIZES,
         level="debug",
-        cost="weights",
-        every=TENSORS_EVERY,
         summary="magnitudes of the elements of a layer's weights",
     ),
 )
