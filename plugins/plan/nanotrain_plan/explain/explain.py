@@ -33,8 +33,18 @@ def explain(recipe: Recipe, registry: Registry, layout: Layout, *, host: bool) -
         raise NanotrainError(
             f"this recipe cannot be explained: {str(problem).partition(chr(10))[0]}"
         ) from problem
-    told = (ranks, stages, matrices, batch, schedule, communication, computed, state, saved)
-    return [section(subject) for section in told]
+    told = {
+        "The ranks": ranks,
+        "The layers": stages,
+        "Who holds which part of which matrix": matrices,
+        "The batch": batch,
+        "The order of passes": schedule,
+        "Communication": communication,
+        "What is computed, in which precision": computed,
+        "What is kept of each parameter": state,
+        "What a checkpoint holds": saved,
+    }
+    return [Section(title, list(body(subject))) for title, body in told.items()]
 
 
 def as_json(recipe: Recipe, layout: Layout, sections: Sequence[Section]) -> dict[str, Any]:

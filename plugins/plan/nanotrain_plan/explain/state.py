@@ -10,7 +10,7 @@ from nanotrain_plan.dry.origin import Origin, place_of
 from nanotrain_plan.explain import pictures
 from nanotrain_plan.explain.purposes import quoted
 from nanotrain_plan.explain.subject import Alike, Subject
-from nanotrain_plan.rendering.parts import Bytes, Picture, Ranks, Section, Shape, Share, Statement, Table, say
+from nanotrain_plan.rendering.parts import Body, Bytes, Ranks, Shape, Share, Statement, Table, say
 
 #: Mesh dimensions of which a sentence says what ranks along them share. Others are told by name alone.
 MEANING = {
@@ -24,50 +24,43 @@ MEANING = {
 }
 
 
-def ranks(subject: Subject) -> Section:
-    """Return how the mesh numbers the ranks."""
+def ranks(subject: Subject) -> Body:
+    """Tell how the mesh numbers the ranks."""
     layout, (where, *_) = (
         subject.layout,
         [subject.owners.place(label, "layout") for label in _topology(subject)],
     )
-    body: list[Statement | Table | Picture] = [
-        say(
-            "The run has {ranks:,} {word}: a process with a device and a part of the work each.",
-            where,
-            ranks=layout.world_size,
-            word="ranks" if layout.world_size > 1 else "rank",
-        )
-    ]
+    yield say(
+        "The run has {ranks:,} {word}: a process with a device and a part of the work each.",
+        where,
+        ranks=layout.world_size,
+        word="ranks" if layout.world_size > 1 else "rank",
+    )
     used = {each.placement.view for p in subject.told for each in subject.looked(p).parameters}
     for name, view in layout.views.items():
         if max(view.sizes) == 1 or name not in used:
             continue
         several = [dim for dim in view.dims if view.size(dim) > 1]
-        body.append(
-            say(
-                "The {view} view of the mesh numbers them along {dims}, the first slowest: {formula}.",
-                where,
-                place_of(type(view)),
-                view=name,
-                dims=" x ".join(f"{dim} {view.size(dim)}" for dim in several),
-                formula="rank = " + " + ".join(_term(dim, view.stride(dim)) for dim in several),
-            )
+        yield say(
+            "The {view} view of the mesh numbers them along {dims}, the first slowest: {formula}.",
+            where,
+            place_of(type(view)),
+            view=name,
+            dims=" x ".join(f"{dim} {view.size(dim)}" for dim in several),
+            formula="rank = " + " + ".join(_term(dim, view.stride(dim)) for dim in several),
         )
         for dim in several:
-            body.append(
-                say(
-                    "Along {dim}, the group of rank {rank} is ranks {ranks}: {size:,} that {meaning}.",
-                    where,
-                    dim=dim,
-                    rank=0,
-                    ranks=Ranks(layout.ranks(0, dim)),
-                    size=layout.size(dim),
-                    meaning=MEANING.get(dim, f"differ along {dim}"),
-                )
+            yield say(
+                "Along {dim}, the group of rank {rank} is ranks {ranks}: {size:,} that {meaning}.",
+                where,
+                dim=dim,
+                rank=0,
+                ranks=Ranks(layout.ranks(0, dim)),
+                size=layout.size(dim),
+                meaning=MEANING.get(dim, f"differ along {dim}"),
             )
     if layout.world_size > 1:
-        body.append(pictures.grid(layout))
-    return Section("The ranks", body)
+        yield pictures.grid(layout)
 
 
 def _topology(subject: Subject) -> list[str]:
@@ -81,39 +74,37 @@ def _term(dim: str, stride: int) -> str:
 # --- layers ----------------------------------------------------------------------------------------
 
 
-def stages(subject: Subject) -> Section:
-    """Return which layers are where."""
+def stages(subject: Subject) -> Body:
+    """Tell which layers are where."""
     s, (schedule,) = subject.stages, subject.owners.of_kind("schedule")
     where = subject.owners.place(schedule, "parts")
     (model,) = subject.owners.of_kind("model")
     if len(s.parts) == 1:
-        held = say(
+        yield say(
             "{model} has {layers:,} layers, and every rank holds all of them: there is no pipeline.",
             subject.owners.place(model),
             model=model,
             layers=s.parts[0].last,
         )
-        return Section("The layers", [held, *_kinds(subject)])
-    body: list[Statement | Table | Picture] = [
-        say(
-            "{model} has {layers:,} layers, cut into {stages:,} stages for {pp:,} pipeline ranks.",
-            where,
-            model=model,
-            layers=s.parts[-1].last,
-            stages=len(s.parts),
-            pp=s.pp,
-        ),
-        Table(
-            ("stage", "pipeline rank", "holds", "FLOPs of a token"),
-            [
-                (stage, part.rank, contents(part), Share(s.costs.of(part) / s.costs.total))
-                for stage, part in enumerate(s.parts)
-            ],
-        ),
-        *(say("{line}.", where, line=line) for line in subject.described("schedule")),
-        *_kinds(subject),
-    ]
-    return Section("The layers", body)
+        yield from _kinds(subject)
+        return
+    yield say(
+        "{model} has {layers:,} layers, cut into {stages:,} stages for {pp:,} pipeline ranks.",
+        where,
+        model=model,
+        layers=s.parts[-1].last,
+        stages=len(s.parts),
+        pp=s.pp,
+    )
+    yield Table(
+        ("stage", "pipeline rank", "holds", "FLOPs of a token"),
+        [
+            (stage, part.rank, contents(part), Share(s.costs.of(part) / s.costs.total))
+            for stage, part in enumerate(s.parts)
+        ],
+    )
+    yield from (say("{line}.", where, line=line) for line in subject.described("schedule"))
+    yield from _kinds(subject)
 
 
 def _kinds(subject: Subject) -> Iterator[Statement]:
@@ -137,31 +128,27 @@ def contents(part: Part) -> str:
 # --- matrices --------------------------------------------------------------------------------------
 
 
-def matrices(subject: Subject) -> Section:
-    """Return who holds which part of which matrix."""
-    body: list[Statement | Table | Picture] = []
+def matrices(subject: Subject) -> Body:
+    """Tell who holds which part of which matrix."""
     for pp_rank in subject.told:
         rank = subject.rank(pp_rank)
         groups = subject.alike(pp_rank)
-        body.append(_total(subject, pp_rank))
-        body.append(
-            Table(
-                ("parameter", "of these", "whole", f"rank {rank} holds", "split", "gradient summed over"),
-                [_row(subject, each) for each in groups],
-            )
+        yield _total(subject, pp_rank)
+        yield Table(
+            ("parameter", "of these", "whole", f"rank {rank} holds", "split", "gradient summed over"),
+            [_row(subject, each) for each in groups],
         )
         told: set[object] = set()
         drawn = []
         for each in groups:
             pattern = each.first.role, str(each.splits)
             if each.splits and pattern not in told:
-                body.extend(_sentences(subject, each, rank))
+                yield from _sentences(subject, each, rank)
                 drawn.append(each)
                 told.add(pattern)
         if drawn:
             others = {each.name: _other_blocks(subject, each, rank) for each in drawn}
-            body.append(pictures.blocks(rank, drawn, others))
-    return Section("Who holds which part of which matrix", body)
+            yield pictures.blocks(rank, drawn, others)
 
 
 def _total(subject: Subject, pp_rank: int) -> Statement:
@@ -251,9 +238,8 @@ def _other_blocks(
 # --- state ------------------------------------------------------------------------------------------
 
 
-def state(subject: Subject) -> Section:
-    """Return what the optimizer keeps, and of how much of the parameters."""
-    body: list[Statement | Table | Picture] = []
+def state(subject: Subject) -> Body:
+    """Tell what the optimizer keeps, and of how much of the parameters."""
     for pp_rank in subject.told:
         looked, rank = subject.looked(pp_rank), subject.rank(pp_rank)
         trained = [each for each in looked.parameters if each.trained]
@@ -261,38 +247,32 @@ def state(subject: Subject) -> Section:
         updated = sum(each.updated for each in trained)
         dims = sorted({dim for each in trained for dim in each.sharded if subject.layout.size(dim) > 1})
         if updated < held:
-            body.append(
-                say(
-                    "Rank {rank} updates {updated:,} of the {held:,} trained elements that it holds, "
-                    "{share}: ranks that hold the same blocks, along {dims}, update the others (ZeRO).",
-                    looked.optimizer,
-                    looked.gradients,
-                    rank=rank,
-                    updated=updated,
-                    held=held,
-                    share=Share(updated / held),
-                    dims=" and ".join(dims),
-                )
+            yield say(
+                "Rank {rank} updates {updated:,} of the {held:,} trained elements that it holds, "
+                "{share}: ranks that hold the same blocks, along {dims}, update the others (ZeRO).",
+                looked.optimizer,
+                looked.gradients,
+                rank=rank,
+                updated=updated,
+                held=held,
+                share=Share(updated / held),
+                dims=" and ".join(dims),
             )
         else:
-            body.append(
-                say(
-                    "Rank {rank} updates all {updated:,} trained elements that it holds: who holds the same "
-                    "block makes the same update, and nothing is sharded by ZeRO.",
-                    looked.optimizer,
-                    rank=rank,
-                    updated=updated,
-                )
+            yield say(
+                "Rank {rank} updates all {updated:,} trained elements that it holds: who holds the same "
+                "block makes the same update, and nothing is sharded by ZeRO.",
+                looked.optimizer,
+                rank=rank,
+                updated=updated,
             )
         apart = sum(each.elements for each in looked.parameters) - held
         if apart:
-            body.append(
-                say(
-                    "{apart:,} further elements, as of routers' biases, have no gradient: no optimizer "
-                    "updates them.",
-                    looked.optimizer,
-                    apart=apart,
-                )
+            yield say(
+                "{apart:,} further elements, as of routers' biases, have no gradient: no optimizer "
+                "updates them.",
+                looked.optimizer,
+                apart=apart,
             )
         bytes_ = subject.stages.steps[pp_rank].state
         text = (
@@ -302,22 +282,17 @@ def state(subject: Subject) -> Section:
             else "Between steps it holds weights of {weights}, masters of {masters}, optimizer state of "
             "{optimizer} and gradient buffers of {gradients}."
         )
-        body.append(
-            say(
-                text,
-                looked.optimizer,
-                looked.gradients,
-                **{key: Bytes(bytes_[key]) for key in ("weights", "masters", "optimizer", "gradients")},
-            )
+        yield say(
+            text,
+            looked.optimizer,
+            looked.gradients,
+            **{key: Bytes(bytes_[key]) for key in ("weights", "masters", "optimizer", "gradients")},
         )
         buffers = subject.memory(pp_rank).state["buffers"]
         if buffers:
             text = "A step leaves {buffers} of buffers beside these, which the next one uses again."
-            body.append(say(text, looked.gradients, looked.optimizer, buffers=Bytes(buffers)))
-        body.append(
-            Table(
-                ("optimizer state", "dtype", "tensors", "bytes"),
-                [(each.name, each.dtype, each.tensors, Bytes(each.bytes)) for each in looked.state],
-            )
+            yield say(text, looked.gradients, looked.optimizer, buffers=Bytes(buffers))
+        yield Table(
+            ("optimizer state", "dtype", "tensors", "bytes"),
+            [(each.name, each.dtype, each.tensors, Bytes(each.bytes)) for each in looked.state],
         )
-    return Section("What is kept of each parameter", body)

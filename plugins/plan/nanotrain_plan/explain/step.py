@@ -13,146 +13,126 @@ from nanotrain_plan.explain.communication import WHEN, Exchanged, flops_by_dtype
 from nanotrain_plan.explain.purposes import EXCHANGES, purpose, quoted
 from nanotrain_plan.explain.subject import Subject
 from nanotrain_plan.number_format import starred
-from nanotrain_plan.rendering.parts import Bytes, FLOPs, Picture, Ranks, Section, Share, Statement, Table, say
+from nanotrain_plan.rendering.parts import Body, Bytes, FLOPs, Ranks, Share, Statement, Table, say
 
 #: Most actions of a rank that are drawn for a terminal.
 DRAWN = 64
 
 
-def batch(subject: Subject) -> Section:
-    """Return what a step takes in."""
+def batch(subject: Subject) -> Body:
+    """Tell what a step takes in."""
     recipe, layout = subject.recipe, subject.layout
     sequences, length, dp = recipe.batch.sequences, recipe.batch.length, layout.size(*layout.row_dims)
-    body = [
-        say(
-            "A step trains on {sequences:,} sequences of {length:,} tokens, {tokens:,} in all. Each "
-            "of {dp:,} data-parallel {word} takes its own share, cut into microbatches of at most "
-            "{microbatch:,} sequences: {microbatches:,} of them.",
-            place_of(type(recipe.batch)),
-            sequences=sequences,
-            length=length,
-            tokens=sequences * length,
-            dp=dp,
-            word="ranks" if dp > 1 else "rank",
-            microbatches=subject.stages.microbatches,
-            microbatch=recipe.batch.microbatch,
-        )
-    ]
+    yield say(
+        "A step trains on {sequences:,} sequences of {length:,} tokens, {tokens:,} in all. Each "
+        "of {dp:,} data-parallel {word} takes its own share, cut into microbatches of at most "
+        "{microbatch:,} sequences: {microbatches:,} of them.",
+        place_of(type(recipe.batch)),
+        sequences=sequences,
+        length=length,
+        tokens=sequences * length,
+        dp=dp,
+        word="ranks" if dp > 1 else "rank",
+        microbatches=subject.stages.microbatches,
+        microbatch=recipe.batch.microbatch,
+    )
     if (parts := layout.size(*layout.sequence_dims)) > 1:
-        body.append(
-            say(
-                "Each sequence is shared along {dims}: of its tokens each of {parts:,} ranks has {tokens:,} "
-                "at most.",
-                place_of(type(layout)),
-                dims=" x ".join(layout.sequence_dims),
-                parts=parts,
-                tokens=-(-length // parts),
-            )
+        yield say(
+            "Each sequence is shared along {dims}: of its tokens each of {parts:,} ranks has {tokens:,} "
+            "at most.",
+            place_of(type(layout)),
+            dims=" x ".join(layout.sequence_dims),
+            parts=parts,
+            tokens=-(-length // parts),
         )
     if subject.phases:
-        body.append(
-            say(
-                "The recipe has {phases:,} {word} of training, which change numbers such as the batch size "
-                "as the run goes on: this is a step with the largest batch of them.",
-                place_of(PhaseTimeline),
-                phases=subject.phases,
-                word="phases" if subject.phases > 1 else "phase",
-            )
+        yield say(
+            "The recipe has {phases:,} {word} of training, which change numbers such as the batch size "
+            "as the run goes on: this is a step with the largest batch of them.",
+            place_of(PhaseTimeline),
+            phases=subject.phases,
+            word="phases" if subject.phases > 1 else "phase",
         )
     weights = subject.looked(subject.told[-1]).loss_weights
     (model,) = subject.owners.of_kind("model")
-    body.append(
-        say(
-            "Its loss is the sum of {terms}. Each is a sum over tokens, divided by a count over the whole "
-            "batch before backward: so every gradient, over whatever ranks, is completed by adding up.",
-            subject.owners.place(model),
-            terms=" and ".join(f"{weight:g} x {name}" for name, weight in weights.items()),
-        )
+    yield say(
+        "Its loss is the sum of {terms}. Each is a sum over tokens, divided by a count over the whole "
+        "batch before backward: so every gradient, over whatever ranks, is completed by adding up.",
+        subject.owners.place(model),
+        terms=" and ".join(f"{weight:g} x {name}" for name, weight in weights.items()),
     )
-    return Section("The batch", body)
 
 
 # --- order -------------------------------------------------------------------------------------------
 
 
-def schedule(subject: Subject) -> Section:
-    """Return in which order passes run."""
+def schedule(subject: Subject) -> Body:
+    """Tell in which order passes run."""
     stages, timeline = subject.stages, subject.timeline
     (label,) = subject.owners.of_kind("schedule")
     where = subject.owners.place(label)
-    body: list[Statement | Table | Picture] = []
     for rank, actions in enumerate(stages.actions):
         kinds = [action.kind for action in actions]
         if rank not in subject.told and rank != stages.pp - 1:
             continue
-        body.append(
-            say(
-                "Pipeline rank {rank} makes its first backward pass after {warm:,} of its {passes:,} forward "
-                "passes, and has at most {flying:,} in flight; each leaves {kept} on its device for the "
-                "backward pass. It is idle for {idle} of the time, if a forward takes one unit of time and a "
-                "backward two.",
-                where,
-                rank=rank,
-                warm=kinds.index("B"),
-                passes=kinds.count("F"),
-                flying=subject.memory(rank).in_flight,
-                kept=Bytes(subject.kept_for_backward(rank)),
-                idle=Share(timeline.bubble(rank)),
-            )
+        yield say(
+            "Pipeline rank {rank} makes its first backward pass after {warm:,} of its {passes:,} forward "
+            "passes, and has at most {flying:,} in flight; each leaves {kept} on its device for the "
+            "backward pass. It is idle for {idle} of the time, if a forward takes one unit of time and a "
+            "backward two.",
+            where,
+            rank=rank,
+            warm=kinds.index("B"),
+            passes=kinds.count("F"),
+            flying=subject.memory(rank).in_flight,
+            kept=Bytes(subject.kept_for_backward(rank)),
+            idle=Share(timeline.bubble(rank)),
         )
     if any(action.kind == "W" for actions in stages.actions for action in actions):
-        body.append(
-            say(
-                "A backward pass (B) computes the gradient of its inputs (dgrad), which the stage before "
-                "waits for, and leaves that of the weights (wgrad) to a pass of its own (W).",
-                where,
-            )
+        yield say(
+            "A backward pass (B) computes the gradient of its inputs (dgrad), which the stage before "
+            "waits for, and leaves that of the weights (wgrad) to a pass of its own (W).",
+            where,
         )
     if stages.pp > 1:
-        body.append(
-            say(
-                "Of all pipeline ranks' time, {bubble} is bubble, with {schedule} and {m:,} microbatches.",
-                where,
-                bubble=Share(timeline.bubble()),
-                schedule=label,
-                m=stages.microbatches,
-            )
+        yield say(
+            "Of all pipeline ranks' time, {bubble} is bubble, with {schedule} and {m:,} microbatches.",
+            where,
+            bubble=Share(timeline.bubble()),
+            schedule=label,
+            m=stages.microbatches,
         )
     lines = list(draw_timeline(timeline)) if len(stages.actions[0]) <= DRAWN else []
-    body.append(pictures.pipeline(timeline, lines))
-    return Section("The order of passes", body)
+    yield pictures.pipeline(timeline, lines)
 
 
 # --- communication -----------------------------------------------------------------------------------
 
 
-def communication(subject: Subject) -> Section:
-    """Return which ranks communicate, when, why, and how many bytes."""
+def communication(subject: Subject) -> Body:
+    """Tell which ranks communicate, when, why, and how many bytes."""
     exchange = GlooExchange if subject.host else Exchange
-    body: list[Statement | Table | Picture] = [
-        say(
-            "Collectives are operations in which all ranks of a group take part. " + EXCHANGES[subject.host],
-            place_of(exchange),
-            name=exchange.__name__,
-        )
-    ]
+    yield say(
+        "Collectives are operations in which all ranks of a group take part. " + EXCHANGES[subject.host],
+        place_of(exchange),
+        name=exchange.__name__,
+    )
     told: set[object] = set()
     for pp_rank in subject.told:
         found = subject.exchanges(pp_rank)
         rank = subject.rank(pp_rank)
-        body.append(_communication_total(found, rank, place_of(exchange)))
+        yield _communication_total(found, rank, place_of(exchange))
         for each in found:
             origin = each.place.origin
             key = each.place.when, each.place.op, each.place.axis, origin.name if origin else ""
             if key not in told:
-                body.append(_exchange(subject, each, rank))
+                yield _exchange(subject, each, rank)
                 told.add(key)
         if found:
             columns = ("when", "collective", "axis", "ranks", "times", "bytes", "called by")
-            body.append(Table(columns, [_communication_row(subject, each) for each in found]))
+            yield Table(columns, [_communication_row(subject, each) for each in found])
     if any(subject.exchanges(pp_rank) for pp_rank in subject.told):
-        body.append(pictures.communication(subject.layout, {p: subject.exchanges(p) for p in subject.told}))
-    return Section("Communication", body)
+        yield pictures.communication(subject.layout, {p: subject.exchanges(p) for p in subject.told})
 
 
 def _communication_total(found: list[Exchanged], rank: int, where: Origin | None) -> Statement:
@@ -221,34 +201,30 @@ def _communication_row(subject: Subject, each: Exchanged) -> tuple[object, ...]:
 # --- what is computed ----------------------------------------------------------------------------------
 
 
-def computed(subject: Subject) -> Section:
-    """Return what is multiplied in which precision, and what a second time."""
-    body: list[Statement | Table | Picture] = []
+def computed(subject: Subject) -> Body:
+    """Tell what is multiplied in which precision, and what a second time."""
     (precision,) = subject.owners.of_kind("precision")
     where, describes = (subject.owners.place(precision, name) for name in ("convert", "describe"))
     for pp_rank in subject.told:
         rank = subject.rank(pp_rank)
         forward, again, modules = recomputed(subject.stages, pp_rank)
-        body.append(_again(subject, rank, forward, again, modules))
+        yield _again(subject, rank, forward, again, modules)
         looked = subject.looked(pp_rank)
-        body.append(
-            say(
-                "{precision}: its weights are {weights}, its gradients {gradients}.",
-                where,
-                precision=precision,
-                weights=" and ".join(sorted({str(each.dtype)[6:] for each in looked.parameters})),
-                gradients=" and ".join(looked.gradient_dtypes) or "not there between steps",
-            )
+        yield say(
+            "{precision}: its weights are {weights}, its gradients {gradients}.",
+            where,
+            precision=precision,
+            weights=" and ".join(sorted({str(each.dtype)[6:] for each in looked.parameters})),
+            gradients=" and ".join(looked.gradient_dtypes) or "not there between steps",
         )
-        body.extend(_gemms(subject, pp_rank))
+        yield from _gemms(subject, pp_rank)
         rows = [
             (WHEN[when].removeprefix("in "), kind, FLOPs(flops))
             for when, kinds in flops_by_dtype(subject.stages, pp_rank).items()
             for kind, flops in kinds.items()
         ]
-        body.append(Table(("matrix products", "of (attention: whole scores)", "in a step"), rows))
-    body += [say("{line}", describes, line=line) for line in subject.described("precision")]
-    return Section("What is computed, in which precision", body)
+        yield Table(("matrix products", "of (attention: whole scores)", "in a step"), rows)
+    yield from (say("{line}", describes, line=line) for line in subject.described("precision"))
 
 
 def _again(subject: Subject, rank: int, forward: int, again: int, modules: Sequence[str]) -> Statement:
@@ -295,20 +271,15 @@ def _gemms(subject: Subject, pp_rank: int) -> Iterator[Statement]:
         )
 
 
-def saved(subject: Subject) -> Section:
-    """Return what a checkpoint holds."""
+def saved(subject: Subject) -> Body:
+    """Tell what a checkpoint holds."""
     (label,) = subject.owners.of_kind("checkpoint")
     names = sorted({each.name for p in subject.told for each in subject.looked(p).state})
-    return Section(
-        "What a checkpoint holds",
-        [
-            say(
-                "{checkpoint} saves {bytes}: of every parameter its weight and {names}, each block once, "
-                "under a name and an offset in the whole tensor, so that any layout can read it.",
-                subject.owners.place(label, "save"),
-                checkpoint=label,
-                bytes=Bytes(checkpoint_bytes(subject.stages)),
-                names=" and ".join(names),
-            )
-        ],
+    yield say(
+        "{checkpoint} saves {bytes}: of every parameter its weight and {names}, each block once, "
+        "under a name and an offset in the whole tensor, so that any layout can read it.",
+        subject.owners.place(label, "save"),
+        checkpoint=label,
+        bytes=Bytes(checkpoint_bytes(subject.stages)),
+        names=" and ".join(names),
     )

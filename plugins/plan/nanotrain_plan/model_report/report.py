@@ -16,7 +16,7 @@ from nanotrain_plan.model_report.components import Pieces
 from nanotrain_plan.model_report.layers import Layer, layers
 from nanotrain_plan.model_report.roofline import Regime, roofline
 from nanotrain_plan.model_report.sensitivity import STATE, Moved, Size, sensitivity, size_of
-from nanotrain_plan.rendering.parts import Bytes, FLOPs, Section, Shape, Share, Statement, Table, say
+from nanotrain_plan.rendering.parts import Body, Bytes, FLOPs, Section, Shape, Share, Table, say
 
 #: Of what ``--json`` prints: see :data:`nanotrain_plan.plan.VERSION`.
 VERSION = "1.0"
@@ -86,49 +86,51 @@ def report(
 
 def sections(found: ModelReport) -> list[Section]:
     """Return what a terminal and a page show."""
-    return [_model(found), _layers(found), _cache(found), _roofline(found), _sensitivity(found)]
+    told = {
+        "The model": _model,
+        "The layers, one of each kind": _layers,
+        "The KV cache": _cache,
+        f"Roofline on {found.hardware.name}": _roofline,
+        "What moves it: each key raised by a tenth, or to the next value that the model takes": _sensitivity,
+    }
+    return [Section(title, list(body(found))) for title, body in told.items()]
 
 
-def _model(found: ModelReport) -> Section:
+def _model(found: ModelReport) -> Body:
     p, f = found.parameters, found.flops
     model = place_of(found.registry.get("model", found.recipe.model.use).load())
     length = found.recipe.batch.length
-    body: list[Statement | Table] = [
-        say(
-            "It has {total:,} parameters, of which a token meets {active:,}.",
-            model,
-            total=p.total,
-            active=p.active,
-        ),
-        Table(("parameters of", "number"), [(kind, number) for kind, number in p.by_kind.items() if number]),
-        say(
-            "Training costs {causal} for a token of a sequence of {length:,}: {matmul} in products with "
-            "weights and {attention} in attention, causal; {whole} in all if it were not.",
-            model,
-            causal=_giga(f.causal),
-            length=length,
-            matmul=_giga(f.matmul),
-            attention=_giga(f.attention),
-            whole=_giga(f.non_causal),
-        ),
-    ]
+    yield say(
+        "It has {total:,} parameters, of which a token meets {active:,}.",
+        model,
+        total=p.total,
+        active=p.active,
+    )
+    yield Table(("parameters of", "number"), [(kind, number) for kind, number in p.by_kind.items() if number])
+    yield say(
+        "Training costs {causal} for a token of a sequence of {length:,}: {matmul} in products with "
+        "weights and {attention} in attention, causal; {whole} in all if it were not.",
+        model,
+        causal=_giga(f.causal),
+        length=length,
+        matmul=_giga(f.matmul),
+        attention=_giga(f.attention),
+        whole=_giga(f.non_causal),
+    )
     if p.mtp:
-        body.append(
-            say(
-                "Modules for further tokens (MTP) have {mtp:,} parameters more and cost {flops} more.",
-                model,
-                mtp=p.mtp,
-                flops=_giga(f.mtp),
-            )
+        yield say(
+            "Modules for further tokens (MTP) have {mtp:,} parameters more and cost {flops} more.",
+            model,
+            mtp=p.mtp,
+            flops=_giga(f.mtp),
         )
-    return Section("The model", body)
 
 
 def _giga(flops: float) -> str:
     return f"{flops / 1e9:.2f} GFLOP" if flops >= 1e9 else f"{flops / 1e6:.2f} MFLOP"
 
 
-def _layers(found: ModelReport) -> Section:
+def _layers(found: ModelReport) -> Body:
     total, activations = found.size.parameters, found.size.activations
     microbatch, length = found.recipe.batch.microbatch, found.recipe.batch.length
     rows = [
@@ -145,75 +147,61 @@ def _layers(found: ModelReport) -> Section:
         for each in found.layers
     ]
     columns = ("of", "module", "role", "shapes", "parameters", "FLOPs of a token, forward", "weights", "kept")
-    return Section(
-        "The layers, one of each kind",
-        [
-            Table(columns, rows),
-            say(
-                "Kept is what a token leaves for backward in {dtype}, without activation checkpointing: a "
-                "microbatch of {microbatch:,} x {length:,} tokens leaves {activations} in all layers. "
-                "Weights of all {total:,} parameters, MTP included, are {weights}.",
-                dtype=str(found.dtype)[6:],
-                microbatch=microbatch,
-                length=length,
-                activations=Bytes(activations),
-                total=total,
-                weights=Bytes(total * found.dtype.itemsize),
-            ),
-        ],
+    yield Table(columns, rows)
+    yield say(
+        "Kept is what a token leaves for backward in {dtype}, without activation checkpointing: a "
+        "microbatch of {microbatch:,} x {length:,} tokens leaves {activations} in all layers. "
+        "Weights of all {total:,} parameters, MTP included, are {weights}.",
+        dtype=str(found.dtype)[6:],
+        microbatch=microbatch,
+        length=length,
+        activations=Bytes(activations),
+        total=total,
+        weights=Bytes(total * found.dtype.itemsize),
     )
 
 
-def _cache(found: ModelReport) -> Section:
+def _cache(found: ModelReport) -> Body:
     if found.cached is None:
-        said = say("Model {use} does not say what generation keeps of a token.", use=found.recipe.model.use)
-        return Section("The KV cache", [said])
+        yield say("Model {use} does not say what generation keeps of a token.", use=found.recipe.model.use)
+        return
     where = place_of(type(found.recipe.model.config).cached_token)
     size = found.cached.elements * 2
-    return Section(
-        "The KV cache",
-        [
-            say(
-                "Generation keeps {elements:,} numbers of each token, of all layers: {bytes:,} bytes "
-                "({kilobytes} KB) in {dtype}, {sequence} for a sequence of {length:,}.",
-                where,
-                elements=found.cached.elements,
-                bytes=size,
-                dtype="bfloat16",
-                kilobytes=f"{size / 1000:.3f}",
-                sequence=Bytes(size * found.recipe.batch.length),
-                length=found.recipe.batch.length,
-            )
-        ],
+    yield say(
+        "Generation keeps {elements:,} numbers of each token, of all layers: {bytes:,} bytes "
+        "({kilobytes} KB) in {dtype}, {sequence} for a sequence of {length:,}.",
+        where,
+        elements=found.cached.elements,
+        bytes=size,
+        dtype="bfloat16",
+        kilobytes=f"{size / 1000:.3f}",
+        sequence=Bytes(size * found.recipe.batch.length),
+        length=found.recipe.batch.length,
     )
 
 
-def _roofline(found: ModelReport) -> Section:
+def _roofline(found: ModelReport) -> Body:
     h = found.hardware
     peak, bandwidth = h.peak(str(found.dtype)[6:]), h.memory.bandwidth_gb_s * 1e9
-    body: list[Statement | Table] = [
-        say(
-            "One {hardware} makes {peak} a second in {dtype} and moves {bandwidth} a second: work with fewer "
-            "than {ridge} FLOPs for a byte is bound by memory. All of the model is taken to be on it, "
-            "whether it fits or not; nothing overlaps, and nothing waits.",
-            hardware=h.name,
-            peak=FLOPs(peak),
-            dtype=str(found.dtype)[6:],
-            bandwidth=Bytes(bandwidth),
-            ridge=f"{peak / bandwidth:.0f}",
-        )
-    ]
+    yield say(
+        "One {hardware} makes {peak} a second in {dtype} and moves {bandwidth} a second: work with fewer "
+        "than {ridge} FLOPs for a byte is bound by memory. All of the model is taken to be on it, "
+        "whether it fits or not; nothing overlaps, and nothing waits.",
+        hardware=h.name,
+        peak=FLOPs(peak),
+        dtype=str(found.dtype)[6:],
+        bandwidth=Bytes(bandwidth),
+        ridge=f"{peak / bandwidth:.0f}",
+    )
     for regime in found.regimes:
-        body.append(
-            say(
-                "{name} ({assumes}): at most {rate:,.0f} tokens/s; {intensity:.1f} FLOPs for a byte, and "
-                "{share} of the time is bound by memory.",
-                name=regime.name.capitalize(),
-                assumes=regime.assumes,
-                rate=regime.tokens_per_second,
-                intensity=regime.intensity,
-                share=Share(regime.by_memory),
-            )
+        yield say(
+            "{name} ({assumes}): at most {rate:,.0f} tokens/s; {intensity:.1f} FLOPs for a byte, and "
+            "{share} of the time is bound by memory.",
+            name=regime.name.capitalize(),
+            assumes=regime.assumes,
+            rate=regime.tokens_per_second,
+            intensity=regime.intensity,
+            share=Share(regime.by_memory),
         )
         longest = sorted(regime.work, key=lambda each: -each.seconds)[:MOST_WORK]
         rows = [
@@ -230,11 +218,10 @@ def _roofline(found: ModelReport) -> Section:
             for each in longest
         ]
         columns = ("of", "module", "work", "FLOPs", "bytes", "FLOPs/byte", "bound by", "time")
-        body.append(Table(columns, rows))
-    return Section(f"Roofline on {h.name}", body)
+        yield Table(columns, rows)
 
 
-def _sensitivity(found: ModelReport) -> Section:
+def _sensitivity(found: ModelReport) -> Body:
     rows = [
         (
             each.key,
@@ -246,18 +233,13 @@ def _sensitivity(found: ModelReport) -> Section:
         )
         for each in found.moved
     ]
-    return Section(
-        "What moves it: each key raised by a tenth, or to the next value that the model takes",
-        [
-            Table(("key", "raised", "by", "parameters", "FLOPs of a token", "memory"), rows),
-            say(
-                "Memory is that of training on one device: {each} bytes for a parameter (weight, gradient, "
-                "master and Adam's two moments) and the activations of a microbatch, {memory} in all. The "
-                "keys that move it most for their raise come first.",
-                each=STATE[found.dtype],
-                memory=Bytes(found.size.memory),
-            ),
-        ],
+    yield Table(("key", "raised", "by", "parameters", "FLOPs of a token", "memory"), rows)
+    yield say(
+        "Memory is that of training on one device: {each} bytes for a parameter (weight, gradient, "
+        "master and Adam's two moments) and the activations of a microbatch, {memory} in all. The "
+        "keys that move it most for their raise come first.",
+        each=STATE[found.dtype],
+        memory=Bytes(found.size.memory),
     )
 
 

@@ -7,7 +7,7 @@ object, and ``--json`` has it as a number.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +158,10 @@ class Picture:
     title: str
     svg: str
     lines: Sequence[str] = ()
+
+
+#: What a function yields that tells something.
+Body = Iterator[Statement | Table | Picture]
 
 
 @attrs.define(frozen=True)
