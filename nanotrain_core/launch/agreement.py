@@ -9,22 +9,17 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 from nanotrain_core.errors import Exit, FolderError, LaunchError, NanotrainError
 from nanotrain_core.launch.environment import Ranks
 from nanotrain_core.run.owner import LOCK
 
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
 #: Facts in which two runs of one name may differ.
 _OF_RUN = ("recipe hash", "--resume", "--folder")
-
-
-class Store(Protocol):
-    """The subset of ``torch.distributed.Store`` used here."""
-
-    def set(self, key: str, value: str) -> Any: ...
-
-    def get(self, key: str) -> bytes: ...
 
 
 def agree(store: Store, rank: int, world_size: int, facts: Mapping[str, str | None]) -> None:

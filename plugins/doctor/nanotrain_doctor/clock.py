@@ -8,9 +8,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 from nanotrain_doctor.findings import Finding, bad, good, note, warning
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 Clock = Callable[[], float]
 #: Seconds by which the wall clock may deviate from the monotonic one during the checks.
@@ -58,14 +61,6 @@ def clock_source(root: Path = Path("/")) -> Finding:
             "clock source", text, "boot with clocksource=tsc, if the machine's is stable", source=source
         )
     return good("clock source", source, source=source)
-
-
-class Store(Protocol):
-    """The part of ``torch.distributed.Store`` used here."""
-
-    def set(self, key: str, value: str) -> Any: ...
-
-    def get(self, key: str) -> bytes: ...
 
 
 def ask_offsets(

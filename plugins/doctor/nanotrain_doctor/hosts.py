@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
 from nanotrain_core.api.ranks import Ranks
-from nanotrain_doctor.clock import Store, ask_offsets, judge_offsets, tell_time
+from nanotrain_doctor.clock import ask_offsets, judge_offsets, tell_time
 from nanotrain_doctor.findings import Finding
 from nanotrain_doctor.judge import judge_versions
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 
 def exchange_offsets(store: Store, ranks: Ranks) -> dict[int, tuple[float, float]]:
