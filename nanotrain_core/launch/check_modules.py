@@ -5,13 +5,11 @@ The model is built without storage. Imports torch only if a monitor of the recip
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from fnmatch import fnmatchcase
 
-from nanotrain_core.errors import PluginError, Problem, describe, did_you_mean
+from nanotrain_core.errors import Problem, did_you_mean
+from nanotrain_core.recipe.component_functions import patterns_of_monitors
 from nanotrain_core.recipe.load import Resolution, refuse
-from nanotrain_core.recipe.tree import Recipe
-from nanotrain_core.registry.registry import Registry
 
 
 def check_modules(found: Resolution) -> None:
@@ -21,22 +19,12 @@ def check_modules(found: Resolution) -> None:
         RecipeError: with one line for each, and the nearest name.
         PluginError: a component's ``reads_modules`` is wrong.
     """
-    asked = list(_asked(found.recipe, found.registry))
+    asked = list(patterns_of_monitors(found.recipe, found.registry, "reads_modules"))
     if any(pattern != "*" for _, pattern in asked):
         from nanotrain_core.hf.open_weights import shapes_of
 
         names = [*shapes_of(found.recipe.model, found.registry)]
         refuse(found.merged, _unknown(asked, names))
-
-
-def _asked(recipe: Recipe, registry: Registry) -> Iterator[tuple[str, str]]:
-    for number, selection in enumerate(recipe.monitor):
-        yields = registry.get("monitor", selection.use).reads_modules
-        try:
-            for key, pattern in yields(selection.config) if yields is not None else ():
-                yield f"monitor.{number}.{key}", str(pattern)
-        except Exception as error:
-            raise PluginError(f"monitor '{selection.use}': reads_modules raised {describe(error)}") from error
 
 
 def _unknown(asked: list[tuple[str, str]], parameters: list[str]) -> list[Problem]:

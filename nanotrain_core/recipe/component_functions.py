@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
-from typing import Any, TypeVar
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal, TypeVar
 
 from nanotrain_core.errors import NanotrainError, PluginError, describe
 from nanotrain_core.layout.layout import Layout
@@ -57,3 +57,20 @@ def call_declared(
                 f"{label} gave {result!r} where it must yield {wanted.__name__}({fields}){place}"
             )
     return results
+
+
+def patterns_of_monitors(
+    recipe: Recipe, registry: Registry, name: Literal["reads_metrics", "reads_modules"]
+) -> Iterator[tuple[str, str]]:
+    """Yield what the configs of monitors name, each name or pattern after its key in the recipe.
+
+    Raises:
+        PluginError: the function ``name`` of a component is wrong.
+    """
+    for number, selection in enumerate(recipe.monitor):
+        reads = getattr(registry.get("monitor", selection.use), name)
+        try:
+            for key, pattern in reads(selection.config) if reads is not None else ():
+                yield f"monitor.{number}.{key}", str(pattern)
+        except Exception as error:
+            raise PluginError(f"monitor '{selection.use}': {name} raised {describe(error)}") from error

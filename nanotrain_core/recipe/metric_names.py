@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from nanotrain_core.errors import PluginError, Problem, describe, did_you_mean
+from nanotrain_core.errors import Problem, did_you_mean
 from nanotrain_core.metrics.core import CORE
 from nanotrain_core.metrics.declared import may_name
+from nanotrain_core.recipe.component_functions import patterns_of_monitors
 from nanotrain_core.recipe.tree import Recipe
 from nanotrain_core.registry.registry import Registry
 
@@ -16,18 +17,10 @@ def unknown_metrics(recipe: Recipe, registry: Registry) -> Iterator[Problem]:
     used = {selection.use for selection in recipe.monitor}
     of_recipe = [metric.name for use in sorted(used) for metric in registry.get("monitor", use).metrics]
     declared = [*(metric.name for metric in CORE), *of_recipe]
-    for number, selection in enumerate(recipe.monitor):
-        component = registry.get("monitor", selection.use)
-        if component.reads_metrics is None:
-            continue
-        try:
-            asked = [(str(key), str(pattern)) for key, pattern in component.reads_metrics(selection.config)]
-        except Exception as error:
-            raise PluginError(f"monitor '{selection.use}': reads_metrics raised {describe(error)}") from error
-        for key, pattern in asked:
-            if not any(may_name(pattern, name) for name in declared):
-                text = f"nothing in this recipe publishes the metric '{pattern}'"
-                yield Problem(f"monitor.{number}.{key}", text + _advice(pattern, declared, used, registry))
+    for key, pattern in patterns_of_monitors(recipe, registry, "reads_metrics"):
+        if not any(may_name(pattern, name) for name in declared):
+            text = f"nothing in this recipe publishes the metric '{pattern}'"
+            yield Problem(key, text + _advice(pattern, declared, used, registry))
 
 
 def _advice(pattern: str, declared: Sequence[str], used: set[str], registry: Registry) -> str:
