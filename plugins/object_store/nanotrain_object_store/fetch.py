@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from nanotrain_core.api import CheckpointError, Exit, flush
@@ -114,7 +114,7 @@ def compare(path: Path, stored: Stored, names: Iterable[str], alive: Callable[[]
     return ""
 
 
-def put_in_place(stored: Stored, scratch: Path, folder: Path, others: Sequence[Path] = ()) -> Path:
+def put_in_place(stored: Stored, scratch: Path, folder: Path) -> Path:
     """Rename what was fetched into ``scratch`` to what the run looks for; return where it is.
 
     Raises:

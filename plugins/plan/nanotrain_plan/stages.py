@@ -112,7 +112,6 @@ def dry_stages(
     layout: Layout,
     *,
     host: bool,
-    every_rank: bool = False,
     look: Callable[[Run], Any] | None = None,
     parts: tuple[Part, ...] | None = None,
     processes: int = 1,
@@ -124,7 +123,6 @@ def dry_stages(
         registry: the plugins.
         layout: of that many ranks.
         host: whether ranks are CPUs, which exchange tensors through gloo.
-        every_rank: do not take pipeline ranks of a kind for one another.
         look: of :func:`~nanotrain_plan.dry.rank.dry_rank`, for each rank whose step is taken.
         parts: the model's pipeline stages, if the schedule is not to cut them for this recipe.
         processes: that take steps at the same time, at most. More than one goes with no ``look``.
@@ -140,14 +138,13 @@ def dry_stages(
     microbatches = recipe.batch.microbatches(layout.size(*layout.row_dims))
     ranks = pipeline_of_most_tokens(layout, pp, recipe.batch.length, recipe.batch.sequences)
     told = survey(recipe, registry, ranks, host=host) if pp > 1 else []
-    kinds: dict[Kind | int, int] = {}
+    kinds: dict[Kind, int] = {}
     like = []
     actions = tuple(map(tuple, schedule.actions(pp, microbatches)))
     sorts = [sorts_of(own, microbatches) for own in actions]
     for number in range(len(ranks)):
         own = {stage: part for stage, part in enumerate(parts) if part.rank == number}
-        kind = number if every_rank else kind_of(own, sorts[number], costs)
-        like.append(kinds.setdefault(kind, number))
+        like.append(kinds.setdefault(kind_of(own, sorts[number], costs), number))
     values = Values()
 
     def take_step(number: int) -> RankStep:

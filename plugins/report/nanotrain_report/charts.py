@@ -232,12 +232,10 @@ def heat(
     palette: Sequence[str],
     log: bool = False,
     lowest: bool = False,
-    center: float | None = None,
 ) -> tuple[figure, tuple[float, float]]:
     """Return a heat map, a row for each curve, and the values of its first and last color.
 
     Args:
-        center: the value of the palette's middle, as 1 of a ratio.
         log: whether colors follow the logarithm.
     """
     from bokeh.models import LinearColorMapper, LogColorMapper
@@ -245,9 +243,6 @@ def heat(
     cells, edges = grid(lines, lowest=lowest)
     finite = cells[np.isfinite(cells) & ((cells > 0) | (not log))]
     low, high = (float(finite.min()), float(finite.max())) if len(finite) else (0.0, 1.0)
-    if center is not None:
-        reach = max(high - center, center - low, 1e-9)
-        low, high = center - reach, center + reach
     if low == high:
         low, high = (low / 1.1, high * 1.1) if log else (low - 0.5, high + 0.5)
     mapper = (LogColorMapper if log else LinearColorMapper)(

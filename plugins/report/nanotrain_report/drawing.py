@@ -27,17 +27,17 @@ def marks_of(each: Shown, *, alone: bool = True) -> list[Mark]:
     return [Mark(seam.step, SEAM if alone else each.color) for seam in each.run.history.seams]
 
 
-def family_charts(shown: Sequence[Shown], name: str, *, wide: bool = False) -> list[Chart]:
+def family_charts(shown: Sequence[Shown], name: str) -> list[Chart]:
     """Return the charts of the family that a declaration names, of all runs that have it."""
     owners = [(each, family) for each in shown for family in each.run.families if family.metric.name == name]
     if not owners:
         return []
     if all(len(family.lines) == 1 for _, family in owners):
-        return [single(owners, wide=wide)]
+        return [single(owners)]
     return [several(each, family, alone=len(shown) == 1) for each, family in owners]
 
 
-def single(owners: Sequence[tuple[Shown, Family]], *, wide: bool = False) -> Chart:
+def single(owners: Sequence[tuple[Shown, Family]]) -> Chart:
     """Return one chart with the curve of each run."""
     metric = owners[0][1].metric
     series: list[Series] = []
@@ -58,12 +58,11 @@ def single(owners: Sequence[tuple[Shown, Family]], *, wide: bool = False) -> Cha
         note=_note(metric.summary, metric.unit),
         keys=[] if alone else [Key(each.label, each.color) for each, _ in owners],
         words="; ".join(in_words(line, metric.unit) for line in lines),
-        wide=wide,
         names=[line.name for line in lines],
     )
 
 
-def line_of(each: Shown, line: Line, *, alone: bool, smoothed: bool = True) -> list[Series]:
+def line_of(each: Shown, line: Line, *, alone: bool) -> list[Series]:
     """Return a run's curve: smoothed over its raw values where there are many; given-up steps faint."""
     label = line.name if alone else each.label
     found = []
@@ -72,7 +71,7 @@ def line_of(each: Shown, line: Line, *, alone: bool, smoothed: bool = True) -> l
             found.append(
                 Series("given up", *as_arrays(abandoned[line.name]), each.color, 1.2, 0.35, hover=False)
             )
-    many = smoothed and len(line.steps) >= SMOOTHED_FROM and rough(line)
+    many = len(line.steps) >= SMOOTHED_FROM and rough(line)
     raw = Series(label, line.steps, line.values, each.color, 1.0 if many else 1.7, 0.3 if many else 1.0)
     found.append(raw)
     if many:

@@ -10,7 +10,7 @@ import attrs
 from nanotrain_core.api import Costs, Layout, Part, PhaseTimeline, Recipe, Registry, Selection
 from nanotrain_core.api.torch import Model, Schedule
 from nanotrain_plan.advice import with_microbatch
-from nanotrain_plan.blocks.measured import Block, Blocks, stage_of, tell_apart, together
+from nanotrain_plan.blocks.measured import Block, Blocks, add_shares, stage_of, tell_apart, together
 from nanotrain_plan.blocks.probe import (
     FEW_SPLIT,
     MOST_SPLIT,
@@ -27,7 +27,6 @@ from nanotrain_plan.blocks.schedules import Lists, lists_of
 from nanotrain_plan.blocks.stages import Seconds, SummedPhase, make_step
 from nanotrain_plan.budget import HostMemory, host_memory
 from nanotrain_plan.comms import CollectiveTime, Links
-from nanotrain_plan.dry.held import Share
 from nanotrain_plan.dry.rank import RankStep, dry_recipe
 from nanotrain_plan.dry.recorder import Phase
 from nanotrain_plan.hardware import Hardware
@@ -236,7 +235,7 @@ class Composer:
                 stage,
                 work={sort: work.plus(layer.work[sort], -1.0) for sort, work in stage.work.items()},
                 shares={
-                    dims: share if dims not in layer.shares else _less(share, layer.shares[dims])
+                    dims: share if dims not in layer.shares else add_shares(share, layer.shares[dims], -1)
                     for dims, share in stage.shares.items()
                 },
             )
@@ -281,17 +280,6 @@ def _halves_of(lists: Lists, microbatches: int) -> list[Halves]:
     stages = {a.stage for own in lists.actions for a in own}
     ends = {(stage, m) in lists.split for stage in stages for m in (0, microbatches - 1)}
     return [probe for probe in (MOST_SPLIT, FEW_SPLIT) if probe.ends in ends]
-
-
-def _less(share: Share, other: Share) -> Share:
-    """Return what is left of a share."""
-    return attrs.evolve(
-        share,
-        elements=share.elements - other.elements,
-        weights=share.weights - other.weights,
-        saved=share.saved - other.saved,
-        tensors=share.tensors - other.tensors,
-    )
 
 
 def _expect_independent_layers(recipe: Recipe, pp: int) -> None:

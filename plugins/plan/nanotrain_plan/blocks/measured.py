@@ -259,7 +259,7 @@ def _sum_shares(
 
 
 def add_shares(a: Share, b: Share, times: int = 1) -> Share:
-    """Return both together."""
+    """Return ``a`` and so many times ``b`` together."""
     return Share(
         elements=a.elements + times * b.elements,
         weights=a.weights + times * b.weights,
