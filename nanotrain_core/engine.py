@@ -36,7 +36,7 @@ from nanotrain_core.run.run_progress import RunProgress
 from nanotrain_core.run.step_readback import StepFlags, StepReadback
 from nanotrain_core.run.step_report import evaluation, report_step
 from nanotrain_core.run.stop import StopRequest
-from nanotrain_core.run.throughput import Stopwatch, Throughput
+from nanotrain_core.run.throughput import Throughput
 from nanotrain_core.run.train_state import capture_state, load_checkpoint
 from nanotrain_core.run.validate_components import check_first_step
 from nanotrain_core.watch.progress import FAILED, Progress
@@ -343,18 +343,7 @@ class RuntimeEngine:
 
         A stop request ends it without a report; a resumed run then evaluates before its first step.
         """
-        watch = Stopwatch()
-        mine, counted, seen = torch.zeros(3, 1, dtype=torch.float64, device=self.run.mesh.device)
-        for batch, positions in self.run.feed.validation():
-            self.note("evaluation")
-            agree_now(self.stop, self.run.mesh)
-            self.reached.evaluation_pending = self.stop.reason is not None
-            if self.reached.evaluation_pending:  # there is no time for the rest
-                return
-            mine += self.executor.forward(batch).get("lm", 0.0)
-            counted += self.run.feed.counts(batch)["lm"]
-            seen += positions
-        if report := evaluation(self, mine, counted, seen, watch):
+        if report := evaluation(self):
             self.reached.note_evaluation(report.loss)
             self.events.evaluation(report)
         self.throughput.restart()

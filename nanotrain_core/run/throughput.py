@@ -27,18 +27,6 @@ def peak_flops(device: str) -> float | None:
     return next((peak for name, peak in PEAK_FLOPS.items() if name in device), None)
 
 
-class Stopwatch:
-    """Measures the time since it was made, by a clock that nobody sets."""
-
-    def __init__(self) -> None:
-        self._began = time.monotonic()
-
-    @property
-    def seconds(self) -> float:
-        """The time so far."""
-        return time.monotonic() - self._began
-
-
 class Throughput:
     """Means over the steps since the last measurement or restart, of which phases may change the batch."""
 
