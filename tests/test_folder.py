@@ -201,6 +201,20 @@ def test_a_file_system_without_locks_is_told_and_borne(monkeypatch, tmp_path):
     claimed.release()
 
 
+def test_a_run_that_has_begun_keeps_its_name_where_only_writable_files_can_be_locked(monkeypatch):
+    flock = fcntl.flock
+
+    def on_nfs(file, how):
+        if how & fcntl.LOCK_EX and not file.writable():
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        flock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", on_nfs)
+    first = RunFolder.claim("a")  # and has written nothing yet
+    assert run_once("a") == "runs/a-2"
+    first.release()
+
+
 def test_a_disk_without_space_is_told(tmp_path):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))

@@ -167,7 +167,7 @@ def _has_other_name(path: Path, name: str) -> bool:
 
 
 def _is_used(path: Path) -> bool:
-    return holds_run(path) or _is_locked(path)
+    return holds_run(path) or _is_held(path / LOCK) or _is_held(path / RANKS_LOCK)
 
 
 def _lock_within(path: Path, patience: float) -> IO[str]:
@@ -220,7 +220,7 @@ def _write_owner(path: Path, lock: IO[str], agents: Sequence[str]) -> None:
 def _ranks_end(path: Path, patience: float) -> bool:
     """Wait up to ``patience`` seconds for ranks that lock ``path`` to end; return whether they did."""
     began, said = time.monotonic(), False
-    while _ranks_live(path):
+    while _is_held(path / RANKS_LOCK):
         waited = time.monotonic() - began
         if waited >= patience:
             return False
@@ -242,16 +242,16 @@ def _owner(text: str) -> str:
         return "it did not say which"
 
 
-def _is_locked(path: Path) -> bool:
-    """Return whether a live run owns ``path``, without keeping the lock."""
+def _is_held(lock: Path) -> bool:
+    """Return whether a live process has locked a file, without keeping the lock; False without locks."""
     try:
-        with open(path / LOCK, encoding="utf-8") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with open(lock, "r+", encoding="utf-8") as file:  # NFS can only lock writable files
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
     except OSError:
         return False
-    return _ranks_live(path)
+    return False
 
 
 def hold_as_rank(path: Path) -> IO[str] | None:
@@ -324,15 +324,3 @@ def stop_without(path: Path, held: IO[str] | None, stop: StopRequest) -> None:
 
     stop.folder_gone = partial(is_surely_gone, path, held, stop) if held is not None else lambda: False
     threading.Thread(target=look, name="folder", daemon=True).start()
-
-
-def _ranks_live(path: Path) -> bool:
-    """Return whether any rank holds its shared lock of ``path``."""
-    try:
-        with open(path / RANKS_LOCK, "a+", encoding="utf-8") as held:  # NFS can only lock writable files
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False
