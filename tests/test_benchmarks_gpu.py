@@ -21,7 +21,7 @@ from benchmarks.gpu.profile import summarize
 from benchmarks.gpu.race import Measured, Runner
 from benchmarks.gpu.records import Recorder, read
 from benchmarks.gpu.settings import Settings
-from benchmarks.gpu.side import Ready, Turn, rest, take_turn
+from benchmarks.gpu.side import Ready, SideFailed, Turn, rest, take_turn
 from benchmarks.optimizer import HOST, times, wall_time
 from nanotrain_core.engine import RuntimeEngine
 from nanotrain_core.run.throughput import peak_flops
@@ -295,6 +295,43 @@ def test_ratios_are_of_each_round_and_bars_of_what_they_are_named(tmp_path):
     rows = [each["cells"] for each in records if each["kind"] == "row"]
     assert [row["ours / it"] for row in rows] == ["", "2.00", "0.50"]
     assert rows[0]["MFU"] == "47.6%"  # of the median of 1.05 s
+
+
+def test_a_side_that_compiles_for_too_long_does_not_cost_the_others_their_round(tmp_path, monkeypatch):
+    now, names = [100.0], []
+    monkeypatch.setattr("benchmarks.gpu.settings.time.monotonic", lambda: now[0])
+
+    class Side:
+        def __init__(self, contender, device, start):
+            self.contender = contender
+            self.process = SimpleNamespace(is_alive=lambda: True)
+
+        def ready(self, seconds):
+            now[0] += min(seconds, 1e6 if self.contender.compiled == "whole" else 20.0)
+            if self.contender.compiled == "whole":
+                raise SideFailed("its first steps took too long")
+            return Ready(100, 1000, 0.0, 1.0, 1.0)
+
+        def turn(self, steps, seconds):
+            if seconds < 2.0:
+                raise SideFailed("no time")
+            now[0] += 2.0
+            return Turn(1.0, 0.1, 1, 1)
+
+        def close(self):
+            names.append(self.contender.name)
+
+    monkeypatch.setattr("benchmarks.gpu.race.Side", Side)
+    settings = Settings(records=tmp_path / "records", memory=150.0, deadline=300.0)
+    Runner(races.llama(settings), settings).run()
+    records = read(settings.records)
+    (problem,) = (each for each in records if each["kind"] == "problem")
+    assert problem["name"] == "Llama 0.96B: PyTorch, compiled whole"
+    assert problem["bars"] == ["llama", "memory"]
+    sides = [each["cells"]["side"] for each in records if each["kind"] == "row"]
+    assert sides[0] == "ours, bf16"
+    assert all(each["cells"]["tokens/s"] == "100" for each in records if each["kind"] == "row")
+    assert now[0] <= settings.deadline
 
 
 @pytest.mark.full

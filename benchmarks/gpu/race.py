@@ -130,19 +130,27 @@ class Runner:
         while waiting:
             room = self.race.at_once(self.settings.memory, alive + len(started))
             wave, waiting = waiting[:room], waiting[room:]
-            if self.settings.left <= 0:
+            if self._time_to_begin(alive + len(started)) <= 0:
                 for each in wave:
                     self.record.left_out(self._named(each), "no time was left", *each.bars)
                 continue
             sides = [Side(each, self.settings.device, self.settings.start) for each in wave]
             for side in sides:
                 try:
-                    started.append((side, Measured(side.contender, side.ready(self.settings.left))))
+                    ready = side.ready(self._time_to_begin(alive + len(started)))
+                    started.append((side, Measured(side.contender, ready)))
                 except SideFailed as problem:
                     side.close()
                     each = side.contender
                     self.record.problem(self._named(each), str(problem), *each.bars)
         return started
+
+    def _time_to_begin(self, others: int) -> float:
+        """Return the seconds in which a side must have taken its first steps, beside so many others.
+
+        What remains is enough for a round: one that compiles for too long must not cost the others theirs.
+        """
+        return self.settings.left - 3 * TURN * (others + 1)
 
     def _steps(self, ready: Ready) -> int:
         return 1 if self.settings.smoke else min(20, max(3, round(TURN / ready.step)))
