@@ -15,6 +15,9 @@ STEPS = 3
 #: Kernels that are listed.
 TOP = 25
 
+#: Calls in which the host waits for the device.
+WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchronize")
+
 #: Name, first and last microsecond of something that ran.
 Ran = tuple[str, float, float]
 
@@ -54,7 +57,7 @@ def text(name: str, found: Summary, steps: int, host: float, wall: float) -> str
         name: of the side.
         found: of all ``steps``.
         steps: that were profiled.
-        host: seconds until the host had given all of them to the device.
+        host: seconds in which the host did not wait for the device.
         wall: seconds until the device had done them.
     """
     lines = [
@@ -87,15 +90,20 @@ def write(trainer: Trainer, device: str, *, folder: Path, name: str) -> None:
     with profile(activities=activities) as profiler:
         began = time.perf_counter()
         trainer.advance(STEPS)
-        host = time.perf_counter() - began
         wait(device)
         wall = time.perf_counter() - began
     kind = torch.autograd.DeviceType.CUDA if cuda else torch.autograd.DeviceType.CPU
-    found = summarize(_ran(profiler.events(), kind, leaves=not cuda))
+    events: Any = profiler.events()
+    found, host = summarize(_ran(events, kind, leaves=not cuda)), wall - waited(events)
     folder.mkdir(parents=True, exist_ok=True)
     stem = "-".join("".join(letter if letter.isalnum() else " " for letter in name).split()).lower()
     (folder / f"{stem}.txt").write_text(text(name, found, STEPS, host, wall), encoding="utf-8")
     profiler.export_chrome_trace(str(folder / f"{stem}.json.gz"))
+
+
+def waited(events: Iterable[Any]) -> float:
+    """Return the seconds that the host waited: ``fit`` does, at its end, and so does who reads a loss."""
+    return sum(event.time_range.elapsed_us() for event in events if event.name in WAITS) / 1e6
 
 
 def _ran(events: Any, kind: Any, *, leaves: bool) -> Iterable[Ran]:

@@ -28,8 +28,6 @@ class Turn:
 
     seconds: float
     """Of a step."""
-    host: float
-    """Of a step, until the host had given all of it to the device."""
     peak: int
     """Bytes allocated at once, the most of the turn."""
     reserved: int
@@ -145,13 +143,12 @@ def take_turn(trainer: Trainer, device: str, *, steps: int) -> Turn:
         torch.cuda.reset_peak_memory_stats()
     began = time.perf_counter()
     trainer.advance(steps)
-    host = time.perf_counter() - began
     wait(device)
     seconds = time.perf_counter() - began
     peak, reserved = (
         (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()) if device != "cpu" else (1, 1)
     )
-    return Turn(seconds / steps, host / steps, peak, reserved)
+    return Turn(seconds / steps, peak, reserved)
 
 
 def wait(device: str) -> None:
