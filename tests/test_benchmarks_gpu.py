@@ -344,6 +344,18 @@ def test_time_in_which_the_host_waits_is_not_its_own():
 
 
 @pytest.mark.full
+def test_a_pytest_that_cannot_begin_is_a_problem(tmp_path, monkeypatch):
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    monkeypatch.setenv("PYTEST_PLUGINS", "no_such_plugin")
+    settings = Settings(smoke=True, records=tmp_path / "records")
+    gpu_tests.run(settings, tmp_path)
+    (record,) = (each for each in read(settings.records) if each["kind"] != "data")
+    assert (record["kind"], record["name"]) == ("problem", "tests")
+    assert "no_such_plugin" in record["text"]
+
+
+@pytest.mark.full
 def test_tests_of_a_gpu_are_found_run_and_counted(tmp_path):
     folder = tmp_path / "tests"
     folder.mkdir()

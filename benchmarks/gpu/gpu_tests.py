@@ -59,7 +59,8 @@ def run(settings: Settings, root: Path = ROOT) -> None:
         record.row("tests on this GPU", ok=not count["failed"], file=file, **row)
     if timed_out:
         record.problem("tests", f"pytest was ended after {limit:.0f} s, {len(found)} tests had run")
-    elif done is not None and done.returncode not in (0, 1, 5):  # 1: tests failed; 5: none were selected
+    elif done is not None and done.returncode not in (0, 1 if found else 0, 5):
+        # 1: tests failed, or pytest could not begin; 5: none were selected
         record.problem("tests", f"pytest ended with {done.returncode}: {last_lines(done.stdout)}")
-    if not found and not timed_out:
+    elif not found:
         record.left_out("tests", "none needs a GPU")
