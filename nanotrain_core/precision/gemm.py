@@ -240,7 +240,7 @@ class _Linear(torch.autograd.Function):
         weight_NK, *saved = ctx.saved_tensors
         forms, kept = tuple(saved[: ctx.forms]), saved[ctx.forms :]
         backend, d_y_MN, d_x, d_weight_NK = ctx.backend, d_y.reshape(-1, d_y.shape[-1]), None, None
-        make: Callable[[], torch.Tensor] | None = ctx.make and partial(ctx.make, *kept)
+        make: Callable[[], torch.Tensor] | None = None if ctx.make is None else partial(ctx.make, *kept)
         to_weight, to_carrier = ctx.needs_input_grad[1:3]
         needed = to_weight or to_carrier
         if needed and ctx.again:  # begins now and overlaps dgrad
