@@ -103,7 +103,8 @@ def write(trainer: Trainer, device: str, *, folder: Path, name: str) -> None:
 
 def waited(events: Iterable[Any]) -> float:
     """Return the seconds that the host waited: ``fit`` does, at its end, and so does who reads a loss."""
-    return sum(event.time_range.elapsed_us() for event in events if event.name in WAITS) / 1e6
+    waits = (float(event.time_range.elapsed_us()) for event in events if event.name in WAITS)
+    return sum(waits) / 1e6
 
 
 def _ran(events: Any, kind: Any, *, leaves: bool) -> Iterable[Ran]:
