@@ -116,6 +116,27 @@ class SummedParts(Parts):
     summed = True
 
 
+class GradientHook(Parallel):
+    """Halves a gradient by a hook of its parameter."""
+
+    def __init__(self, config):
+        pass
+
+    def apply(self, part, placements, mesh):
+        self.register(part.layers["0"].attn.q.weight)
+        return part
+
+    def register(self, parameter):
+        parameter.register_hook(lambda gradient: gradient * 0.5)
+
+
+class AccumulatedHook(GradientHook):
+    """Likewise, when it has been accumulated."""
+
+    def register(self, parameter):
+        parameter.register_post_accumulate_grad_hook(lambda parameter: parameter.grad.mul_(0.5))
+
+
 @hookimpl
 def nanotrain_register_parallel(register):
     for cls in (
@@ -126,6 +147,8 @@ def nanotrain_register_parallel(register):
         TemperatureOfOnePart,
         Parts,
         SummedParts,
+        GradientHook,
+        AccumulatedHook,
     ):
         name, dims = cls.__name__.lower(), {"tp"} if issubclass(cls, Parts) else set()
         factory = f"{__name__}:{cls.__name__}"

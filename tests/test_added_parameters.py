@@ -22,6 +22,7 @@ from nanotrain_core.layout.roles import Role, tagged, take_over
 from nanotrain_core.models.transformer import Transformer
 from nanotrain_core.pipeline.actions import Part
 from nanotrain_core.recipe import write_resolved
+from nanotrain_core.registry.contract_checks import check_part
 from nanotrain_core.run.splits import Splits
 from nanotrain_core.testing import Case, RankFailure, run_ranks
 from nanotrain_core.testing.probe import make_engine, rank, train
@@ -44,6 +45,21 @@ def weights(tmp_path):
     save_file({n: p.detach() + 1 for n, p in parameters.items()}, tmp_path / "model.safetensors")
     (tmp_path / "model.toml").write_text(write_resolved(recipe))
     return tmp_path
+
+
+@pytest.mark.parametrize("wrapper", ["gradienthook", "accumulatedhook"])
+def test_a_hook_on_a_parameter_is_refused(wrapper):
+    """It was never called, without a word: the parameter that is trained is another object."""
+    with pytest.raises(PluginError, match=rf"'{wrapper}': parameter layers.0.attn.q.weight has a hook"):
+        composed(wrapper)
+
+
+def test_a_models_own_hook_on_a_parameter_is_refused():
+    part = Transformer(TransformerConfig(layers=1, width=8, heads=2, vocab=8)).build(Part.whole(1))
+    check_part("model 'mine'", part)
+    part.embed.weight.register_hook(lambda gradient: gradient)
+    with pytest.raises(PluginError, match=r"model 'mine': parameter embed\.weight has a hook"):
+        check_part("model 'mine'", part)
 
 
 def test_added_parameters_keep_their_initial_values_and_a_warning_counts_them(weights):

@@ -171,7 +171,7 @@ def check_part(label: str, part: Any) -> None:
 
     Raises:
         PluginError: it is no module, lacks a method of a part, or has one that is misspelt or takes other
-            arguments.
+            arguments, or has a parameter with a hook.
     """
     if missing := missing_of_part(part):
         raise PluginError(
@@ -180,6 +180,18 @@ def check_part(label: str, part: Any) -> None:
         )
     expect_spelling(label, contracts.ModelPart, type(part))
     expect_signatures(label, "model", contracts.ModelPart, part)
+    expect_no_parameter_hooks(label, part)
+
+
+def expect_no_parameter_hooks(label: str, part: nn.Module) -> None:
+    """Reject hooks on parameters on ``meta``: those that are trained are other objects, without them."""
+    for name, parameter in part.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise PluginError(
+                f"{label}: parameter {name} has a hook, which would be lost when its memory is allocated: "
+                "change its gradient in precondition() of an optimizer or in a gradient sync, or that of a "
+                "module's output in an autograd function"
+            )
 
 
 def expect_spelling(label: str, contract: type, kind: type) -> None:

@@ -21,7 +21,7 @@ from nanotrain_core.layout.roles import Role, shared_tokens, tagged, taken_over_
 from nanotrain_core.phases.timeline import PhaseTimeline
 from nanotrain_core.pipeline.actions import Costs
 from nanotrain_core.recipe.tree import Recipe, Selection
-from nanotrain_core.registry.contract_checks import missing_of_part
+from nanotrain_core.registry.contract_checks import expect_no_parameter_hooks, missing_of_part
 from nanotrain_core.registry.registry import Registry
 
 if TYPE_CHECKING:
@@ -147,6 +147,7 @@ def check_wrapped(selection: Selection, parts: Iterable[nn.Module], placements: 
                 f"parallel '{selection.use}': apply returned a {type(part).__name__}, which is no model "
                 f"part: return the part, or a module that passes its {passed} on"
             )
+        expect_no_parameter_hooks(f"parallel '{selection.use}'", part)
     placed_by(f"parallel '{selection.use}'", parts, placements)
 
 
