@@ -137,8 +137,9 @@ def test_a_wrapper_whose_work_a_precision_would_undo_is_found(tmp_path):
     [
         ("tag.role is Role.INNER", "False", "layers.0.attn.q.inner.weight"),
         ("tag.role in (Role.COLUMN, Role.SHARED)", "tag.role is Role.COLUMN", "embed.weight: rank 1"),
+        (", requires_grad=old.requires_grad)", ")", "unexpected ['layers.0.attn.q.column.bias'"),
     ],
-    ids=["inner", "shared"],
+    ids=["inner", "shared", "frozen"],
 )
 def test_the_wrapper_of_the_documentation_knows_what_lies_between_linears(tmp_path, old, new, where):
     """It did not, and passed every check: the model that it was tested with has neither."""

@@ -138,11 +138,16 @@ def train_with_more_roles(case: Case, changes: Mapping[str, Any]) -> Trace:
 def _add_roles_and_biases(part: Any) -> None:
     before, had_buffers = set(dict(part.named_parameters())), any(True for _ in part.buffers())
     renamed: dict[str, str] = {}
+    freezes = False  # the bias of the first COLUMN of each BLOCK: a wrapper that splits it keeps it frozen
     for name, module, found in list(tagged(part)):
+        freezes = freezes or found.role is Role.BLOCK
         if found.role not in (Role.COLUMN, Role.ROW, Role.REPLICATED):
             continue
         if module.bias is None:
             module.register_parameter("bias", nn.Parameter(torch.empty(len(module.get_parameter("weight")))))
+        if found.role is Role.COLUMN and freezes:
+            module.bias.requires_grad_(False)
+            freezes = False
         if found.role is Role.COLUMN and found.unit > 1:
             parent, _, last = name.rpartition(".")
             setattr(part.get_submodule(parent), last, NormOfUnits(module, found.unit, grouped=found.grouped))

@@ -120,7 +120,7 @@ def a_precision_may_replace_modules(case: Case) -> None:
 @check("parallel", since="0.1", applies=distributed)
 @check("optimizer", since="0.2", applies=syncs_distributed)
 def inner_shared_and_biased_layers(case: Case) -> None:
-    """Gradients are also right with biases, an INNER norm, a scale PER_HEAD, and SHARED inputs of heads."""
+    """Gradients are also right with biases, some frozen, INNER norms, scales PER_HEAD, SHARED inputs."""
     recipe, around = case.recipe(), case.tables().get("parallel", [])
     syncs = any("gradient_sync" in case.registry().get(s.kind, s.use).provides for s in recipe.selections())
     changes = {"run": {"steps": 1}, "parallel": around if syncs else [*around, {"use": "summed"}]}
@@ -134,7 +134,8 @@ def inner_shared_and_biased_layers(case: Case) -> None:
         hint = (
             "if gradients_equal passes: a rank's gradient of what is INNER is partial: sum_over; what is "
             "SHARED enters the split region as a COLUMN's input does; the bias of a ROW is added once; "
-            "what is PER_HEAD is split along axis 0 with the heads, and its placement says so"
+            "what is PER_HEAD is split along axis 0 with the heads, and its placement says so; a bias that "
+            "is frozen stays frozen: nn.Parameter(new, requires_grad=old.requires_grad)"
         )
         raise AssertionError(f"{error}; {hint}") from None
 
