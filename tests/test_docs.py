@@ -154,6 +154,25 @@ def test_the_wrapper_of_the_documentation_knows_what_lies_between_linears(tmp_pa
     assert where in found[label]
 
 
+def test_a_position_of_another_length_is_asked_of_data_that_takes_even_lengths(tmp_path):
+    plugin = Path(write_example(tmp_path, "counting.py"))
+    text = plugin.read_text().replace('"0 1 2 3 ..."', '"even", check=check')
+    text = text.replace("self.first_held_out =", "assert length % 2 == 0; self.first_held_out =")
+    plugin.write_text(text + CHECK_OF_EVEN_LENGTHS)
+    case = Case("data", use="counting", plugins=[str(plugin)])
+    assert failed(case, "fingerprint_tells[length]") == {}
+
+
+CHECK_OF_EVEN_LENGTHS = """
+
+def check(recipe, config, layout):
+    from nanotrain_core.api import Problem
+
+    if recipe.batch.length % 2:
+        yield Problem("batch.length", "expected an even number")
+"""
+
+
 @pytest.mark.full_cases("data-counting", "monitor-agreement")
 @pytest.mark.parametrize(
     ("kind", "use"),

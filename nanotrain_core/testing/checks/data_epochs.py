@@ -15,7 +15,7 @@ import torch
 
 from nanotrain_core.batch import Shard
 from nanotrain_core.contracts import Data
-from nanotrain_core.errors import DataError
+from nanotrain_core.errors import DataError, RecipeError
 from nanotrain_core.recipe.tree import Selection
 from nanotrain_core.testing.case import Case
 from nanotrain_core.testing.checks import check
@@ -70,12 +70,21 @@ def shards_make_up_later_epochs(case: Case, shards: str) -> None:
         assert_equal(joined[step], whole[step], f"batch {step + 1} from {count} shards against one")
 
 
+def another_length(case: Case) -> int:
+    """Return a token more than the case's sequences have, or twice as many where its check refuses that."""
+    length: int = case.recipe().batch.length
+    try:
+        return case.recipe(batch={"length": length + 1}).batch.length
+    except RecipeError:
+        return 2 * length
+
+
 @check("data", since="0.2", variants=("seed", "length"))
 def fingerprint_tells(case: Case, which: str) -> None:
     """A position of another seed's order, or in sequences of another length, is refused with a DataError."""
-    length = case.recipe().batch.length
+    length = another_length(case) if which == "length" else case.recipe().batch.length
     other: Data = case.build()
-    other.open(length=length + (which == "length"), seed=7 + (which == "seed"))
+    other.open(length=length, seed=7 + (which == "seed"))
     batches_of_other = other.train_batch(SEQUENCES, Shard())
     assert batches_of_other.sequences == SEQUENCES
     meta: dict[str, Any] = json.loads(json.dumps(other.meta()))
