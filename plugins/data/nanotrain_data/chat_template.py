@@ -111,7 +111,7 @@ class ChatTemplate:
                 **options,
                 **self.words,
             )
-        except TemplateError as error:
+        except (TemplateError, TypeError) as error:  # a filter raises TypeError of what it does not take
             raise ValueError(f"the template {self.name} refuses it: {error}") from None
         return texts[0], spans[0] if spans else []
 

@@ -31,6 +31,8 @@ from nanotrain_data.manifest import Manifest
 
 #: The field that says beside the messages which functions the assistant may call.
 TOOLS = "tools"
+#: The field of a message with the functions that the assistant calls.
+CALLS = "tool_calls"
 #: What renders a conversation, and says where the answers are.
 Render = Callable[[Sequence[Message], Tools], tuple[str, list[Span]]]
 #: Of messages, where no template says otherwise.
@@ -132,20 +134,26 @@ def known_conversations(folder: Path, manifest: Manifest) -> ConversationCodec:
 def messages_of(value: Any) -> list[Message]:
     """Return messages that were read, checked.
 
+    A field that is null is left out, as by transformers: a template would find it there, and write ``None``.
+    A message that calls tools may have no content.
+
     Raises:
         ValueError: they are none, with what was expected.
     """
     if not isinstance(value, list):
         raise ValueError(f"is of type {type(value).__name__}; expected a list of messages")
+    found: list[Message] = []
     for number, message in enumerate(value, 1):
         if not isinstance(message, dict):
             raise ValueError(f"has message {number} of type {type(message).__name__}; expected an object")
-        for key in ("role", "content"):
+        found.append({key: said for key, said in message.items() if said is not None})
+        only_calls = bool(message.get(CALLS)) and message.get("content") is None
+        for key in ("role",) if only_calls else ("role", "content"):
             if not isinstance(message.get(key), str):
                 near = did_you_mean(key, list(message)) if key not in message else ""
                 kind = type(message[key]).__name__ if key in message else "missing"
                 raise ValueError(f"has message {number} with {key} {kind}{near}; expected a string")
-    return value
+    return found
 
 
 def tools_of(value: Any) -> Tools:
@@ -182,13 +190,13 @@ class PlainConversations:
         """Return the tokens of a conversation. Contents are encoded as text, whatever they look like.
 
         Raises:
-            ValueError: a role is none of the three, there are tools, or a content has the token that ends
-                answers, as the character 0 is for ``bytes``.
+            ValueError: a role is none of the three, there are tools or calls of them, or a content has the
+                token that ends answers, as the character 0 is for ``bytes``.
         """
-        if tools:
-            raise ValueError(
-                f"has {TOOLS} beside it, which the plain form cannot write: name a --chat-template"
-            )
+        calls = any(message.get(CALLS) for message in messages)
+        if tools or calls:
+            what = f"{TOOLS} beside it" if tools else f"a message with {CALLS}"
+            raise ValueError(f"has {what}, which the plain form cannot write: name a --chat-template")
         tokens: list[int] = []
         answers = []
         for message in messages:
@@ -353,4 +361,4 @@ def _unused_characters(given: Any) -> Iterator[str]:
 
 
 def _size(messages: Sequence[Message]) -> int:
-    return sum(len(message["content"].encode()) for message in messages)
+    return sum(len(message.get("content", "").encode()) for message in messages)

@@ -141,7 +141,7 @@ class _Writer:
 
 
 def _characters(conversation: tuple[Callable[[], str], list[Message], Tools]) -> int:
-    return sum(len(message["content"]) for message in conversation[1])
+    return sum(len(message.get("content", "")) for message in conversation[1])
 
 
 _writer: _Writer | None = None

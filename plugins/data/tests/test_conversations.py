@@ -385,3 +385,40 @@ def test_a_prepared_folder_keeps_what_a_prompt_is_made_with(tmp_path, template):
     assert data.answer_prompt([{"role": "user", "content": "Hi"}]) == expected
     with pytest.raises(DataError, match="expected a string"):
         data.answer_prompt([{"role": "user"}])
+
+
+@pytest.mark.parametrize("form", ["null", "missing", "parquet"])
+def test_a_message_that_calls_tools_may_have_no_content(tmp_path, form):
+    """And a field that is null is not there: templates had written ``None``."""
+    template = (
+        "{% for m in messages %}{{ '<|im_start|>' ~ m['role'] ~ '\\n' }}{{ m['content'] }}"
+        "{{ m['name'] }}{% if m['tool_calls'] %}{{ m['tool_calls'] | tojson }}{% endif %}"
+        "{{ '<|im_end|>\\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    )
+    path = tokenizer_folder(tmp_path / "a", template)
+    calls = [{"function": {"arguments": {"city": "Paris"}, "name": "f"}, "type": "function"}]
+    asked, answer = {"role": "user", "content": "Hi"}, {"role": "assistant", "tool_calls": calls}
+    messages = [asked, {**answer, "content": None, "name": None}, {"role": "tool", "content": "1"}]
+    if form == "parquet":
+        source = tmp_path / "in.parquet"
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"messages": messages}]), source)
+    else:
+        said = [asked, answer, messages[2]] if form == "missing" else messages
+        source = write_chats(tmp_path / "in.jsonl", [said])
+    prepared_chats(tmp_path / "out", source, tokenizer=path)
+    theirs = PreTrainedTokenizerFast(tokenizer_file=str(path), chat_template=template)
+    rendered = [asked, answer, messages[2]]
+    expected = theirs.apply_chat_template(rendered, return_dict=True)["input_ids"]
+    assert np.fromfile(tmp_path / "out" / "00000.tokens", "<u2").tolist() == expected
+    with pytest.raises(ValueError, match="a message with tool_calls, which the plain form cannot write"):
+        codec_of(path, "plain").encode([{**answer, "content": ""}])
+
+
+def test_what_a_filter_of_a_template_does_not_take_is_refused(tmp_path):
+    """Calls whose arguments are JSON text, for a template that writes each of them."""
+    path = tokenizer_folder(
+        tmp_path / "a", "{% for m in messages %}{{ m['call'] | items | list }}{% endfor %}"
+    )
+    with pytest.raises(ValueError, match="refuses it: Can only get item pairs"):
+        codec_of(path).encode([{"role": "user", "content": "", "call": '{"city": "Paris"}'}])
