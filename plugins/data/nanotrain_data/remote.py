@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from fsspec.core import url_to_fs
 
@@ -16,6 +16,8 @@ from nanotrain_data.config import StreamingConfig
 from nanotrain_data.manifest import NAME, Manifest, parse_manifest
 
 T = TypeVar("T")
+#: Seconds without a byte after which a request over HTTP has failed.
+SILENCE = 60.0
 
 
 class RemoteFolder:
@@ -30,7 +32,9 @@ class RemoteFolder:
         self.url, self._config = url.rstrip("/"), config
         try:
             # Clients of other threads and runs must not be shared, and what others put there must be seen.
-            self._fs, root = url_to_fs(self.url, use_listings_cache=False, skip_instance_cache=True)
+            self._fs, root = url_to_fs(
+                self.url, use_listings_cache=False, skip_instance_cache=True, **_request_options(self.url)
+            )
         except (ImportError, ValueError) as error:
             raise DataError(f"{self.url}: {error}") from None
         self._root = root.rstrip("/")
@@ -87,13 +91,27 @@ class RemoteFolder:
         raise AssertionError("there is one attempt at least")
 
 
+def _request_options(url: str) -> dict[str, Any]:
+    """Return what fsspec passes on to the requests of a client.
+
+    aiohttp ends every request after five minutes, in which a large shard may not have come over a slow
+    connection, or over one that many ranks share: here it ends one to which nothing comes for a minute.
+    """
+    if not url.startswith(("http://", "https://")):
+        return {}
+    from aiohttp import ClientTimeout  # fsspec needs it for these protocols
+
+    return {"timeout": ClientTimeout(total=None, sock_connect=30.0, sock_read=SILENCE)}
+
+
 class _Damaged(Exception):
     """A file is not what its manifest says."""
 
 
 def in_words(problem: BaseException) -> str:
     """Return an exception of a client library in one short line."""
-    text = " ".join(str(problem).split()) or type(problem).__name__
+    # fsspec's timeout is raised from that of the client, which alone says what it waited for.
+    text = " ".join((str(problem) or str(problem.__cause__ or "")).split()) or type(problem).__name__
     return text if len(text) <= 300 else text[:297] + "..."
 
 

@@ -4,8 +4,11 @@ import fcntl
 import functools
 import json
 import threading
+import time
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
+import aiohttp
+import aiohttp.client
 import fsspec
 import numpy as np
 import pytest
@@ -13,6 +16,7 @@ import torch
 from corpora import begun, numbered, prepared, texts
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from nanotrain_data import remote
 from nanotrain_data.config import ShardsConfig, StreamingConfig
 from nanotrain_data.permutation import WindowedPermutation
 from nanotrain_data.remote import RemoteFolder
@@ -40,7 +44,7 @@ class Server:
     """Serves a folder over HTTP on 127.0.0.1, and can fail."""
 
     def __init__(self, folder):
-        self.asked, self.failing = [], 0
+        self.asked, self.failing, self.pause = [], 0, 0.0
 
         class Handler(SimpleHTTPRequestHandler):
             def do_GET(handler):
@@ -50,6 +54,13 @@ class Server:
                     handler.send_error(503)
                 else:
                     super().do_GET()
+
+            def copyfile(handler, source, to):
+                """In five pieces."""
+                content = source.read()
+                for begin in range(0, len(content), size := len(content) // 5 + 1):
+                    to.write(content[begin : begin + size])
+                    time.sleep(self.pause)
 
             def log_message(handler, *args):
                 pass
@@ -244,6 +255,22 @@ def test_a_server_that_fails_is_asked_again(folders, tmp_path):
     with Server(folders[0]) as server:
         server.failing = 3
         assert_same(opened([server.url], tmp_path, attempts=4, fetch_ahead=0), local(folders[:1]), steps=10)
+
+
+@pytest.mark.parametrize("silence", [60.0, 0.05])
+def test_a_download_may_take_long_if_bytes_arrive(folders, tmp_path, monkeypatch, silence):
+    """Each that took longer than aiohttp's five minutes in all had failed, at every attempt."""
+    monkeypatch.setattr(aiohttp.client, "DEFAULT_TIMEOUT", aiohttp.ClientTimeout(total=0.3))
+    monkeypatch.setattr(remote, "SILENCE", silence)
+    with Server(folders[0]) as server:
+        source = RemoteFolder(server.url, StreamingConfig(urls=(server.url,), attempts=1))
+        shard = source.manifest().shards[0]
+        server.pause = 0.15
+        if silence > 1:
+            source.fetch(f"{shard.name}.tokens", tmp_path / "fetched", shard.sha256)
+        else:
+            with pytest.raises(DataError, match="cannot be read after one attempt: Timeout on reading data"):
+                source.fetch(f"{shard.name}.tokens", tmp_path / "fetched", shard.sha256)
 
 
 def test_who_gives_up_names_url_rank_and_reason(folders, tmp_path, monkeypatch):
