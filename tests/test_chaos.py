@@ -2,13 +2,16 @@
 
 import json
 from random import Random
+from types import SimpleNamespace
 
 import pytest
+import torch
 from test_run import SMALL
 
 from nanotrain_core.cli import main
 from nanotrain_core.errors import Exit
 from nanotrain_core.testing.chaos.bench import Bench, Settings, Trial
+from nanotrain_core.testing.chaos.inject import VARIABLE, ChaosConfig, Order, build
 from nanotrain_core.testing.chaos.matrix import ROWS, chosen
 from nanotrain_core.testing.chaos.row import Outcome, Row, judge
 
@@ -123,6 +126,23 @@ class Nothing(Row):
 
     def hurt(self, trial, random):
         return iter(())
+
+
+def test_a_gradient_of_a_zero_bubble_schedule_turns_nan_too(tmp_path, monkeypatch):
+    order = Order(ledger=str(tmp_path), act="nan", step=1)
+    monkeypatch.setenv(VARIABLE, order.text())
+    monitor = build(ChaosConfig())
+    mesh = SimpleNamespace(gather=lambda value: [value])
+    data = SimpleNamespace(train_batch=None, validation_batch=None)
+    weight = SimpleNamespace(parameter=torch.nn.Parameter(torch.ones(1)))
+    run = SimpleNamespace(rank=0, first_step=0, world_size=1, mesh=mesh, data=data, placed=[weight])
+    monitor.on_start(run)
+    assert monitor.gradient(None) is None  # of the backward pass, before the pass W that computes it
+    assert monitor.struck == 0
+    weight.parameter.backward(torch.ones(1))
+    monitor.hook.remove()
+    monitor.file.close()
+    assert weight.parameter.grad.isnan().all()
 
 
 def ledger(trial, rows):

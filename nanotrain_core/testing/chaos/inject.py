@@ -222,8 +222,8 @@ def build(config: ChaosConfig) -> Any:
             shutil.rmtree(self.run.folder / "checkpoints", ignore_errors=True)
 
         def gradient(self, gradient: Any) -> Any:
-            """Set a gradient to NaN."""
-            return gradient * float("nan") if self.strikes("nan") else None
+            """Set a gradient to NaN. A backward pass that defers it passes None first."""
+            return None if gradient is None or not self.strikes("nan") else gradient * float("nan")
 
         def before_update(self, optimizer: Any, arguments: Any, options: Any) -> None:
             """Multiply one step's learning rate; the scheduler sets the next one's."""
