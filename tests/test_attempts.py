@@ -1,11 +1,12 @@
 """Ranks of an attempt meet in a store that an earlier one left full, and learn what any host knows."""
 
+import signal
 from datetime import timedelta
 from functools import partial
-from threading import Thread
+from threading import Thread, Timer
 
 import pytest
-from torch.distributed import HashStore
+from torch.distributed import HashStore, TCPStore
 
 from nanotrain_core.errors import Exit
 from nanotrain_core.launch.attempts import Past, meet, remember
@@ -52,6 +53,39 @@ def test_a_rank_that_stays_away_is_named_though_an_earlier_attempt_of_it_called(
     with pytest.raises(PeerLostError, match=r"rank 1 has not come within 0\.2 seconds of rank 0") as told:
         meet(store, 0, 2, Past(), timeout=0.2)
     assert told.value.exit_code == Exit.FAILED  # a slow host is no mistake: a restart helps
+
+
+@pytest.mark.parametrize(
+    ("rank", "text"),
+    [(0, "rank 1 has not come within 0.2 seconds of rank 0"), (1, "rank 0 has not answered rank 1")],
+)
+def test_a_rank_that_never_calls_is_named(rank, text):
+    """It was an error of torch's store, which names a key."""
+    store = HashStore()
+    store.set_timeout(timedelta(seconds=0.3))
+    with pytest.raises(PeerLostError, match=text):
+        meet(store, rank, 2, Past(), timeout=0.2)
+
+
+def test_a_rank_that_waits_for_another_one_heeds_sigterm():
+    """Inside torch's wait Python handled it after run.timeout."""
+
+    class Heeded(Exception):
+        pass
+
+    def end(number, frame):
+        raise Heeded
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=4))
+    timer = Timer(0.1, signal.raise_signal, [signal.SIGTERM])
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        timer.start()
+        with pytest.raises(Heeded):
+            meet(store, 0, 2, Past(), timeout=4)
+    finally:
+        timer.join()
+        signal.signal(signal.SIGTERM, before)
 
 
 @pytest.mark.parametrize("resume", ["3", "elsewhere/step-00000003.safetensors"])

@@ -56,17 +56,18 @@ def meet(store: Store, rank: int, world_size: int, mine: Past, *, timeout: float
         rank: of this process.
         world_size: ranks that call.
         mine: what this rank's host knows.
-        timeout: seconds that rank 0 waits for each of the others.
+        timeout: seconds that rank 0 waits for each of the others, and they for it.
 
     Raises:
-        PeerLostError: on rank 0: a rank did not arrive.
+        PeerLostError: a rank did not arrive, or rank 0 did not answer.
     """
     from torch.distributed import PrefixStore
 
     token = uuid.uuid4().hex
     if rank != 0:
         store.set(f"call/{rank}", json.dumps([token, attrs.asdict(mine)]))
-        part = store.get(f"answer/{token}").decode()
+        text = f"rank 0 has not answered rank {rank} within {timeout:g} seconds: it may wait for other ranks"
+        part = _wait_for(store, f"answer/{token}", time.monotonic() + timeout, text).decode()
         store.set(f"{part}/met/{rank}", "")
         return PrefixStore(part, store), mine
     left = [Past(**json.loads(store.get(PAST)))] if store.check([PAST]) else []
@@ -85,13 +86,30 @@ def remember(part: Store, folder: str) -> None:
 def _answer(store: Store, rank: int, part: str, timeout: float) -> Past:
     """Send ``rank`` of this attempt the name of its part of the store; return the :class:`Past` it sent."""
     deadline = time.monotonic() + timeout
+    text = f"rank {rank} has not come within {timeout:g} seconds of rank 0"
+    _wait_for(store, f"call/{rank}", deadline, text)
     while time.monotonic() < deadline:
         store.set(f"answer/{json.loads(store.get(f'call/{rank}'))[0]}", part)
         time.sleep(0.001)
         if store.check([f"{part}/met/{rank}"]):
             return Past(**json.loads(store.get(f"call/{rank}"))[1])
-    text = f"rank {rank} has not come within {timeout:g} seconds of rank 0"
     raise PeerLostError(text).with_code(Exit.FAILED)
+
+
+def _wait_for(store: Store, key: str, deadline: float, text: str) -> bytes:
+    """Return what another rank stores under ``key``; signals are handled meanwhile.
+
+    Inside torch's own wait Python handles no signal: SIGTERM would be heeded after its timeout.
+
+    Raises:
+        PeerLostError: with this text: nothing was stored before the deadline.
+    """
+    began = time.monotonic()
+    while not store.check([key]):
+        if (now := time.monotonic()) > deadline:
+            raise PeerLostError(text).with_code(Exit.FAILED)
+        time.sleep(min(0.001 + (now - began) / 10, 0.2))
+    return store.get(key)
 
 
 def _joined(pasts: Sequence[Past]) -> Past:
