@@ -1,13 +1,18 @@
 """Activation checkpointing: gradients as before, in the memory of one layer."""
 
+import warnings
+
 import pytest
 import torch
 from compositions import MODELS, VOCAB
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 from nanotrain_core.batch import Batch
 from nanotrain_core.contracts import Monitor
+from nanotrain_core.models.activation_checkpointing import recompute
 from nanotrain_core.testing import Case, conformance, run_ranks
 from nanotrain_core.testing.probe import Reports, make_engine, make_run
 
@@ -82,6 +87,17 @@ def test_selective_repeats_no_matrix_product_and_keeps_less_than_everything(mode
     for _, _, others in found[1:]:
         for one, other in zip(gradients, others, strict=True):
             assert torch.equal(one, other)
+
+
+def test_what_selective_stores_passes_by_hooks_on_saved_tensors_without_a_warning():
+    """Such as those of activation_offload. torch 2.14 warns of each operator if it is not said."""
+    layer, x, seen = nn.Sequential(nn.Linear(4, 6), nn.GELU(), nn.Linear(6, 5)), torch.ones(3, 4), []
+    with warnings.catch_warnings(), saved_tensors_hooks(lambda t: seen.append(t) or t, lambda t: t):
+        warnings.simplefilter("error")
+        y = recompute(None, layer, x, selective=True)
+    assert all(t is x for t in seen)
+    y.sum().backward()
+    assert layer[0].weight.grad is not None
 
 
 class Multiplies(Monitor):

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -51,6 +52,10 @@ KEPT = {
     "mkldnn::_linear_pointwise",
     "nanotrain::grouped_mm",
 }
+
+#: Hooks on saved tensors, such as those of offloading, do not see what selective checkpointing stores: torch 2.14
+#: and later warn where this is not said, those before have no such option.
+_UNSEEN = {name: False for name in signature(checkpoint).parameters if name == "respect_saved_tensors_hooks"}
 
 
 def store_in_selective_checkpointing(*operators: str) -> None:
@@ -105,6 +110,7 @@ def recompute(
         return forward(*args, **kwargs)
     if selective:
         kwargs["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+        kwargs.update(_UNSEEN)
     return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
 
