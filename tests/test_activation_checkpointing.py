@@ -95,7 +95,7 @@ def test_what_selective_stores_passes_by_hooks_on_saved_tensors_without_a_warnin
     with warnings.catch_warnings(), saved_tensors_hooks(lambda t: seen.append(t) or t, lambda t: t):
         warnings.simplefilter("error")
         y = recompute(None, layer, x, selective=True)
-    assert all(t is x for t in seen)
+    assert not {t.shape for t in seen} & {(3, 6), (3, 5)}  # results of the products
     y.sum().backward()
     assert layer[0].weight.grad is not None
 

@@ -53,8 +53,8 @@ KEPT = {
     "nanotrain::grouped_mm",
 }
 
-#: Hooks on saved tensors, such as those of offloading, do not see what selective checkpointing stores: torch 2.14
-#: and later warn where this is not said, those before have no such option.
+#: Hooks on saved tensors, such as those of offloading, do not see what selective checkpointing stores: torch
+#: 2.14 and later warn where this is not said, those before have no such option.
 _UNSEEN = {name: False for name in signature(checkpoint).parameters if name == "respect_saved_tensors_hooks"}
 
 

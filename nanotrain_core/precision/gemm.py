@@ -240,10 +240,11 @@ class _Linear(torch.autograd.Function):
         weight_NK, *saved = ctx.saved_tensors
         forms, kept = tuple(saved[: ctx.forms]), saved[ctx.forms :]
         backend, d_y_MN, d_x, d_weight_NK = ctx.backend, d_y.reshape(-1, d_y.shape[-1]), None, None
+        # Compared with None: torch 2.11 compiles no condition on a method.
         make: Callable[[], torch.Tensor] | None = None if ctx.make is None else partial(ctx.make, *kept)
         to_weight, to_carrier = ctx.needs_input_grad[1:3]
         needed = to_weight or to_carrier
-        if needed and ctx.again:  # begins now and overlaps dgrad
+        if needed and ctx.again is not None:  # begins now and overlaps dgrad
             make = ctx.again(kept[0])
 
         def keep() -> Kept:
