@@ -347,8 +347,8 @@ def test_variables_that_do_not_hurt():
 
 
 def test_a_torch_that_the_core_does_not_work_with():
-    assert torch_version("2.5.1", ["torch>=2.11,<2.14"]).status == "bad"
-    assert torch_version("2.13.0+cu130", ["torch>=2.11,<2.14"]).status == "good"
+    assert torch_version("2.5.1", ["torch>=2.11,<2.15"]).status == "bad"
+    assert torch_version("2.13.0+cu130", ["torch>=2.11,<2.15"]).status == "good"
 
     def broken(name):
         raise ImportError("libcudart.so.13: cannot open shared object file")
