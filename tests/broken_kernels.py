@@ -35,8 +35,8 @@ class IgnoresTheScale(Replacing):
     function = "attention"
 
     @staticmethod
-    def attention(q, k, v, scale=None, begins_BS=None):
-        return TORCH.attention(q, k, v, begins_BS=begins_BS)
+    def attention(q, k, v, scale=None, begins_BT=None):
+        return TORCH.attention(q, k, v, begins_BT=begins_BT)
 
 
 class SeesLaterBlocks(Replacing):
@@ -45,9 +45,9 @@ class SeesLaterBlocks(Replacing):
     function = "attention"
 
     @staticmethod
-    def attention(q, k, v, scale=None, begins_BS=None):
-        if begins_BS is not None:
-            return TORCH.attention(q, k, v, scale, begins_BS)
+    def attention(q, k, v, scale=None, begins_BT=None):
+        if begins_BT is not None:
+            return TORCH.attention(q, k, v, scale, begins_BT)
         first = TORCH.attention(q[:, :256], k[:, :256], v[:, :256], scale)
         if q.shape[1] <= 256:
             return first

@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import cache
 from itertools import product
 from math import lcm
-from pathlib import Path
 from typing import Any
 
 import attrs
@@ -33,6 +32,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "experts_first": (False, True),
     "zero": (0, 1, 2),
     "recompute": (False, True),
+    "gather": (False, True),
 }
 
 #: 11 sequences a step leave one to six microbatches on a rank, the last of them smaller wherever it can be;
@@ -62,9 +62,6 @@ _DEEPSEEK: dict[str, Any] = {
     "mtp": 1,
     "init_std": 0.3,
 }
-
-#: The plugin that handles cp.
-CONTEXT_PARALLEL = Path(__file__).parents[1] / "docs/examples/plugins/cp.py"
 
 #: Both kinds of routing, with every balance loss there is, heavy enough to be seen in the gradients.
 MODELS: dict[str, dict[str, Any]] = {
@@ -118,6 +115,8 @@ class Composition:
     recompute: bool = False
     """Whether layers are recomputed in backward (activation checkpointing)."""
     cp: int = 1
+    gather: bool = False
+    """Whether ranks of cp gather keys and values, instead of exchanging heads."""
 
     @property
     def ranks(self) -> int:
@@ -130,7 +129,9 @@ class Composition:
 
     @property
     def id(self) -> str:
-        flags = [name for name in ("sp", "tied", "experts_first", "recompute") if getattr(self, name)]
+        flags = [
+            name for name in ("sp", "tied", "experts_first", "recompute", "gather") if getattr(self, name)
+        ]
         degrees = [
             f"{dim}{n}" for dim in ("tp", "pp", "cp", "dp", "ep", "etp") if (n := getattr(self, dim)) > 1
         ]
@@ -147,7 +148,8 @@ class Composition:
             and (self.tp > 1 or not self.sp)
             and (experts or (self.ep == self.etp == 1 and not self.experts_first))
             and self.ranks % (self.pp * self.ep * self.etp) == 0
-            and HEADS[self.model, self.tp] % self.cp == 0
+            and (self.cp > 1 or not self.gather)
+            and (self.gather or HEADS[self.model, self.tp] % self.cp == 0)
         )
 
     def optimizers(self) -> dict[str, dict[str, Any]]:
@@ -167,7 +169,8 @@ class Composition:
             wrappers.insert(0, {"use": "recompute"})
         model = {**MODELS[self.model], "layers": self.layers, "tied": self.tied}
         if self.cp > 1:
-            wrappers.insert(self.experts_first, {"use": "cp"})
+            communication = "all_gather" if self.gather else "all_to_all"
+            wrappers.insert(self.experts_first, {"use": "cp", "communication": communication})
         degrees = {dim: getattr(self, dim) for dim in ("tp", "pp", "cp", "dp", "ep", "etp")}
         overrides = {
             "evaluation": {"sequences": 8},
@@ -177,10 +180,7 @@ class Composition:
             "schedule": {"use": self.schedule},
             "parallel": wrappers if self.zero else [*wrappers, {"use": "ddp"}],
         }
-        plugins = [CONTEXT_PARALLEL] if self.cp > 1 else []
-        return Case(
-            "topology", use="grid", topology=degrees, overrides=overrides, name=self.id, plugins=plugins
-        )
+        return Case("topology", use="grid", topology=degrees, overrides=overrides, name=self.id)
 
 
 def compiled(case: Case) -> Case:

@@ -95,8 +95,7 @@ def test_a_component_that_requires_a_capability_is_tested_beside_one_that_provid
 
 
 def test_expert_and_context_parallelism_are_tried_with_few_tokens_and_with_tensor_parallelism():
-    cp = str(Path(__file__).parents[1] / "docs/examples/plugins/cp.py")
     experts = {each.name for each in surroundings_of(Case("parallel", use="ep_deepseek"))}
-    context = {each.name for each in surroundings_of(Case("parallel", use="cp", plugins=[cp]))}
+    context = {each.name for each in surroundings_of(Case("parallel", use="cp"))}
     assert {"ep2-uneven", "ep2-no_tokens", "etp2-uneven", "etp2-no_tokens"} <= experts
     assert {"cp2-tp2", "cp2-tp2-sp", "cp2-uneven"} <= context

@@ -196,8 +196,8 @@ REFUSED = {
             "2 or 4 ranks would do",
             "--set #2: optimizer.lr_schedule.decay_steps: 0 steps of warm-up and 2 of decay do not fit into "
             "a run of 1 steps",
-            "--set #1: topology.cp: cp = 2, but no component of this recipe handles cp; nor does an "
-            "installed one: set cp = 1",
+            "--set #1: topology.cp: cp = 2, but no component of this recipe handles cp; write [[parallel]] "
+            'with use = "cp", or set cp = 1',
         ],
     ),
 }

@@ -4,7 +4,6 @@ By definition a document alone in a sequence computes what it does among others:
 """
 
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -119,10 +118,13 @@ def files(tmp_path_factory):
     return folder
 
 
-CP = str(Path(__file__).parents[1] / "docs/examples/plugins/cp.py")
 TP, EP = {"use": "tp", "sequence_parallel": True}, {"use": "ep_deepseek"}
+GATHER = {"use": "cp", "communication": "all_gather"}
 LAYOUTS = {
     "llama-tp2-pp2": (LLAMA, {"tp": 2, "pp": 2}, [TP]),
+    "gpt-gather-cp2": (GPT, {"cp": 2}, [GATHER]),
+    "llama-gather-cp4": ({**LLAMA, "kv_heads": 1}, {"cp": 4}, [GATHER]),
+    "deepseek-gather-cp2": (DEEPSEEK, {"cp": 2}, [GATHER]),
     "deepseek-cp2": (DEEPSEEK, {"cp": 2}, [{"use": "cp"}]),
     "gpt-tp2": (GPT, {"tp": 2}, [TP]),
     "gpt-cp2": (GPT, {"cp": 2}, [{"use": "cp"}]),
@@ -133,10 +135,10 @@ LAYOUTS = {
     "gpt-pp2": (GPT, {"pp": 2}, []),
     "deepseek-cp2-pp2": ({**DEEPSEEK, "mtp": 1}, {"cp": 2, "pp": 2}, [{"use": "cp"}]),
 }
-FIRST = ("llama-tp2-pp2", "deepseek-cp2", "gpt-tp2")
+FIRST = ("llama-tp2-pp2", "deepseek-gather-cp2", "gpt-tp2")
 
 
-@pytest.mark.full_cases("deepseek-cp2")
+@pytest.mark.full_cases("deepseek-gather-cp2")
 @pytest.mark.parametrize(
     "name", [name if name in FIRST else pytest.param(name, marks=pytest.mark.full) for name in LAYOUTS]
 )
@@ -152,7 +154,6 @@ def case_of(name, files):
         use=model["use"],
         config={key: value for key, value in model.items() if key != "use"},
         topology=topology,
-        plugins=(CP,),
         overrides={
             "parallel": [*wrappers, *recompute, {"use": "ddp"}],
             "data": masked(files),

@@ -43,13 +43,14 @@ def nanotrain_register_parallel(register):
 """
 
 
-def reasons(tmp_path, *uses, text=SMALL, **arguments) -> list[str]:
+def reasons(tmp_path, *uses, text=SMALL, blocked=(), **arguments) -> list[str]:
     """Return the problems of a recipe with these parallel components; empty if it can run."""
     plugin = tmp_path / "combine_plugin.py"
     plugin.write_text(PLUGIN)
     text += "".join(f'[[parallel]]\nuse = "{use}"\n' for use in uses)
     try:
-        load_recipe(write(tmp_path, text), plugins=PluginArguments(local=[str(plugin)]), **arguments)
+        plugins = PluginArguments(local=[str(plugin)], blocked=blocked)
+        load_recipe(write(tmp_path, text), plugins=plugins, **arguments)
     except RecipeError as error:
         return [line.replace(f"{tmp_path}/", "") for line in error.lines]
     return []
@@ -114,7 +115,7 @@ def test_dimension_that_no_component_handles_is_refused(tmp_path):
 
 
 def test_dimension_that_nothing_installed_handles_is_refused_without_a_false_remedy(tmp_path):
-    (line,) = reasons(tmp_path, "syncs", ranks=2, overrides=["topology.cp=2"])
+    (line,) = reasons(tmp_path, "syncs", ranks=2, overrides=["topology.cp=2"], blocked=["cp"])
     assert line.endswith("handles cp; nor does an installed one: set cp = 1")
     (line,) = reasons(tmp_path, "syncs", ranks=2, overrides=["topology.ep=2"])
     assert line.endswith("handles ep; nor has model 'transformer' experts: set ep = 1")

@@ -31,20 +31,21 @@ def attention(
     k_BTGK: Tensor,
     v_BTGV: Tensor,
     scale: float | None = None,
-    begins_BS: Tensor | None = None,
+    begins_BT: Tensor | None = None,
 ) -> Tensor:
     """Return causal attention, softmax(q k^T ``scale``) v [B, S, H, V].
 
-    The queries are those of the last S of T tokens. In training T is S; where a model continues from a cache,
-    there are more keys. H is a multiple of G: consecutive query heads share a key and value head. ``scale``
-    is 1 / sqrt(K) by default. With ``begins_BS``, allowed if T is S, token s attends only to those from
-    ``begins_BS[b, s]`` on: documents in one sequence are masked from one another. It covers whole
-    sequences where ranks split them. Source: Vaswani et al., arXiv 1706.03762, equation 1.
+    The queries are those of the last S of T tokens. In training T is S, unless a wrapper computes a part of
+    the queries; where a model continues from a cache, there are more keys. H is a multiple of G: consecutive
+    query heads share a key and value head. ``scale`` is 1 / sqrt(K) by default. With ``begins_BT``, token t
+    attends only to those from ``begins_BT[b, t]`` on: documents in one sequence are masked from one another.
+    A model passes those of whole sequences, also where ranks split them. Source: Vaswani et al., arXiv
+    1706.03762, equation 1.
     """
     q, k, v = (x.transpose(1, 2) for x in (q_BSHK, k_BTGK, v_BTGV))
     shared = q_BSHK.shape[2] != k_BTGK.shape[2]
-    if begins_BS is not None:
-        seen_B1ST = seen(begins_BS).unsqueeze(1)
+    if begins_BT is not None:
+        seen_B1ST = seen(begins_BT, q.shape[2]).unsqueeze(1)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=seen_B1ST, scale=scale, enable_gqa=shared)
     elif q.shape[2] == k.shape[2]:
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=shared)
@@ -52,16 +53,22 @@ def attention(
         rows_BGRK = q.reshape(len(q), k.shape[1], -1, q.shape[3])
         y = F.scaled_dot_product_attention(rows_BGRK, k, v, scale=scale)
         y = y.reshape(*q.shape[:3], v.shape[3])
+    elif q.is_cuda and not torch.compiler.is_compiling():
+        from torch.nn.attention.bias import causal_lower_right  # imports torch's compiler
+
+        later = causal_lower_right(q.shape[2], k.shape[2])  # FlashAttention has it, and needs no mask
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=later, scale=scale, enable_gqa=shared)
     else:
         seen_ST = q.new_ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(k.shape[2] - q.shape[2])
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=seen_ST, scale=scale, enable_gqa=shared)
     return y.transpose(1, 2)
 
 
-def seen(begins_BS: Tensor) -> Tensor:
-    """Return the mask [B, S, S] of tokens that each token attends to: its document's, up to itself."""
-    at_S = torch.arange(begins_BS.shape[1], device=begins_BS.device)
-    return (at_S >= begins_BS.unsqueeze(-1)) & (at_S <= at_S.unsqueeze(-1))
+def seen(begins_BT: Tensor, queries: int) -> Tensor:
+    """Return the mask [B, S, T] of tokens that the last S ``queries`` see: their document's, up to theirs."""
+    at_T = torch.arange(begins_BT.shape[1], device=begins_BT.device)
+    at_S, begins_BS = at_T[len(at_T) - queries :], begins_BT[:, len(at_T) - queries :]
+    return (at_T >= begins_BS.unsqueeze(-1)) & (at_T <= at_S.unsqueeze(-1))
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:

@@ -83,7 +83,9 @@ def _attention() -> Iterator[Sample]:
 
     begins = torch.tensor([[0, 0, 2, 3, 3, 3, 3], [0, 0, 0, 0, 0, 0, 6]])
     leaves = {"q": _normal(2, 7, 4, 8), "k": _normal(2, 7, 2, 8), "v": _normal(2, 7, 2, 5)}
-    yield Sample("documents that do not see one another", {**leaves, "begins": begins}, documents)
+    alone = Sample("documents that do not see one another", {**leaves, "begins": begins}, documents)
+    yield alone
+    yield _after_others("3 tokens of documents after 4 others", alone, 3)
 
     def views(function: Function, leaves: Tensors) -> torch.Tensor:
         q, k = leaves["q"].transpose(1, 2), leaves["k"].unsqueeze(2).expand(-1, -1, 4, -1)

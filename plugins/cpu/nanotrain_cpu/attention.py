@@ -29,15 +29,15 @@ def attention(
     k_BSGK: torch.Tensor,
     v_BSGV: torch.Tensor,
     scale: float | None = None,
-    begins_BS: torch.Tensor | None = None,
+    begins_BT: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return what :func:`nanotrain_core.models.ops.attention` does; calls it for long sequences.
 
-    It also calls it with cached keys of earlier tokens (generation needs no backward pass), and for documents
-    that do not attend to each other.
+    It also calls it with fewer queries than keys, as after cached tokens (generation needs no backward pass),
+    and for documents that do not attend to each other.
     """
-    if begins_BS is not None:
-        return TORCH.attention(q_BSHK, k_BSGK, v_BSGV, scale, begins_BS)
+    if begins_BT is not None:
+        return TORCH.attention(q_BSHK, k_BSGK, v_BSGV, scale, begins_BT)
     after_others = q_BSHK.shape[1] != k_BSGK.shape[1]
     if q_BSHK.shape[1] > SHORT or after_others or not q_BSHK.numel():
         return TORCH.attention(q_BSHK, k_BSGK, v_BSGV, scale)

@@ -3,8 +3,8 @@
 Attention kernels apply softmax internally and return no scores, so the scores of these queries are computed
 again from the inputs of the attention call: the rotated queries and keys of this rank's heads.
 
-Shapes: B batch, S sequence, H query heads, G key heads, N query heads for each of these, R queries that are
-read, K and V sizes of a query and of a value head.
+Shapes: B batch, S sequence, T tokens of keys, of which the queries are the last S, H query heads, G key
+heads, N query heads for each of these, R queries that are read, K and V sizes of a query and of a value head.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class Attention(Watcher):
         self,
         name: str,
         q_BSHK: torch.Tensor,
-        k_BSGK: torch.Tensor,
-        v_BSGV: torch.Tensor,
+        k_BTGK: torch.Tensor,
+        v_BTGV: torch.Tensor,
         scale: float | None = None,
-        begins_BS: torch.Tensor | None = None,
+        begins_BT: torch.Tensor | None = None,
     ) -> None:
         """Publish what a layer attends to in one microbatch."""
-        most, entropy, ratio = attended(q_BSHK, k_BSGK, scale, self.queries, begins_BS)
+        most, entropy, ratio = attended(q_BSHK, k_BTGK, scale, self.queries, begins_BT)
         batch, _, heads, _ = q_BSHK.shape
         metrics = self.scene.metrics
         metrics.scalar(f"attention/max_logit/{name}", most)
@@ -47,10 +47,10 @@ class Attention(Watcher):
 
 def attended(
     q_BSHK: torch.Tensor,
-    k_BSGK: torch.Tensor,
+    k_BTGK: torch.Tensor,
     scale: float | None,
     queries: int,
-    begins_BS: torch.Tensor | None = None,
+    begins_BT: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the largest logit, the mean entropy in nats, and the mean ratio of entropy to its maximum.
 
@@ -59,28 +59,30 @@ def attended(
     than its arithmetic on so few numbers.
 
     Args:
-        q_BSHK, k_BSGK: as attention is called with them: H is a multiple of G.
+        q_BSHK, k_BTGK: as attention is called with them: H is a multiple of G.
         scale: factor of the dot products, 1 / sqrt(K) by default.
         queries: number of queries per sequence, see :func:`positions`.
-        begins_BS: where each token's document begins, if tokens attend only to their own document.
+        begins_BT: where each token's document begins, if tokens attend only to their own document.
     """
-    length, groups = k_BSGK.shape[1:3]
+    length, groups = k_BTGK.shape[1:3]
+    before = length - q_BSHK.shape[1]
     wide = torch.promote_types(q_BSHK.dtype, torch.float32)
-    at = positions(length, queries, q_BSHK.device, wide)
+    at = positions(length, queries, q_BSHK.device, wide, before)
     scale = q_BSHK.shape[-1] ** -0.5 if scale is None else scale
-    q_BRGNK = torch.unflatten(torch.index_select(q_BSHK, 1, at.rows_R), 2, (groups, -1))
+    rows_R = at.rows_R - before if before else at.rows_R
+    q_BRGNK = torch.unflatten(torch.index_select(q_BSHK, 1, rows_R), 2, (groups, -1))
     q_BGXK = q_BRGNK.permute(0, 2, 3, 1, 4).flatten(2, 3)  # X: N x R
-    scores = q_BGXK @ k_BSGK.permute(0, 2, 3, 1)
-    scores_BGNRS = torch.unflatten(scores.to(wide), 2, (-1, len(at.rows_R)))
-    hidden_BGNRS = torch.add(at.mask_RS, scores_BGNRS, alpha=scale)
+    scores = q_BGXK @ k_BTGK.permute(0, 2, 3, 1)
+    scores_BGNRT = torch.unflatten(scores.to(wide), 2, (-1, len(at.rows_R)))
+    hidden_BGNRT = torch.add(at.mask_RT, scores_BGNRT, alpha=scale)
     share_BR1 = at.share_R.unsqueeze(-1)
-    if begins_BS is not None:
-        begins_BR = torch.index_select(begins_BS, 1, at.rows_R)
-        before_BRS = torch.arange(length, device=begins_BR.device) < begins_BR.unsqueeze(-1)
-        hidden_BGNRS = hidden_BGNRS.masked_fill(before_BRS[:, None, None], -torch.inf)
+    if begins_BT is not None:
+        begins_BR = torch.index_select(begins_BT, 1, at.rows_R)
+        before_BRT = torch.arange(length, device=begins_BR.device) < begins_BR.unsqueeze(-1)
+        hidden_BGNRT = hidden_BGNRT.masked_fill(before_BRT[:, None, None], -torch.inf)
         share_BR1 = share(at.rows_R - begins_BR + 1, wide)[:, None, :, None]
-    entropy_BGNR = torch.special.entr(torch.softmax(hidden_BGNRS, -1)).sum(-1)
-    return hidden_BGNRS.amax(), entropy_BGNR.mean(), (entropy_BGNR @ share_BR1).mean()
+    entropy_BGNR = torch.special.entr(torch.softmax(hidden_BGNRT, -1)).sum(-1)
+    return hidden_BGNRT.amax(), entropy_BGNR.mean(), (entropy_BGNR @ share_BR1).mean()
 
 
 def share(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -97,22 +99,27 @@ class Positions(NamedTuple):
     """The queries that are read of a sequence, with the causal mask and the weights for their positions."""
 
     rows_R: torch.Tensor
-    mask_RS: torch.Tensor
+    mask_RT: torch.Tensor
     """0, and minus infinity at the tokens after a query."""
     share_R: torch.Tensor
     """Weights that give the mean ratio of entropy to that of uniform attention, see :func:`share`."""
 
 
 @lru_cache(maxsize=16)
-def positions(length: int, queries: int, device: torch.device, dtype: torch.dtype) -> Positions:
+def positions(
+    length: int, queries: int, device: torch.device, dtype: torch.dtype, before: int = 0
+) -> Positions:
     """Return the positions of at most ``queries`` queries [R], spread evenly, the last one among them.
+
+    Of ``length`` tokens the first ones have no queries: those ``before`` them.
 
     >>> [positions(n, 3, torch.device("cpu"), torch.float32).rows_R.tolist() for n in (8, 2)]
     [[1, 4, 7], [0, 1]]
     """
-    count = min(queries, length)
-    rows_R = torch.tensor([length * (n + 1) // count - 1 for n in range(count)])
-    later_RS = torch.arange(length) > rows_R[:, None]
-    mask_RS = torch.zeros(count, length, dtype=dtype).masked_fill_(later_RS, -torch.inf)
-    each = (rows_R, mask_RS, share(rows_R + 1, dtype))
+    own = length - before
+    count = min(queries, own)
+    rows_R = torch.tensor([before + own * (n + 1) // count - 1 for n in range(count)])
+    later_RT = torch.arange(length) > rows_R[:, None]
+    mask_RT = torch.zeros(count, length, dtype=dtype).masked_fill_(later_RT, -torch.inf)
+    each = (rows_R, mask_RT, share(rows_R + 1, dtype))
     return Positions(*(tensor.to(device, non_blocking=True) for tensor in each))

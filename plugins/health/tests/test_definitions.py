@@ -115,3 +115,16 @@ def test_attention_of_documents_is_that_of_each_alone():
     assert most == max(each[0] for each in alone)
     torch.testing.assert_close(entropy, (torch.stack([each[1] for each in alone]) * sizes).sum() / 9)
     torch.testing.assert_close(ratio, (torch.stack([each[2] for each in alone]) * several).sum() / 6)
+
+
+def test_attention_of_the_last_queries_is_that_of_whole_sequences():
+    """Where fewer queries than keys are computed at once, as with context parallelism by all-gather."""
+    torch.manual_seed(0)
+    q, k = (torch.randn(2, 9, heads, 8, dtype=torch.float64) for heads in (4, 2))
+    begins = torch.tensor([[0, 0, 0, 3, 3, 5, 5, 5, 5], [0, 0, 2, 2, 2, 2, 2, 7, 7]])
+    for each in (None, begins):
+        first = attended(q[:, :5], k[:, :5], None, 9, None if each is None else each[:, :5])
+        last = attended(q[:, 5:], k, None, 9, each)
+        most, entropy, _ = attended(q, k, None, 9, each)
+        torch.testing.assert_close(most, max(first[0], last[0]))
+        torch.testing.assert_close(entropy, (5 * first[1] + 4 * last[1]) / 9)

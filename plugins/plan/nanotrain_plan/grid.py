@@ -117,9 +117,14 @@ def _zero_stages(recipe: Recipe, registry: Registry) -> Sequence[int | None]:
 
 
 def _degrees(plan: Plan, registry: Registry, dim: str, most: int) -> list[int]:
-    """Return powers of two up to ``most``, and the recipe's own degree, if there is a component for them."""
+    """Return powers of two up to ``most``, and the recipe's own degree, if there is a component for them.
+
+    Ranks share sequences only if the recipe has a wrapper for that: few recipes have sequences so long.
+    """
     own = _degree(plan.recipe, dim)
-    handled = any(dim in registry.get("parallel", use).mesh_dims for use in registry.names("parallel"))
+    shares = dim in plan.layout.sequence_dims
+    uses = [each.use for each in plan.recipe.parallel] if shares else registry.names("parallel")
+    handled = any(dim in registry.get("parallel", use).mesh_dims for use in uses)
     if not handled or not hasattr(plan.recipe.topology.config, dim):
         return [own]
     found = {own} | {2**n for n in range(20) if 2**n <= min(most, plan.ranks)}

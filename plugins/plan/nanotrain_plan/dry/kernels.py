@@ -40,10 +40,10 @@ class DryKernels(Kernels):
 
 def attention(
     q_BSHK: Tensor,
-    k_BSGK: Tensor,
-    v_BSGV: Tensor,
+    k_BTGK: Tensor,
+    v_BTGV: Tensor,
     scale: float | None = None,
-    begins_BS: Tensor | None = None,
+    begins_BT: Tensor | None = None,
 ) -> Tensor:
     """Return what FlashAttention would, or cuDNN's kernel, which takes values of another size than keys.
 
@@ -52,7 +52,7 @@ def attention(
     Both keep q, k, v, the output and a log-sum-exp for each row, and no scores.
     Source: Dao, "FlashAttention-2", arXiv 2307.08691, algorithms 1 and 2.
     """
-    q, k, v = (x.transpose(1, 2) for x in (q_BSHK, k_BSGK, v_BSGV))
+    q, k, v = (x.transpose(1, 2) for x in (q_BSHK, k_BTGK, v_BTGV))
     if q.shape[-1] == v.shape[-1]:
         out = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, scale=scale)[0]
     else:
@@ -63,16 +63,19 @@ def attention(
 
 def attention_on_host(
     q_BSHK: Tensor,
-    k_BSGK: Tensor,
-    v_BSGV: Tensor,
+    k_BTGK: Tensor,
+    v_BTGV: Tensor,
     scale: float | None = None,
-    begins_BS: Tensor | None = None,
+    begins_BT: Tensor | None = None,
 ) -> Tensor:
     """Return the same on a CPU, whose kernel takes values as wide as keys: of others torch keeps scores."""
-    if begins_BS is not None or q_BSHK.shape[-1] != v_BSGV.shape[-1]:
-        return TORCH.attention(q_BSHK, k_BSGK, v_BSGV, scale, begins_BS)
-    q, k, v = (x.transpose(1, 2) for x in (q_BSHK, k_BSGK, v_BSGV))
-    out: Tensor = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True, scale=scale)[0]
+    if begins_BT is not None or q_BSHK.shape[-1] != v_BTGV.shape[-1]:
+        return TORCH.attention(q_BSHK, k_BTGK, v_BTGV, scale, begins_BT)
+    q, k, v = (x.transpose(1, 2) for x in (q_BSHK, k_BTGK, v_BTGV))
+    fewer = q.shape[2] != k.shape[2]  # queries than keys: the kernel keeps a mask
+    mask_ST = q.new_zeros(q.shape[2], k.shape[2]) if fewer else None
+    kernel = aten._scaled_dot_product_flash_attention_for_cpu
+    out: Tensor = kernel(q, k, v, 0.0, not fewer, attn_mask=mask_ST, scale=scale)[0]
     return out.transpose(1, 2)
 
 

@@ -405,12 +405,16 @@ def _written(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
 
 
 def _attention_flops(name: str, args: Any) -> int:
-    """Return FLOPs of fused attention over the whole score matrix: 2 products forward, 5 backward."""
+    """Return FLOPs of fused attention over the whole score matrix: 2 products forward, 5 backward.
+
+    Half of it is masked. Where the queries are the last S of T tokens, it is that of which half is what they
+    see: T - S earlier tokens are seen by all of them.
+    """
     q, k, v = (t for t in args[1:4]) if "backward" in name else (t for t in args[:3])
     B, H, S, K = q.shape
     V, T = v.shape[-1], k.shape[2]
     products: int = 3 * K + 2 * V if "backward" in name else K + V
-    return int(2 * B * H * S * T * products)
+    return int(2 * B * H * S * (2 * T - S) * products)
 
 
 def _dense(tensor: torch.Tensor) -> int:
