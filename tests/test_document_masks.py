@@ -8,6 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from as_one_process import assert_trains_as_one_process
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -106,6 +107,36 @@ def test_documents_in_one_sequence_train_as_each_by_itself(model):
     assert packed.keys() == alone.keys()
     for name, gradient in packed.items():
         torch.testing.assert_close(gradient, alone[name], atol=1e-9, rtol=0, msg=name)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_last_queries_get_what_they_get_in_the_whole_sequence(masked):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 9, *size, dtype=torch.float64) for size in ((4, 8), (2, 8), (2, 5)))
+    begins = torch.tensor([[0, 0, 2, 3, 3, 3, 3, 7, 7], [0, 0, 0, 0, 0, 0, 6, 6, 6]]) if masked else None
+    whole = attention(q, k, v, 0.3, begins)
+    for begin, end in ((0, 1), (3, 4), (5, 9), (2, 7)):
+        until = None if begins is None else begins[:, :end]
+        found = attention(q[:, begin:end], k[:, :end], v[:, :end], 0.3, until)
+        torch.testing.assert_close(found, whole[:, begin:end])
+
+
+@pytest.mark.full
+def test_the_mask_that_a_gpu_gets_for_the_last_queries_is_the_same():
+    """torch materializes it on a CPU; importing it takes seconds."""
+    from torch.nn.attention.bias import causal_lower_right
+
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 9, *size, dtype=torch.float64) for size in ((4, 8), (2, 8), (2, 5)))
+    for begin, end in ((0, 2), (5, 9), (2, 7)):
+        leaves = [x.clone().requires_grad_() for x in (q[:, begin:end], k[:, :end], v[:, :end])]
+        want = attention(*leaves, 0.3)
+        turned = [x.transpose(1, 2) for x in leaves]
+        mask = causal_lower_right(end - begin, end)
+        found = F.scaled_dot_product_attention(*turned, attn_mask=mask, scale=0.3, enable_gqa=True)
+        torch.testing.assert_close(found.transpose(1, 2), want)
+        gradients = (torch.autograd.grad(y.square().sum(), leaves) for y in (want, found))
+        torch.testing.assert_close(*gradients)
 
 
 @pytest.fixture(scope="module")

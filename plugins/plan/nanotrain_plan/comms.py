@@ -198,9 +198,10 @@ class Links:
     def is_sync(self, found: Collective) -> bool:
         """Return whether a collective sums gradients, or gathers weights: along data-parallel ranks.
 
-        Where ``cp`` is the only such dimension, its sums are taken for those of gradients, too: attention is
-        assumed to make all-to-alls or messages. Along ``pp`` alone, stages sum the gradient of a tied
-        parameter; the other sums there, of a norm or counts, are of a few numbers.
+        Where ``cp`` is the only such dimension, its sums are taken for those of gradients, too, also if
+        attention gathers keys and values there: neither axis nor operation tells them apart. Along ``pp``
+        alone, stages sum the gradient of a tied parameter; the other sums there, of a norm or counts, are of
+        a few numbers.
         """
         if found.op not in SUMS:
             return False
