@@ -1,9 +1,10 @@
 """What users of Megatron-LM, Megatron-Bridge and DeepSpeed found wrong, thread by thread: here it is right.
 
 A test is named after the threads it is about. More of them stand beside what they test, under such names:
-``git grep -E 'def test_.*_[0-9]{3,}_'``. Without a case, since nothing here does it: context parallelism
-(Megatron 673, 1464, 1465), ZeRO-3 (DeepSpeed 5008, 7461, 7844); of Megatron 2846 and DeepSpeed 1800 we do not
-know what they say, and Megatron 2762 is about speed.
+``git grep -E 'def test_.*_[0-9]{3,}_'``. Without a case: context parallelism (Megatron 673, 1464, 1465),
+which is tested in ``test_context_parallel.py``, and ZeRO-3 (DeepSpeed 5008, 7461, 7844), since nothing
+here does it; of Megatron 2846 and DeepSpeed 1800 we do not know what they say, and Megatron 2762 is about
+speed.
 """
 
 from datetime import timedelta

@@ -140,3 +140,15 @@ def test_gradients_are_added_to_earlier_ones_by_no_compiled_operator():
 
 def test_pinned_memory_is_allocated_in_powers_of_two():
     assert [pinned(size) for size in (0, 1, 3, 2**20, 2**20 + 1)] == [0, 1, 4, 2**20, 2**21]
+
+
+def test_attention_of_a_sequence_in_two_calls_takes_the_flops_of_one():
+    """The second call's queries see all keys of the first one's tokens."""
+    q, k, v = (torch.empty(2, 8, heads, 16, device="meta", dtype=torch.bfloat16) for heads in (4, 2, 2))
+
+    def flops(begin, end):
+        with Recorder("meta", Values()) as recorder:
+            attention(q[:, begin:end], k[:, :end], v[:, :end])
+        return recorder.phase.attention_flops
+
+    assert flops(0, 4) + flops(4, 8) == flops(0, 8) > 0
