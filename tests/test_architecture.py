@@ -234,7 +234,7 @@ SMALL = {
     "hf": 1006,
     "launch": 2375,
     "layout": 1221,
-    "models": 702,
+    "models": 706,
     "moe": 360,
     "metrics": 1360,
     "monitors": 1053,
