@@ -89,7 +89,8 @@ class Case:
     @property
     def local(self) -> tuple[str, ...]:
         """Files to load as plugins."""
-        return (str(EXAMPLES / f"{self.dropin}.py"),) if self.dropin else ()
+        example = EXAMPLES / f"{self.dropin}.py"
+        return (str(example),) if example.exists() else ()
 
     def peer_builder(self, clones: Mapping[str, Path | None] = NO_CLONES) -> Any:
         """Import what builds the other side, and give it its clone."""

@@ -315,6 +315,16 @@ def test_a_pipeline_with_offloaded_activations_is_planned_whole(dense):
         Composer(dense.registry, find_hardware("h100")).estimate(recipe, layout)
 
 
+def test_weights_in_shards_are_planned_whole(dense):
+    sharded = Selection("parallel", "fsdp2", dense.registry.get("parallel", "fsdp2").config())
+    adamw = Selection("optimizer", "adamw", dense.registry.get("optimizer", "adamw").config())
+    recipe = attrs.evolve(dense.recipe, parallel=(*dense.recipe.parallel, sharded), optimizer=adamw)
+    layout, problems = find_problems(recipe, dense.registry)
+    assert not problems
+    with pytest.raises(NotComposable, match="weights are sharded over data-parallel ranks"):
+        Composer(dense.registry, find_hardware("h100")).estimate(recipe, layout)
+
+
 def test_zero2_takes_no_more_memory_with_more_microbatches(dense):
     """Those after the first find the buffers of gradient sync, and end where they began."""
     recipe = changed(dense, tp=1, stage=2)

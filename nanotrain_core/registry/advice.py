@@ -28,6 +28,7 @@ FIRST_PARTY = {
         ("monitor", "performance", "throughput memory pipeline device goodput"),
         ("optimizer", "", "zero12"),
         ("parallel", "", "activation_offload cp ddp ep_deepseek tp zero12"),
+        ("parallel", "fsdp", "fsdp2"),
         ("precision", "", "fp4_master fp8_deepseek_v3"),
         ("precision", "fp8_deepseek_v3", "fp8_hybrid"),
         ("schedule", "pp_1f1b", "1f1b gpipe interleaved_1f1b zb_h1 dualpipe_v"),

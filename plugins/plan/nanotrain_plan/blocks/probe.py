@@ -168,6 +168,9 @@ def take_probe(
         parts: of :func:`pipeline_parts` or :func:`single_part`.
         halves: which microbatches have W passes.
         host: whether ranks are CPUs.
+
+    Raises:
+        NotComposable: weights are sharded over data-parallel ranks, of which a layout has as many as it has.
     """
     layout = registry.build(recipe.topology).layout(recipe.run.ranks)
     probing: Any = ReplacedSchedule(registry, ProbeSchedule(parts, halves))
@@ -178,4 +181,8 @@ def take_probe(
     values = Values()
     taken = partial(dry_rank, recipe, probing, layout, told=told, values=values, host=host, lasting=False)
     steps = [taken(rank, updates=rank == 0) for rank in ranks]  # the first one's update stands for all
+    if any(step.sharded for step in steps):
+        raise NotComposable(
+            "weights are sharded over data-parallel ranks: a layer is not alike on all layouts"
+        )
     return Probe(layout, steps, tuple(parts), cache(partial(axis_of, layout=layout)))

@@ -61,6 +61,8 @@ class RankStep:
     ``pp`` among them where another stage holds the parameter too."""
     owned: Mapping[tuple[str, ...], Owned] = attrs.field(factory=dict)
     """By those dimensions."""
+    sharded: bool = False
+    """Whether ranks that read different sequences hold different rows of weights."""
     copied: int = 0
     """Bytes of :attr:`Owned.weights` together."""
     overlapped: bool = True
@@ -262,6 +264,7 @@ def dry_rank(
         descriptions=run.descriptions,
         shares=shares,
         owned=owned,
+        sharded=any(placed.placement.sharded & {*layout.row_dims} for placed in run.placed),
         copied=sum(each.weights for each in owned.values()),
         phases=recorder.phases[first:-1],
         overlapped=run.gradients.needs_gradient_hooks,

@@ -1,0 +1,58 @@
+"""Which modules of a part gather their parameters together: layers, and what differs in dtype or in ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+import attrs
+import torch
+from torch import nn
+
+from nanotrain_core.api import Role, tagged
+from nanotrain_core.api.torch import Placements
+
+
+@attrs.define(frozen=True, eq=False)
+class Unit:
+    """A module whose parameters are gathered before it runs, together."""
+
+    module: nn.Module
+    dim: str
+    """The dimension of the mesh along which they are sharded."""
+    parameters: tuple[nn.Parameter, ...]
+    """Those of the module that no unit within it has."""
+    reduce_dtype: torch.dtype | None
+    """Of gradients when they are summed; None: their own."""
+    inner: bool = False
+    """Whether it lies within a layer, whose other parameters are of another dtype or dimension."""
+
+
+def units(part: nn.Module, placements: Placements, dims: Collection[str]) -> Iterator[Unit]:
+    """Yield the units of ``part``, inner ones first and the part itself last.
+
+    Parameters that are frozen, or whose gradients are partial along none of ``dims``, are in no unit.
+    """
+    along = {
+        parameter: next((dim for dim in dims if dim in placements[name].summed), None)
+        for name, parameter in part.named_parameters()
+    }
+    sharded = {each for each, dim in along.items() if each.requires_grad and dim is not None}
+    taken: set[nn.Parameter] = set()
+
+    def unit(module: nn.Module, dim: str = "dp", *, inner: bool = False) -> Unit:
+        own = tuple(each for each in module.parameters() if each in sharded - taken)
+        taken.update(own)
+        narrow = any(each.dtype.itemsize < 4 for each in module.parameters())
+        return Unit(module, dim, own, torch.float32 if narrow else None, inner)
+
+    usual = next((each.dtype for each in part.parameters()), None)
+    for module in part.modules():  # experts, and norms wider than matrices
+        forms = {
+            (each.dtype, str(along[each])) for each in module.parameters(recurse=False) if each in sharded
+        }
+        if forms - {(usual, "dp")}:
+            yield unit(module, min(dim for _, dim in forms), inner=True)
+    for _, module, tag in tagged(part):
+        if tag.role is Role.BLOCK:
+            yield unit(module)
+    yield unit(part)

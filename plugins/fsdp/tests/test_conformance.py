@@ -1,0 +1,28 @@
+"""fsdp2 passes the harness: shards of rows train as whole tensors do."""
+
+import pytest
+
+from nanotrain_core.testing import Case, conformance
+
+
+def case(topology, config=None, name="", **around):
+    config = config or {}
+    overrides = {"parallel": [{"use": "fsdp2", **config}], **around}
+    return Case("parallel", use="fsdp2", config=config, topology=topology, overrides=overrides, name=name)
+
+
+KEPT = {"reshard_after_forward": False}
+RECOMPUTED = {"parallel": [{"use": "recompute"}, {"use": "fsdp2"}]}
+
+test_conformance = conformance(
+    case({"dp": 2}),
+    # The first tier has them of ddp and zero12.
+    slow=pytest.mark.full,
+)
+test_exhaustively = pytest.mark.full(
+    conformance(
+        case({"dp": 4}),
+        case({"dp": 2}, KEPT, "kept"),
+        case({"dp": 2}, name="recompute", **RECOMPUTED),
+    )
+)
