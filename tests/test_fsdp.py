@@ -1,7 +1,9 @@
 """``fsdp2`` beside other plugins, its checkpoints, and plans of it against what happens on gloo."""
 
+import re
 from unittest import mock
 
+import attrs
 import pytest
 from planned import happened, planned
 from test_docs import failed
@@ -57,6 +59,15 @@ def test_shards_beside_packed_weights_are_refused_by_name():
         run_ranks(update, 2, fsdp2({"dp": 2}, precision={"use": "fp4_master"}), {})
 
 
+def test_plans_of_what_a_run_refuses_are_refused(capsys):
+    told = ["plan", "laptop", "--ranks", "4", "--set", 'parallel=[{use="fsdp2"}]']
+    packed = ["--set", 'precision={use="fp4_master"}']
+    split = ["--set", 'schedule={use="zb_h1"}', "--set", "topology.pp=2"]
+    for more, text in ((packed, r"cannot be packed: set .* = false"), (split, "no W passes")):
+        assert main([*told, *more]) == Exit.USER
+        assert re.fullmatch(rf"nanotrain: fsdp2: .*{text}\n", capsys.readouterr().err)
+
+
 def after_an_evaluation(case):
     """Return the names of weights that are still whole."""
     engine = make_engine(case, {"run": {"steps": 1}, "evaluation": {"every": 1, "sequences": 2}})
@@ -69,8 +80,8 @@ def after_an_evaluation(case):
 
 def test_no_weight_stays_whole_after_an_evaluation():
     """No backward pass frees it, and if a rollback changed its shard, the next step would not see that."""
-    case = fsdp2({"dp": 2})
-    case.overrides["parallel"] = [KEPT]
+    config = {"reshard_after_forward": False}
+    case = attrs.evolve(fsdp2({"dp": 2}), config=config, overrides={"parallel": [KEPT]})
     assert run_ranks(after_an_evaluation, 2, case) == [[], []]
 
 

@@ -127,7 +127,7 @@ class DryUnit:
     # --- weights --------------------------------------------------------------------------------
 
     def gather(self) -> None:
-        """Begin to all-gather the parameters, unless they are there or on their way."""
+        """All-gather the parameters of a module, unless they are there or on their way."""
         if self.arriving is not None or self.weights is not None:
             return
         out = self.shards[0].own.new_empty(self.exchange.size, self.numel // self.exchange.size)
@@ -206,7 +206,7 @@ class DryUnit:
             self.part.order[place - 1].gather()
 
     def reduce(self) -> None:
-        """Reduce-scatter the gradients of the parameters, which are freed."""
+        """Reduce-scatter the gradients of a module's parameters, and free these."""
         self.state = State.POST_BACKWARD
         wholes = [each.whole for each in self.shards]
         gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in wholes]
@@ -236,7 +236,7 @@ class DryUnit:
 
 
 class AfterBackward(torch.autograd.Function):
-    """Reduce-scatters the gradients of a unit's parameters when those of its inputs are there."""
+    """Reduce-scatters the gradients of a module's parameters when those of its inputs are there."""
 
     @staticmethod
     def forward(ctx: Any, unit: DryUnit, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:

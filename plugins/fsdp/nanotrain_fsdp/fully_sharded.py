@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from nanotrain_core.api import NanotrainError
-from nanotrain_core.api.torch import AllReduceGradients, Mesh, Parallel, PartOutput, Placements
+from nanotrain_core.api.torch import AllReduceGradients, Mesh, PackedWeight, Parallel, PartOutput, Placements
 from nanotrain_fsdp import FSDP2Config
 from nanotrain_fsdp.dry import DryPart
 from nanotrain_fsdp.units import Unit, units
@@ -113,16 +113,19 @@ class FSDP2(AllReduceGradients, Parallel):
         super().zero()
 
     def check(self, mesh: Mesh) -> None:
-        """Reject W passes, and a parameter of several stages of this rank.
+        """Reject W passes, and parameters in shards that are packed or of several stages of this rank.
 
         Raises:
-            NanotrainError: the schedule has the former, or the model the latter.
+            NanotrainError: there are some.
         """
         if self.passes.splits_backward:
             raise NanotrainError("fsdp2: a layer's gradients are sent when its backward ends: no W passes")
         for placed in self.placed:
-            if placed.placement.name in self.sharded and len(placed.parts) > 1:
-                raise NanotrainError(f"fsdp2: {placed.placement.name} is held by two stages of one rank")
+            name = placed.placement.name
+            if name in self.sharded and len(placed.parts) > 1:
+                raise NanotrainError(f"fsdp2: {name} is held by two stages of one rank")
+            if name in self.sharded and isinstance(placed.parameter, PackedWeight):  # in a dry run
+                raise NanotrainError(f"fsdp2: {name} cannot be packed: set precision.packed = false")
 
 
 def no_view(out: Any) -> Any:

@@ -14,10 +14,20 @@ def case(topology, config=None, name="", **around):
 KEPT = {"reshard_after_forward": False}
 RECOMPUTED = {"parallel": [{"use": "recompute"}, {"use": "fsdp2"}]}
 
+#: Checks whose first tier is that of ddp, which torch's shards do not change.
+OF_ANY_GRADIENT_SYNC = (
+    "inner_shared_and_biased_layers",
+    "mixed_dtypes",
+    "monitors_see_gradients",
+    "unused_parameter_does_not_hang[nowhere]",
+    "weights_equal[sgd]",
+)
+
 test_conformance = conformance(
     case({"dp": 2}),
     # The first tier has them of ddp and zero12.
     slow=pytest.mark.full,
+    marks=dict.fromkeys(OF_ANY_GRADIENT_SYNC, pytest.mark.full),
 )
 test_exhaustively = pytest.mark.full(
     conformance(
