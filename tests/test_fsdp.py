@@ -5,6 +5,7 @@ from unittest import mock
 
 import attrs
 import pytest
+from nanotrain_plan.stages import dry_stages
 from planned import happened, planned
 from test_docs import failed
 from test_example_torch_wrappers import STAGED, goes_on, update
@@ -174,6 +175,14 @@ def test_a_step_is_as_planned(case):
         assert weights == padded if rank == 0 else 0.96 * padded < weights <= padded
 
 
+def other_state(*wrappers):
+    """Return the bytes that a planned rank holds between steps, beside weights and what is kept of them."""
+    case = small({"dp": 2}, "transformer", "accumulate", [*wrappers], {})
+    recipe, registry = case.recipe(), case.registry()
+    layout = registry.build(recipe.topology).layout(recipe.run.ranks)
+    return dry_stages(recipe, registry, layout, host=True).step_of(0).state["other"]
+
+
 def test_a_plan_holds_gathered_weights_for_as_long_as_they_are_there():
     """Embedding and head until the end of backward; layers until the end of their pass, or their backward."""
     kept = planned(small({"dp": 2}, "transformer", "accumulate", [KEPT], {}))[0]
@@ -186,4 +195,5 @@ def test_a_plan_holds_gathered_weights_for_as_long_as_they_are_there():
     left = [step.kept["F0.0"] for step in (kept, freed, summed)]
     assert left[0] - left[1] == sum(layers)
     assert left[1] - left[2] == part
+    assert other_state(KEPT) == other_state(SHARDED) == other_state()
     assert 2 * freed.state["weights"] == sum(layers) + part  # with rows that make shards equal

@@ -28,6 +28,7 @@ class DryPart:
         self.placements, self.mesh, self.config = placements, mesh, config
         self.part = part
         self.names = {parameter: name for name, parameter in part.named_parameters()}
+        """Of whole parameters, which are dropped when they are sharded."""
         self.units: list[DryUnit] = []
         self.order: list[DryUnit] = []
         """Units in the order of their forward passes: backward gathers the one before ahead of time."""
@@ -105,7 +106,7 @@ class DryUnit:
             unit.module.register_forward_hook(self.after_forward)
 
     def _shard(self, parameter: nn.Parameter, unit: Unit) -> Shard:
-        name, size = self.part.names[parameter], self.exchange.size
+        name, size = self.part.names.pop(parameter), self.exchange.size
         rows, *rest = parameter.shape
         chunk = -(-rows // size)  # as torch.chunk splits: the last ranks may have fewer, or none
         begin, end = (min(rows, chunk * (self.exchange.rank + by)) for by in (0, 1))
