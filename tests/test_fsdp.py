@@ -175,25 +175,24 @@ def test_a_step_is_as_planned(case):
         assert weights == padded if rank == 0 else 0.96 * padded < weights <= padded
 
 
-def other_state(*wrappers):
-    """Return the bytes that a planned rank holds between steps, beside weights and what is kept of them."""
+def step_of(*wrappers):
+    """Return the planned step of a rank."""
     case = small({"dp": 2}, "transformer", "accumulate", [*wrappers], {})
     recipe, registry = case.recipe(), case.registry()
     layout = registry.build(recipe.topology).layout(recipe.run.ranks)
-    return dry_stages(recipe, registry, layout, host=True).step_of(0).state["other"]
+    return dry_stages(recipe, registry, layout, host=True).step_of(0)
 
 
 def test_a_plan_holds_gathered_weights_for_as_long_as_they_are_there():
     """Embedding and head until the end of backward; layers until the end of their pass, or their backward."""
-    kept = planned(small({"dp": 2}, "transformer", "accumulate", [KEPT], {}))[0]
-    freed = planned(small({"dp": 2}, "transformer", "accumulate", [SHARDED], {}))[0]
-    summed = planned(small({"dp": 2}, "transformer", "accumulate", [], {}))[0]
-    forward = [found for when, found in freed.collectives if when == "F0.0"]
-    part, *layers = (found.bytes for found in forward)
-    assert {found.op for found in forward} == {"all_gather"}
+    kept, freed, summed = (step_of(*wrappers) for wrappers in ([KEPT], [SHARDED], []))
+    first = ("F", 0, 0, False)
+    part, *layers = freed.measured[first].collectives
+    assert {found.op for found in (part, *layers)} == {"all_gather"}
     assert len(layers) == 4
-    left = [step.kept["F0.0"] for step in (kept, freed, summed)]
-    assert left[0] - left[1] == sum(layers)
-    assert left[1] - left[2] == part
-    assert other_state(KEPT) == other_state(SHARDED) == other_state()
-    assert 2 * freed.state["weights"] == sum(layers) + part  # with rows that make shards equal
+    left = [step.measured[first].made for step in (kept, freed, summed)]
+    assert left[0] - left[1] == sum(found.bytes for found in layers)
+    assert left[1] - left[2] == part.bytes
+    # Rows that make shards equal are gathered, too; and nothing else is whole between steps.
+    assert 2 * freed.state["weights"] == part.bytes + sum(found.bytes for found in layers)
+    assert kept.state["other"] == freed.state["other"] == summed.state["other"]

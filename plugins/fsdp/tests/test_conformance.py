@@ -16,6 +16,7 @@ RECOMPUTED = {"parallel": [{"use": "recompute"}, {"use": "fsdp2"}]}
 
 #: Checks whose first tier is that of ddp, which torch's shards do not change.
 OF_ANY_GRADIENT_SYNC = (
+    "gradients_equal[fp32]",
     "inner_shared_and_biased_layers",
     "mixed_dtypes",
     "monitors_see_gradients",
