@@ -4,6 +4,7 @@ import signal
 from datetime import timedelta
 from functools import partial
 from threading import Thread, Timer
+from types import SimpleNamespace
 
 import pytest
 from torch.distributed import HashStore, TCPStore
@@ -65,6 +66,22 @@ def test_a_rank_that_never_calls_is_named(rank, text):
     store.set_timeout(timedelta(seconds=0.3))
     with pytest.raises(PeerLostError, match=text):
         meet(store, rank, 2, Past(), timeout=0.2)
+
+
+def test_rank_0_names_a_rank_that_never_calls_before_the_others_give_up(monkeypatch):
+    """Where it called last, they gave up first, and torchrun ended it before it could say which rank."""
+    now = [0.0]
+    clock = SimpleNamespace(
+        monotonic=lambda: now[0], sleep=lambda seconds: now.__setitem__(0, now[0] + seconds)
+    )
+    monkeypatch.setattr("nanotrain_core.launch.attempts.time", clock)
+    gave_up = {}
+    for rank, called in ((2, 0.0), (0, 290.0)):
+        now[0] = called
+        with pytest.raises(PeerLostError):
+            meet(HashStore(), rank, 3, Past(), timeout=300.0)
+        gave_up[rank] = now[0]
+    assert gave_up[0] < gave_up[2]
 
 
 def test_a_rank_that_waits_for_another_one_heeds_sigterm():

@@ -56,7 +56,8 @@ def meet(store: Store, rank: int, world_size: int, mine: Past, *, timeout: float
         rank: of this process.
         world_size: ranks that call.
         mine: what this rank's host knows.
-        timeout: seconds that rank 0 waits for each of the others, and they for it.
+        timeout: seconds that rank 0 waits for each of the others. They wait twice as long: rank 0 may come
+            later than they do, and should then be the one that names a rank that does not come.
 
     Raises:
         PeerLostError: a rank did not arrive, or rank 0 did not answer.
@@ -66,8 +67,9 @@ def meet(store: Store, rank: int, world_size: int, mine: Past, *, timeout: float
     token = uuid.uuid4().hex
     if rank != 0:
         store.set(f"call/{rank}", json.dumps([token, attrs.asdict(mine)]))
-        text = f"rank 0 has not answered rank {rank} within {timeout:g} seconds: it may wait for other ranks"
-        part = _wait_for(store, f"answer/{token}", time.monotonic() + timeout, text).decode()
+        longest = 2 * timeout
+        text = f"rank 0 has not answered rank {rank} within {longest:g} seconds: it may wait for other ranks"
+        part = _wait_for(store, f"answer/{token}", time.monotonic() + longest, text).decode()
         store.set(f"{part}/met/{rank}", "")
         return PrefixStore(part, store), mine
     left = [Past(**json.loads(store.get(PAST)))] if store.check([PAST]) else []
