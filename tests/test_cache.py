@@ -16,6 +16,7 @@ KINDS = {
     "gpt2": GPT2,
     "gqa": {"kv_heads": 2},
     "mqa": {"kv_heads": 1, "head_size": 6, "tied": True},
+    "qwen": {"kv_heads": 2, "qk_norm": True, "attention_bias": True, "output_bias": False},
     **{
         kind: {"kv_heads": 2, "rope_scaling": RopeScalingConfig(type=kind, original_length=6)}
         for kind in ("llama3", "yarn", "linear")
