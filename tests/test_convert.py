@@ -90,6 +90,22 @@ def test_a_mistral_is_exported_as_the_llama_that_it_is(tmp_path):
     torch.testing.assert_close(our_logits(tmp_path / "ours"), logits(model), atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("model", [llama, mistral, qwen2, qwen3])
+def test_a_length_that_a_config_leaves_out_is_that_of_its_class(model, tmp_path):
+    """Frequencies of YaRN were those of a Llama's 2,048 for all of them, without a word."""
+    window = {"sliding_window": None} if model is mistral else {}
+    saved = model(**window)
+    saved.save_pretrained(tmp_path / "theirs")
+    path = tmp_path / "theirs/config.json"
+    config = json.loads(path.read_text())
+    for key in ("max_position_embeddings", "rope_parameters"):
+        del config[key]
+    config |= {"rope_theta": 1e4, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}
+    path.write_text(json.dumps(config))
+    expected = logits(type(saved).from_pretrained(tmp_path / "theirs"))
+    torch.testing.assert_close(our_logits(tmp_path / "theirs"), expected, atol=1e-5, rtol=0)
+
+
 def test_a_scaled_rope_is_written_for_older_versions_too(tmp_path):
     """They would compute other angles, without a word, from a config.json of newer ones."""
     llama(rope_parameters=SCALED).save_pretrained(tmp_path / "theirs")

@@ -1,4 +1,4 @@
-"""The rotary embedding options of a Llama in transformers. Never imports torch.
+"""The rotary embedding options of Llama, Mistral and Qwen in transformers. Never imports torch.
 
 Defaults, and the precedence of two keys, are those of its ``modeling_rope_utils``.
 """
@@ -14,8 +14,8 @@ from nanotrain_core.hf.rope import expect_number, read_rope, write_rope
 
 _ORIGINAL = "original_max_position_embeddings"
 
-#: Default of a ``config.json`` without ``max_position_embeddings``.
-_LONGEST = 2048
+#: ``model_type`` -> default of a ``config.json`` without ``max_position_embeddings``.
+_LONGEST = {"llama": 2048, "mistral": 131072, "qwen2": 32768, "qwen3": 32768}
 
 
 def rope_table(hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -133,7 +133,8 @@ _WRITERS: Mapping[str, Callable[[RopeScalingConfig], dict[str, Any]]] = {
 
 
 def _longest(hf: Mapping[str, Any]) -> int:
-    return expect_size({"max_position_embeddings": _LONGEST, **hf}, "max_position_embeddings")
+    default = _LONGEST[hf["model_type"]]
+    return expect_size({"max_position_embeddings": default, **hf}, "max_position_embeddings")
 
 
 def _original(options: Mapping[str, Any], hf: Mapping[str, Any]) -> int:
