@@ -105,6 +105,17 @@ def test_what_selective_checkpointing_computes_again_is_no_product(tmp_path, cap
     assert "makes no matrix product" in first["text"]
 
 
+def test_an_optimizer_without_state_has_none_in_its_checkpoints(tmp_path, capsys):
+    path = tmp_path / "sgd.toml"
+    path.write_text(TINY + '[optimizer]\nuse = "sgd"\nlr = 0.1\n')
+    _, told, _ = explained(capsys, str(path), "--on", "cpu")
+    (saved,) = told["What a checkpoint holds"]["statements"]
+    assert "of every parameter its weight, each block once" in saved["text"]
+    assert not any(
+        each["columns"][0] == "optimizer state" for each in told["What is kept of each parameter"]["tables"]
+    )
+
+
 def test_every_sentence_is_of_values_and_has_a_file_that_is_there(recipe, capsys):
     _, told, _ = explained(capsys, recipe)
     for section in told.values():

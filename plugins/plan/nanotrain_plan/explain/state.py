@@ -292,7 +292,5 @@ def state(subject: Subject) -> Body:
         if buffers:
             text = "A step leaves {buffers} of buffers beside these, which the next one uses again."
             yield say(text, looked.gradients, looked.optimizer, buffers=Bytes(buffers))
-        yield Table(
-            ("optimizer state", "dtype", "tensors", "bytes"),
-            [(each.name, each.dtype, each.tensors, Bytes(each.bytes)) for each in looked.state],
-        )
+        if rows := [(each.name, each.dtype, each.tensors, Bytes(each.bytes)) for each in looked.state]:
+            yield Table(("optimizer state", "dtype", "tensors", "bytes"), rows)

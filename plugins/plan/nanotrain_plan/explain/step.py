@@ -274,9 +274,9 @@ def _gemms(subject: Subject, pp_rank: int) -> Iterator[Statement]:
 def saved(subject: Subject) -> Body:
     """Tell what a checkpoint holds."""
     (label,) = subject.owners.of_kind("checkpoint")
-    names = sorted({each.name for p in subject.told for each in subject.looked(p).state})
+    names = ["its weight", *sorted({each.name for p in subject.told for each in subject.looked(p).state})]
     yield say(
-        "{checkpoint} saves {bytes}: of every parameter its weight and {names}, each block once, "
+        "{checkpoint} saves {bytes}: of every parameter {names}, each block once, "
         "under a name and an offset in the whole tensor, so that any layout can read it.",
         subject.owners.place(label, "save"),
         checkpoint=label,
