@@ -15,7 +15,7 @@ from nanotrain_core.hf.rope import expect_number, read_rope, write_rope
 _ORIGINAL = "original_max_position_embeddings"
 
 #: ``model_type`` -> default of a ``config.json`` without ``max_position_embeddings``.
-_LONGEST = {"llama": 2048, "mistral": 131072, "qwen2": 32768, "qwen3": 32768}
+_MOST = {"llama": 2048, "mistral": 131072, "qwen2": 32768, "qwen3": 32768}
 
 
 def rope_table(hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -133,8 +133,7 @@ _WRITERS: Mapping[str, Callable[[RopeScalingConfig], dict[str, Any]]] = {
 
 
 def _longest(hf: Mapping[str, Any]) -> int:
-    default = _LONGEST[hf["model_type"]]
-    return expect_size({"max_position_embeddings": default, **hf}, "max_position_embeddings")
+    return expect_size({"max_position_embeddings": _MOST[hf["model_type"]], **hf}, "max_position_embeddings")
 
 
 def _original(options: Mapping[str, Any], hf: Mapping[str, Any]) -> int:

@@ -67,9 +67,8 @@ def meet(store: Store, rank: int, world_size: int, mine: Past, *, timeout: float
     token = uuid.uuid4().hex
     if rank != 0:
         store.set(f"call/{rank}", json.dumps([token, attrs.asdict(mine)]))
-        longest = 2 * timeout
-        text = f"rank 0 has not answered rank {rank} within {longest:g} seconds: it may wait for other ranks"
-        part = _wait_for(store, f"answer/{token}", time.monotonic() + longest, text).decode()
+        text = f"rank 0 has not answered rank {rank} within {2 * timeout:g} seconds: it may wait for others"
+        part = _wait_for(store, f"answer/{token}", time.monotonic() + 2 * timeout, text).decode()
         store.set(f"{part}/met/{rank}", "")
         return PrefixStore(part, store), mine
     left = [Past(**json.loads(store.get(PAST)))] if store.check([PAST]) else []
