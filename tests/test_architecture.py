@@ -243,7 +243,7 @@ SMALL = {
     "pipeline": 622,
     "precision": 680,
     "recipe": 1748,
-    "registry": 760,
+    "registry": 761,
     "run": 3095,
     "script": 815,
     "watch": 454,

@@ -220,6 +220,7 @@ def test_masters_train_as_in_one_process(name, variant):
             assert found == pytest.approx(wanted, rel=bound if apart else 1e-6), field
 
 
+@pytest.mark.full
 def test_the_comparison_sees_fp8():
     """Without it, gradients are far from those of one process with it."""
     _, around, _ = LAYOUTS["tp2"]
