@@ -6,7 +6,7 @@ from unittest import mock
 import attrs
 import pytest
 from nanotrain_plan.stages import dry_stages
-from planned import happened, planned
+from planned import happened, planned, planned_memory
 from test_docs import failed
 from test_example_torch_wrappers import STAGED, goes_on, update
 from test_plan_truth import case as small
@@ -196,3 +196,11 @@ def test_a_plan_holds_gathered_weights_for_as_long_as_they_are_there():
     # Rows that make shards equal are gathered, too; and nothing else is whole between steps.
     assert 2 * freed.state["weights"] == part.bytes + sum(found.bytes for found in layers)
     assert kept.state["other"] == freed.state["other"] == summed.state["other"]
+
+
+@pytest.mark.parametrize("wrapper", [SHARDED, KEPT])
+def test_the_peak_is_that_of_a_step_of_all_microbatches(wrapper):
+    """Each forward pass gathers again what the backward pass before it freed."""
+    case = small({"dp": 2}, "transformer", "accumulate", [wrapper], {})
+    ((peak, _),) = planned_memory(case).values()
+    assert peak == pytest.approx(planned(case)[0].peak, rel=0.01)

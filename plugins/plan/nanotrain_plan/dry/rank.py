@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import attrs
@@ -244,7 +245,7 @@ def dry_rank(
         if every_microbatch:
             sampled = list(range(step.count))
         first = len(recorder.phases)
-        step.run(sampled, forward_first=not every_microbatch, updates=updates)
+        step.run(sampled, forward_first=not every_microbatch and _runs_ahead(run.actions), updates=updates)
         recorder.enter("end")
         recorder.settle(first)
     phases = {phase.name: phase for phase in recorder.phases[first:]}
@@ -270,6 +271,11 @@ def dry_rank(
         overlapped=run.gradients.needs_gradient_hooks,
         looked=looked,
     )
+
+
+def _runs_ahead(actions: Sequence[Action]) -> bool:
+    """Return whether a forward pass follows another one, so that two microbatches are in flight."""
+    return any(one.kind == next_.kind == "F" for one, next_ in pairwise(actions))
 
 
 def _product(shape: Iterable[int]) -> int:
@@ -300,7 +306,8 @@ class _Step:
 
         With ``forward_first`` all forward passes come before the others: what a backward pass leaves is freed
         by whatever comes next. If that were a forward pass, its activations would be underestimated by as
-        much, for each microbatch in flight.
+        much, for each microbatch in flight. With one in flight the schedule's own order is exact: weights
+        that a backward pass frees are gathered again by the next forward pass.
         """
         run, recorder, numbers = self.run_, self.recorder, {m: n for n, m in enumerate(microbatches)}
         sampled = (a for a in run.actions if a.microbatch in numbers)
