@@ -5,7 +5,10 @@ from unittest import mock
 
 import attrs
 import pytest
+from nanotrain_plan.comms import Links
+from nanotrain_plan.hardware import find_hardware
 from nanotrain_plan.stages import dry_stages
+from nanotrain_plan.timing import step_time
 from planned import happened, planned, planned_memory
 from test_docs import failed
 from test_example_torch_wrappers import STAGED, goes_on, update
@@ -204,3 +207,16 @@ def test_the_peak_is_that_of_a_step_of_all_microbatches(wrapper):
     case = small({"dp": 2}, "transformer", "accumulate", [wrapper], {})
     ((peak, _),) = planned_memory(case).values()
     assert peak == pytest.approx(planned(case)[0].peak, rel=0.01)
+
+
+def test_no_pass_hides_more_of_its_collectives_than_it_computes():
+    """On links so slow that computation takes no time beside them, a step takes the time of its collectives."""
+    case = small({"dp": 2}, "transformer", "accumulate", [SHARDED], {})
+    recipe, registry = case.recipe(), case.registry()
+    stages = dry_stages(recipe, registry, registry.build(recipe.topology).layout(2), host=False)
+    slow = find_hardware("h100")
+    slow = attrs.evolve(slow, links=attrs.evolve(slow.links, intra_gb_s=1e-4))
+    links = Links(slow, stages.layout)
+    actions = (stages.phase(0, action) for action in stages.actions[0])
+    passes = sum(links.seconds(each) for phase in actions for each in phase.collectives)
+    assert step_time(stages, slow).seconds > passes

@@ -128,9 +128,9 @@ def least_time(
 class Timer:
     """Gives the time of a phase, and remembers it.
 
-    Gradient sync that a backward pass hides is limited by its own computation, and after all passes it is not
-    hidden. The update's all-gathers are not limited: they overlap with the next forward pass. If gradient
-    sync does not overlap, nothing hides its sums, nor these all-gathers.
+    Gradient sync and all-gathers of weights that a pass hides are limited by its own computation, and after
+    all passes they are not hidden. The update's all-gathers are not limited: they overlap with the next
+    forward pass. If gradient sync does not overlap, nothing hides its sums, nor these all-gathers.
 
     Operators that are not compiled are not fused, as those of the optimizer and of gradient sync. Passes that
     are replayed as a CUDA graph wait for no host.
@@ -152,10 +152,10 @@ class Timer:
         self.around = {id(phase) for step in steps for phase in step.around.values()}
         forward = {id(p) for step in steps for (kind, *_), p in step.measured.items() if kind == "F"}
         self.after = {id(step.around["sync"]) for step in steps}
-        self.not_limited = forward | self.around - self.after
+        self.not_limited = self.around - self.after
         updates = {id(step.around["update"]) for step in steps if "update" in step.around}
         self.overlapped = all(step.overlapped for step in steps)
-        self.other = self.not_limited - updates  # neither sums gradients nor gathers weights
+        self.other = forward | self.not_limited - updates  # no sums of gradients, no all-gathers of an update
         self._known: dict[tuple[int, bool], PhaseTime] = {}
 
     def __call__(self, phase: Phase, *, synced: bool = True) -> PhaseTime:
@@ -203,12 +203,12 @@ def _in_pipeline(stages: Stages, pp_rank: int, sort: Sort, of: Timer) -> PhaseTi
     For gradient sync in the last microbatch's no other stage waits: it comes after the schedule, as far as
     the pass does not hide it. See :func:`_after`.
     """
-    return of(stages.phase_of(pp_rank, sort), synced=not _is_last(stages, sort))
+    return of(stages.phase_of(pp_rank, sort), synced=not _syncs_last(stages, sort))
 
 
-def _is_last(stages: Stages, sort: Sort) -> bool:
-    """Return whether it is an action of the last microbatch, or of the only one."""
-    return sort[2] == 2 or stages.microbatches == 1
+def _syncs_last(stages: Stages, sort: Sort) -> bool:
+    """Return whether it is a backward pass of the last microbatch, or of the only one."""
+    return sort[0] != "F" and (sort[2] == 2 or stages.microbatches == 1)
 
 
 def _longest_message(stages: Stages, collectives: Callable[[Phase], CollectiveTime]) -> float:
@@ -242,7 +242,7 @@ def _after(stages: Stages, pp_rank: int, around: Mapping[str, float], of: Timer)
     """Return what follows a rank's actions, and what the last microbatch adds to a backward pass."""
     extra = 0.0
     for sort in stages.sorts[pp_rank].values():
-        if _is_last(stages, sort):
+        if _syncs_last(stages, sort):
             here = of(stages.phase_of(pp_rank, sort)).total
             extra += here - _in_pipeline(stages, pp_rank, sort, of).total
     return extra + sum(around.values())
