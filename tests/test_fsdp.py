@@ -1,5 +1,6 @@
 """``fsdp2`` beside other plugins, its checkpoints, and plans of it against what happens on gloo."""
 
+import json
 import re
 from unittest import mock
 
@@ -67,7 +68,7 @@ def test_plans_of_what_a_run_refuses_are_refused(capsys):
     told = ["plan", "laptop", "--ranks", "4", "--set", 'parallel=[{use="fsdp2"}]']
     packed = ["--set", 'precision={use="fp4_master"}']
     split = ["--set", 'schedule={use="zb_h1"}', "--set", "topology.pp=2"]
-    for more, text in ((packed, r"cannot be packed: set .* = false"), (split, "no W passes")):
+    for more, text in ((packed, r"cannot be packed: set .* = false"), (split, "no W passes: take .* 1f1b")):
         assert main([*told, *more]) == Exit.USER
         assert re.fullmatch(rf"nanotrain: fsdp2: .*{text}\n", capsys.readouterr().err)
 
@@ -210,7 +211,7 @@ def test_the_peak_is_that_of_a_step_of_all_microbatches(wrapper):
 
 
 def test_no_pass_hides_more_of_its_collectives_than_it_computes():
-    """On links so slow that computation takes no time beside them, a step takes the time of its collectives."""
+    """On links beside which computation takes no time, a step takes the time of its collectives."""
     case = small({"dp": 2}, "transformer", "accumulate", [SHARDED], {})
     recipe, registry = case.recipe(), case.registry()
     stages = dry_stages(recipe, registry, registry.build(recipe.topology).layout(2), host=False)
@@ -220,3 +221,17 @@ def test_no_pass_hides_more_of_its_collectives_than_it_computes():
     actions = (stages.phase(0, action) for action in stages.actions[0])
     passes = sum(links.seconds(each) for phase in actions for each in phase.collectives)
     assert step_time(stages, slow).seconds > passes
+
+
+def test_an_explanation_of_weights_in_shards_does_not_say_that_nothing_is_sharded(capsys):
+    told = ["explain", "laptop", "--nproc", "2", "--set", 'parallel=[{use="fsdp2"}]', "--json"]
+    assert main(told) == Exit.DONE
+    sections = json.loads(capsys.readouterr().out)["sections"]
+    texts = [
+        each["text"]
+        for section in sections
+        for each in section["statements"]
+        if "updates all" in each["text"]
+    ]
+    assert texts
+    assert not any("nothing is sharded" in text for text in texts)

@@ -119,7 +119,10 @@ class FSDP2(AllReduceGradients, Parallel):
             NanotrainError: there are some.
         """
         if self.passes.splits_backward:
-            raise NanotrainError("fsdp2: a layer's gradients are sent when its backward ends: no W passes")
+            raise NanotrainError(
+                "fsdp2: a layer's gradients are sent when its backward ends, so there are no W passes: take "
+                "a schedule without them, such as 1f1b"
+            )
         for placed in self.placed:
             name = placed.placement.name
             if name in self.sharded and len(placed.parts) > 1:

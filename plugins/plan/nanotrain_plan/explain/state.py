@@ -260,8 +260,8 @@ def state(subject: Subject) -> Body:
             )
         else:
             yield say(
-                "Rank {rank} updates all {updated:,} trained elements that it holds: who holds the same "
-                "block makes the same update, and nothing is sharded by ZeRO.",
+                "Rank {rank} updates all {updated:,} trained elements that it holds. Ranks that hold the "
+                "same block, if there are any, make the same update.",
                 looked.optimizer,
                 rank=rank,
                 updated=updated,
