@@ -35,9 +35,15 @@ class Replay(Monitor):
         """Find the ranks that compute the same as this one.
 
         Raises:
-            NanotrainError: kernels of a GPU may add in any order, so sound ranks would differ.
+            NanotrainError: kernels of a GPU may add in any order, so sound ranks would differ; or torch
+                reduces gradients itself, and no microbatch can be replayed without a trace in them.
         """
         self.run = run
+        if any(placed.dtensor is not None for placed in run.placed):
+            raise NanotrainError(
+                "monitor replay cannot replay a microbatch: parameters are DTensors, whose gradients torch "
+                "reduces itself; expected a wrapper that leaves plain tensors, such as ddp, or no replay"
+            )
         if run.device.type == "cuda" and not torch.are_deterministic_algorithms_enabled():
             raise NanotrainError("monitor replay compares bits; expected run.deterministic = true on a GPU")
         self.mine = counterparts(run.mesh, [placed.placement for placed in run.placed])
