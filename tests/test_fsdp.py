@@ -76,7 +76,7 @@ def test_plans_of_what_a_run_refuses_are_refused(capsys):
 def test_a_monitor_that_replays_is_refused_before_the_first_step():
     """It is due after many steps, and torch would reduce what it computes."""
     case = fsdp2({"dp": 2}, monitor=[{"use": "replay", "every": 100}])
-    with pytest.raises(RankFailure, match="monitor replay cannot replay .* DTensors"):
+    with pytest.raises(RankFailure, match=r"monitor replay cannot replay .* DTensors"):
         run_ranks(update, 2, case, {})
 
 
