@@ -46,6 +46,12 @@ def test_what_cp_does_not_divide_is_refused_before_ranks_start(topology, around,
     assert told in caught.value.lines
 
 
+def test_a_misspelt_way_to_communicate_is_told_the_right_one():
+    with pytest.raises(RecipeError) as caught:
+        sharing({"cp": 2}, "all_gathr").recipe()
+    assert "did you mean 'all_gather'?" in str(caught.value)
+
+
 def refused(case):
     with pytest.raises(NanotrainError) as caught:
         make_engine(case, {"run": {"steps": 1}}).fit()

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import lcm
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import attrs
-from attrs.validators import in_
 
 from nanotrain_core.api import (
     Component,
@@ -32,7 +31,7 @@ __version__ = "0.1.0"
 class ContextParallelConfig:
     """``[[parallel]] use = "cp"``, with ``[topology] cp``."""
 
-    communication: str = attrs.field(default="all_to_all", validator=in_(("all_to_all", "all_gather")))
+    communication: Literal["all_to_all", "all_gather"] = "all_to_all"
     """What ranks exchange around attention: ``all_to_all``, tokens for heads, which ``cp`` must divide;
     ``all_gather``, keys and values, for any number of heads."""
 
