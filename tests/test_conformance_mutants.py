@@ -324,6 +324,12 @@ def collectives_compared(monkeypatch):
 
 # One kills a rank at every write of a save, others fail checks of many steps: up to 15 s each.
 @pytest.mark.full_cases(
+    "forgets_by_itself",
+    "forgets_its_count",
+    "keeps_the_other_branch",
+    "scales_by_every_pass",
+    "counts_ignored_targets",
+    "forgets_its_masters",
     "mixes_heads",
     "forgets_inner",
     "ignores_other_ranks",

@@ -22,6 +22,7 @@ def v3():
     return json.loads(out.getvalue())
 
 
+@pytest.mark.full
 def test_v3_has_its_published_size_and_cost(v3):
     parameters, flops = v3["parameters"], v3["flops_per_token"]
     assert parameters["total"] == pytest.approx(671.026e9, abs=0.5e6)

@@ -32,6 +32,7 @@ class WideMaster(lowbit.Naive):
         self.store_nearest(value)
 
 
+@pytest.mark.full
 def test_four_bits_miss_the_band_of_the_harness_with_a_float32_master_too(monkeypatch):
     """So that the component declares follows_float32 in part is the format's, which no master mends."""
     monkeypatch.setitem(precision.LOW_BIT, "naive", WideMaster)
@@ -70,7 +71,7 @@ def test_a_variant_says_what_it_does_not_promise(form, variant, word):
 
 
 test_bfloat16 = conformance(case("bf16", "remainder"))
-test_bfloat16_with_residuals = conformance(case("bf16", "residual"), slow=pytest.mark.full)
+test_bfloat16_with_residuals = pytest.mark.full(conformance(case("bf16", "residual")))
 test_nvfp4 = conformance(
     case("nvfp4", "residual"),
     marks={"master_keeps_small_updates": pytest.mark.full},

@@ -52,6 +52,7 @@ WITHOUT_OVERLAP = (
 )
 test_sockets = conformance(
     case(2, {**SMALL, "overlap": False}, {"dp": 2}, "sockets", SOCKETS),
+    slow=pytest.mark.full,
     marks=dict.fromkeys(AFTER_THE_SUM + WITHOUT_OVERLAP, pytest.mark.full),
 )
 
