@@ -5,6 +5,7 @@ import inspect
 import re
 import subprocess
 import sys
+from enum import Enum
 from importlib import util
 from pathlib import Path
 
@@ -126,10 +127,45 @@ def test_the_page_has_each_name_with_a_sentence_of_its_own(door):
     page = (
         names.PAGE.read_text(encoding="utf-8").partition(f"\n## {door.__name__}\n")[2].partition("\n## ")[0]
     )
-    rows = re.findall(r"^\| `(\w+)` \| (.*) \| \[", page, re.MULTILINE)
+    rows = re.findall(r"^- \[`(\w+)`\]\(.*<br>\n  (.*)$", page, re.MULTILINE)
     assert sorted(name for name, _ in rows) == sorted(door.__all__)
     short = [name for name, told in rows if len(told.split()) < 3 or told.startswith("See ")]
     assert not short, f"give them a docstring whose first sentence says what they are: {short}"
+
+
+def parameters_in(text):
+    """Return the name of each parameter of a signature on the page, and whether it has a default."""
+    args = ast.parse(f"def f{text}: pass").body[0].args
+    plain = [*args.posonlyargs, *args.args]
+    found = [*zip(plain, [None] * (len(plain) - len(args.defaults)) + args.defaults, strict=True)]
+    found += [(args.vararg, None)] if args.vararg else []
+    found += [*zip(args.kwonlyargs, args.kw_defaults, strict=True)]
+    found += [(args.kwarg, None)] if args.kwarg else []
+    assert all(each.annotation for each, _ in found)
+    return [(each.arg, bool(default)) for each, default in found]
+
+
+@pytest.mark.parametrize("door", DOORS[:2], ids=lambda door: door.__name__)
+def test_the_page_has_each_signature_as_python_reads_it(door):
+    """Of functions, and of the constructors of classes, fields of their bases included."""
+    read = 0
+    for each in names.names_of(door.__name__):
+        offered, written = getattr(door, each.name), names.signature(each)
+        if isinstance(offered, type) and (not written or written == "(...)" or issubclass(offered, Enum)):
+            continue
+        if inspect.isfunction(offered) or inspect.isclass(offered):
+            read += 1
+            python = inspect.signature(offered).parameters.values()
+            told = [(found.name, found.default is not found.empty) for found in python]
+            assert parameters_in(written) == told, each.name
+    assert read > 100
+
+
+def test_long_lists_of_fields_are_on_the_page_of_objects_alone():
+    page = names.PAGE.read_text(encoding="utf-8")
+    assert "(../nanotrain_core/component.py)`(...)`<br>" in page
+    assert "[Members](objects.md#component)" in page
+    assert "| `summary: str = ''` |" in objects.PAGE.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", ["Parallel", "Block", "open_simple_weights", "draw", "Pending", "WAYS"])
