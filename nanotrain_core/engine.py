@@ -15,7 +15,6 @@ from nanotrain_core.checkpoint.saver import CheckpointSaver
 from nanotrain_core.compile.captured_executor import CapturingExecutor
 from nanotrain_core.compose import Run, compose
 from nanotrain_core.contracts import EndReport, Monitor, StepEnd, StepStats, UpdateReport
-from nanotrain_core.errors import CheckpointError
 from nanotrain_core.layout.parameters_in_flight import install_ready_hooks
 from nanotrain_core.moe.routing import balance, counting_routers
 from nanotrain_core.optim.lr_schedule import Scheduler, lr_scheduler
@@ -26,15 +25,17 @@ from nanotrain_core.recipe.tree import Recipe
 from nanotrain_core.run import log
 from nanotrain_core.run.claimed import claimed
 from nanotrain_core.run.divergence import SkippedSteps, may_save
+from nanotrain_core.run.evaluation import evaluate
 from nanotrain_core.run.events import Events
-from nanotrain_core.run.global_metrics import agree_now, folder_lost, sum_over_data
+from nanotrain_core.run.global_metrics import agree_now, folder_lost, global_counts
 from nanotrain_core.run.monitor_context import MonitorContext
-from nanotrain_core.run.recovery import Restart, recover
+from nanotrain_core.run.recovery import Restart
+from nanotrain_core.run.restore import restore
 from nanotrain_core.run.rollback import keep_pending, roll_back
 from nanotrain_core.run.run_info import run_info
 from nanotrain_core.run.run_progress import RunProgress
 from nanotrain_core.run.step_readback import StepFlags, StepReadback
-from nanotrain_core.run.step_report import evaluation, report_step
+from nanotrain_core.run.step_report import report_step
 from nanotrain_core.run.stop import StopRequest
 from nanotrain_core.run.throughput import Throughput
 from nanotrain_core.run.train_state import capture_state, load_checkpoint
@@ -183,7 +184,7 @@ class RuntimeEngine:
         tell = self.events.checkpoint, self.events.save_failed
         self.saves = CheckpointSaver(checkpoint, *tell, self.progress)
         self.monitoring = MonitorContext(self.run, self.events)
-        self._restore()
+        restore(self)
         self._first, self.run = self.step, begin_step(self.run, again=self.reached.evaluation_pending)
         info = run_info(self)
         self.throughput.restart()
@@ -276,7 +277,8 @@ class RuntimeEngine:
         self.note("data")
         microbatches = run.feed.microbatches()
         self.note("forward and backward")
-        counts, own, stop_flags = self._global_counts(microbatches)
+        each = [run.feed.counts(batch) for batch in microbatches]
+        counts, own, stop_flags = global_counts(each, list(run.loss_weights), run.mesh, self.stop)
         scale = run.loss_scale.value
         factors = {name: run.loss_weights[name] * scale / count for name, count in counts.items()}
         logged = self._logged(self.step + 1)
@@ -318,23 +320,6 @@ class RuntimeEngine:
         self.stop.agree(flags.requests)
         self.skipped.record(flags, self.saves)
 
-    def _global_counts(self, microbatches: Sequence[Any]) -> tuple[Losses, torch.Tensor, torch.Tensor]:
-        """Sum the counts that each loss term is averaged over, over all microbatches of all data ranks.
-
-        All ranks' stop requests are sent with them, so that ranks stop after the same step.
-
-        Returns:
-            The counts, float64 scalars of at least 1; this rank's own, [N], which may be 0; and the sums over
-            ranks of :meth:`StopRequest.flags`.
-        """
-        each = [self.run.feed.counts(batch) for batch in microbatches]
-        names = list(self.run.loss_weights)
-        zero = torch.zeros((), dtype=torch.float64)
-        total = torch.stack([sum((counts[name] for counts in each), start=zero) for name in names])
-        summed = sum_over_data(total, self.run.mesh, once_per_pipeline=True, extra_sums=self.stop.flags())
-        counts = summed[: len(names)].clamp(min=1)
-        return dict(zip(names, counts.unbind(), strict=True)), total, summed[len(names) :]
-
     # --- what happens between steps -----------------------------------------------------------
 
     @torch.no_grad()
@@ -343,7 +328,7 @@ class RuntimeEngine:
 
         A stop request ends it without a report; a resumed run then evaluates before its first step.
         """
-        if report := evaluation(self):
+        if report := evaluate(self):
             self.reached.note_evaluation(report.loss)
             self.events.evaluation(report)
         self.throughput.restart()
@@ -361,24 +346,6 @@ class RuntimeEngine:
         self.saved_step = self.step
         self.saves.begin(self.step, state, last=last)
         self.throughput.restart()
-
-    def _restore(self) -> None:
-        """Open the run folder's checkpoints and restore the requested one."""
-        run = self.run
-        if run.checkpoint is None or self.folder is None:
-            if self.resume not in (None, "auto"):
-                raise CheckpointError(f"resume = {self.resume!r} needs the run folder: pass folder=...")
-            return
-        folder = self.folder / "checkpoints"
-        run.checkpoint.open(folder, run.mesh)
-        restore = self.restart.restore(self, folder)
-        self.events.before_restore(restore)
-        if recover(self, restore) or self.resume is None:
-            return
-        if not self.load("latest" if self.resume == "auto" else self.resume) and self.resume != "auto":
-            where = "" if self.folder.is_absolute() else f" (relative to {Path.cwd()})"
-            raise CheckpointError(f"there is no checkpoint in {self.folder} to resume from{where}")
-        self.resume = None
 
     def load(self, which: str) -> bool:
         """Restore weights, optimizer state and progress from a checkpoint; return False if there is none.

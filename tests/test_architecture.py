@@ -223,7 +223,7 @@ def code_lines(path: Path) -> int:
 ROOMS = {path.parent.name for path in CORE.glob("*/__init__.py")}
 #: What each room of the core may have of code, in lines; "": all that is in none. Not the harness.
 SMALL = {
-    "": 961,
+    "": 940,
     "api": 664,
     "builtin": 492,
     "checkpoint": 936,
@@ -244,7 +244,7 @@ SMALL = {
     "precision": 680,
     "recipe": 1748,
     "registry": 761,
-    "run": 3095,
+    "run": 3132,
     "script": 815,
     "watch": 454,
 }

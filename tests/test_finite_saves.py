@@ -18,8 +18,8 @@ from nanotrain_core.contracts import Monitor, StepStats
 from nanotrain_core.engine import RuntimeEngine
 from nanotrain_core.errors import Diverged, PluginError
 from nanotrain_core.run.divergence import SkippedSteps
+from nanotrain_core.run.evaluation import evaluate
 from nanotrain_core.run.step_readback import StepFlags
-from nanotrain_core.run.step_report import evaluation
 from nanotrain_core.testing import Case, run_ranks
 from nanotrain_core.testing.probe import rank
 
@@ -232,13 +232,13 @@ def test_a_checkpoint_with_what_is_not_finite_is_not_whole(tmp_path, monkeypatch
 @pytest.mark.parametrize(("use", "kept"), [("simple", [4, 10]), ("sharded_v2", [4, 8, 10])])
 def test_the_newest_checkpoint_that_was_evaluated_stays(tmp_path, monkeypatch, use, kept):
     """Weights may be finite and worth nothing: then those before would be rotated out, as NaN once did."""
-    real = evaluation
+    real = evaluate
 
     def worthless(engine, *sums):
         report = real(engine, *sums)
         return attrs.evolve(report, loss=torch.nan) if engine.step > 5 else report
 
-    monkeypatch.setattr("nanotrain_core.engine.evaluation", worthless)
+    monkeypatch.setattr("nanotrain_core.engine.evaluate", worthless)
     made = engine(tmp_path, use=use, keep=1)
     assert made.run.evaluation.every == 1
     made.fit(steps=10)

@@ -13,6 +13,7 @@ from nanotrain_core.contracts import Monitor, RollbackReport, StepReport
 from nanotrain_core.engine import RuntimeEngine
 from nanotrain_core.errors import Diverged
 from nanotrain_core.monitors.guard import Guard
+from nanotrain_core.run.restore import restore
 from nanotrain_core.run.stop import REASONS, Rollback, StopRequest
 from nanotrain_core.testing import Case, run_ranks
 from nanotrain_core.testing.probe import make_engine
@@ -222,7 +223,7 @@ def test_a_run_that_is_stopped_as_it_goes_back_saves_what_it_leaves_out(tmp_path
     again = RuntimeEngine.from_recipe(
         CASE.alone().recipe(**GUARDED), registry=CASE.registry(), folder=tmp_path, resume="latest"
     )
-    again._restore()
+    restore(again)
     assert again.step == 21
     assert again.run.feed.skipped == [tuple(back["skipped"])]
 

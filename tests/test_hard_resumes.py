@@ -19,6 +19,7 @@ from test_run import metrics
 from nanotrain_core import compose
 from nanotrain_core.errors import CheckpointError
 from nanotrain_core.run.random_state import seed_all
+from nanotrain_core.run.restore import restore
 from nanotrain_core.testing import Case, run_ranks
 from nanotrain_core.testing.checks.optimizer import whole_of
 from nanotrain_core.testing.compare import assert_bitwise, assert_same, whole
@@ -180,7 +181,7 @@ def resume_unreadably(folder, full, steps):
         for step in steps:
             patches.enter_context(unreadable_on_rank_1(engine.run.mesh.rank, step, full))
         try:
-            engine._restore()
+            restore(engine)
         except CheckpointError as error:
             return str(error)
     return engine.step
@@ -250,7 +251,7 @@ def test_two_runs_one_of_them_resumed_leave_the_same_bytes(tmp_path):
 def streams_of(folder, ranks, resume=None):
     engine = make_engine(case(ZERO, ranks=ranks), EVERYTHING, folder=folder, resume=resume)
     seed_all(1, engine.run.mesh.rank)
-    engine._restore()
+    restore(engine)
     return torch.rand(3).tolist(), random.random()
 
 
@@ -270,7 +271,7 @@ def streams_on(folder, topology, kind, resume=None):
     if resume is None:
         engine.fit()
     else:
-        engine._restore()
+        restore(engine)
     return torch.get_rng_state().tolist()
 
 

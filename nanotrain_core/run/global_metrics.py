@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,30 @@ def sum_over_data(
     total = torch.cat([mine, more.to(mesh.device, non_blocking=True)])
     mesh.all_reduce(total)
     return total
+
+
+def global_counts(
+    each: Sequence[Mapping[str, torch.Tensor]], names: Sequence[str], mesh: Mesh, stop: StopRequest
+) -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
+    """Sum the counts that each loss term is averaged over, over all microbatches of all data ranks.
+
+    All ranks' stop requests are sent with them, so that ranks stop after the same step.
+
+    Args:
+        each: the counts of each of this rank's microbatches, by loss term.
+        names: the loss terms.
+        mesh: of the run.
+        stop: this rank's requests.
+
+    Returns:
+        The counts, float64 scalars of at least 1; this rank's own, [N], which may be 0; and the sums over
+        ranks of :meth:`StopRequest.flags`.
+    """
+    zero = torch.zeros((), dtype=torch.float64)
+    own = torch.stack([sum((counts[name] for counts in each), start=zero) for name in names])
+    summed = sum_over_data(own, mesh, once_per_pipeline=True, extra_sums=stop.flags())
+    counts = summed[: len(names)].clamp(min=1)
+    return dict(zip(names, counts.unbind(), strict=True)), own, summed[len(names) :]
 
 
 def agree_now(stop: StopRequest, mesh: Mesh) -> None:
