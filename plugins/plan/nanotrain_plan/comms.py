@@ -10,7 +10,7 @@ import attrs
 
 from nanotrain_core.api import Layout
 from nanotrain_plan.dry.collectives import Collective
-from nanotrain_plan.dry.recorder import Phase
+from nanotrain_plan.dry.phase import Phase
 from nanotrain_plan.hardware import Hardware
 from nanotrain_plan.stages import Stages
 

@@ -14,8 +14,8 @@ import attrs
 
 from nanotrain_core.api import Action, Recipe
 from nanotrain_plan.budget import offloads_state
+from nanotrain_plan.dry.phase import Phase, Storage
 from nanotrain_plan.dry.rank import RankStep, Sort
-from nanotrain_plan.dry.recorder import Phase, Storage
 from nanotrain_plan.stages import Stages
 
 

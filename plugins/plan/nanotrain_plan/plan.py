@@ -13,7 +13,7 @@ from nanotrain_core.api import Layout, NanotrainError, PhaseTimeline, Recipe, Re
 from nanotrain_plan.budget import Checkpoints, HostMemory, checkpoints, host_memory, offloads_state
 from nanotrain_plan.comms import AxisTraffic, Links, phases_of, traffic
 from nanotrain_plan.data_use import DataUse, data_use
-from nanotrain_plan.dry.recorder import ATTENTION
+from nanotrain_plan.dry.cost import ATTENTION
 from nanotrain_plan.hardware import Hardware
 from nanotrain_plan.memory import (
     Activation,

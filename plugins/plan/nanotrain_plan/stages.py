@@ -10,8 +10,8 @@ import attrs
 
 from nanotrain_core.api import Action, Costs, Layout, Part, Recipe, Registry, Selection
 from nanotrain_core.api.torch import Model, Run, Schedule, Shard, share_of
+from nanotrain_plan.dry.phase import Phase
 from nanotrain_plan.dry.rank import RankStep, Sort, dry_rank, dry_recipe, sorts_of, survey
-from nanotrain_plan.dry.recorder import Phase
 from nanotrain_plan.dry.values import Values
 from nanotrain_plan.forks import call_in_forks
 

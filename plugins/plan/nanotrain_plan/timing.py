@@ -9,8 +9,9 @@ import attrs
 
 from nanotrain_core.api import Action, Durations, Timeline, simulate
 from nanotrain_plan.comms import CollectiveTime, Links
+from nanotrain_plan.dry.cost import ATTENTION
+from nanotrain_plan.dry.phase import Phase
 from nanotrain_plan.dry.rank import Sort, place_of
-from nanotrain_plan.dry.recorder import ATTENTION, Phase
 from nanotrain_plan.hardware import Hardware
 from nanotrain_plan.stages import Stages
 

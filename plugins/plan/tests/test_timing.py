@@ -6,7 +6,8 @@ import torch
 from nanotrain_plan.comms import CollectiveTime, Links
 from nanotrain_plan.dry.collectives import Collective
 from nanotrain_plan.dry.kernels import attention
-from nanotrain_plan.dry.recorder import Phase, Recorder, pinned
+from nanotrain_plan.dry.phase import Phase
+from nanotrain_plan.dry.recorder import Recorder, pinned
 from nanotrain_plan.dry.values import Values
 from nanotrain_plan.hardware import find_hardware
 from nanotrain_plan.timing import phase_time

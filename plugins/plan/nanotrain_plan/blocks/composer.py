@@ -27,8 +27,8 @@ from nanotrain_plan.blocks.schedules import Lists, lists_of
 from nanotrain_plan.blocks.stages import Seconds, SummedPhase, make_step
 from nanotrain_plan.budget import HostMemory, host_memory
 from nanotrain_plan.comms import CollectiveTime, Links
+from nanotrain_plan.dry.phase import Phase
 from nanotrain_plan.dry.rank import RankStep, dry_recipe
-from nanotrain_plan.dry.recorder import Phase
 from nanotrain_plan.hardware import Hardware
 from nanotrain_plan.memory import RankMemory, all_ranks
 from nanotrain_plan.phase_stages import highest_memory, step_of

@@ -12,8 +12,8 @@ from nanotrain_plan.blocks.probe import Probe
 from nanotrain_plan.blocks.sync import GradientSync, Pass
 from nanotrain_plan.blocks.work import Work
 from nanotrain_plan.dry.held import Owned, Share
+from nanotrain_plan.dry.phase import Phase
 from nanotrain_plan.dry.rank import RankStep
-from nanotrain_plan.dry.recorder import Phase
 
 SPLITS = (False, True)
 

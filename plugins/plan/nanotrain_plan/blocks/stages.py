@@ -15,8 +15,8 @@ from nanotrain_plan.blocks.work import Work
 from nanotrain_plan.comms import CollectiveTime, Links, ranks_along
 from nanotrain_plan.dry.collectives import Collective
 from nanotrain_plan.dry.held import Owned, Share
+from nanotrain_plan.dry.phase import Phase
 from nanotrain_plan.dry.rank import RankStep, Sort
-from nanotrain_plan.dry.recorder import Phase
 
 #: Of a rank's state, bytes of buffers that may be a guess.
 MOST_GUESSED = 0.01

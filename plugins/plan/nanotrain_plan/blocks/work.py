@@ -8,7 +8,7 @@ from typing import Any
 
 import attrs
 
-from nanotrain_plan.dry.recorder import Phase
+from nanotrain_plan.dry.phase import Phase
 
 
 @attrs.define(eq=False)

@@ -10,7 +10,8 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from nanotrain_core.api.torch import Block, Run, storage_of
-from nanotrain_plan.dry.recorder import Recorder, Storage, pinned
+from nanotrain_plan.dry.phase import Storage
+from nanotrain_plan.dry.recorder import Recorder, pinned
 
 #: What memory of a rank is held by, in the order of a table.
 HOLDERS = ("weights", "masters", "optimizer", "gradients", "other")

@@ -12,26 +12,15 @@ from typing import Any
 import attrs
 import torch
 
+from nanotrain_plan.dry.cost import Cost
+
 #: Calls that are remembered; of a model of 671B parameters a sweep makes some ten thousand.
 MOST = 200_000
-
-#: Operators that move numbers and compute little.
-OTHER = "other"
 
 _SCALARS = frozenset((int, float, bool, torch.dtype, torch.device, torch.layout, torch.memory_format))
 
 #: Operators that change what a tensor is, not only its numbers.
 _RESHAPED = ("resize", "set_", "_set", "swap", "as_strided_")
-
-
-@attrs.define(frozen=True)
-class Cost:
-    """What a recorder notes of one call."""
-
-    kind: str
-    """:data:`OTHER`, the dtype of a matrix product, or ``attention`` and the dtype of queries."""
-    flops: int
-    moved: int
 
 
 @attrs.define(frozen=True)

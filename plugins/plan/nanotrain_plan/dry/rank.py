@@ -23,7 +23,8 @@ from nanotrain_core.api.torch import (
     sum_over_data,
 )
 from nanotrain_plan.dry.held import Owned, Share, held_by, held_of_parts, saved_bytes
-from nanotrain_plan.dry.recorder import Phase, Recorder
+from nanotrain_plan.dry.phase import Phase
+from nanotrain_plan.dry.recorder import Recorder
 from nanotrain_plan.dry.values import Values
 from nanotrain_plan.dry.world import DryMesh, Surveyed, fake_world
 

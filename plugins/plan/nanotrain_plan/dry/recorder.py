@@ -7,124 +7,27 @@ are tested. Memory is that of storages, exact to the byte, without an allocator'
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import attrs
 import torch
 import torch.distributed._meta_registrations
 from torch import nn
 from torch.nn.modules import module as hooks
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
-from nanotrain_plan.dry.collectives import Collective, read_collective
-from nanotrain_plan.dry.operators import OPERATORS, OTHER, Cost, Traits, key_of
-from nanotrain_plan.dry.origin import Origin, find_origin
+from nanotrain_plan.dry.collectives import read_collective
+from nanotrain_plan.dry.cost import ATTENTION, OTHER, Cost, cost_of, dense, tensors_in
+from nanotrain_plan.dry.operators import OPERATORS, Traits, key_of
+from nanotrain_plan.dry.origin import find_origin
+from nanotrain_plan.dry.phase import Phase, Storage
 from nanotrain_plan.dry.values import Values
-
-#: Views and allocations: neither computes.
-_FREE = ("aten::empty", "aten::new_empty", "aten::detach", "aten::view", "aten::_unsafe_view", "aten::alias")
-
-#: Matrix products that add to a tensor, by name, and operators of as many FLOPs: torch counts none of theirs.
-_GEMMS_IN_PLACE = {
-    "aten::addmm_": torch.ops.aten.addmm,
-    "aten::baddbmm_": torch.ops.aten.baddbmm,
-}
-
-#: Operators that read a few rows or elements of their first argument.
-_LOOKUPS = ("aten::embedding", "aten::gather", "aten::index", "aten::index_select")
-
-#: What kinds of :attr:`Phase.gemm_flops` that are attention's begin with; the dtype of queries follows.
-ATTENTION = "attention "
-
-#: Operators that write their first argument and do not read it.
-_OVERWRITES = ("aten::copy_", "aten::_foreach_copy_", "aten::zero_", "aten::_foreach_zero_", "aten::fill_")
 
 _ALLOCATIONS = ("aten::empty", "aten::new_empty", "aten::zeros", "aten::new_zeros")
 
 #: Pointwise functions of one tensor: a fused kernel computes their results again from what they were made of.
 POINTWISE = ("aten::_to_copy", "aten::silu", "aten::gelu", "aten::relu")
-
-
-@attrs.define(eq=False)
-class Storage:
-    """Memory of one tensor and its views."""
-
-    bytes: int
-    module: str
-    """Qualified name of the module whose forward was running; empty outside of any."""
-    op: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    source: Storage | None = None
-    """What it is a :data:`POINTWISE` function of."""
-    recomputable: bool = False
-    """Whether :attr:`source` was alive at the end of the phase."""
-    freed_in: str = ""
-    """Name of the phase in which it was freed; empty if it is alive."""
-
-
-@attrs.define(eq=False)
-class Phase:
-    """What happened from one call of :meth:`Recorder.enter` to the next."""
-
-    name: str
-    before: int
-    """Bytes alive at its beginning."""
-    peak: int
-    """Most bytes alive within."""
-    after: int = 0
-    kept: list[Storage] = attrs.field(factory=list)
-    """Made here and alive at its end."""
-    made: int = 0
-    """Bytes of :attr:`kept`."""
-    host: int = 0
-    """Bytes of the host's memory that it takes, in a dry run, less those that it gives back."""
-    lasting: int = 0
-    """Of them, those that are alive after the step, as buffers that gradient sync uses again: a later step
-    finds them there."""
-    collectives: list[Collective] = attrs.field(factory=list)
-    origins: list[Origin | None] = attrs.field(factory=list)
-    """Who asked for each of :attr:`collectives`, if the recorder looks."""
-    callers: list[str] = attrs.field(factory=list)
-    """Module whose forward was running, likewise."""
-    gemm_flops: Counter[str] = attrs.field(factory=Counter)
-    """FLOPs of matrix products by dtype, and of attention by :data:`ATTENTION` and dtype; half is masked."""
-    flops_of: Counter[tuple[str, str]] = attrs.field(factory=Counter)
-    """FLOPs by the module whose forward runs, and by ``gemm`` or ``attention`` (whole scores). In a backward
-    pass these are FLOPs of recomputation."""
-    bytes_of: Counter[tuple[str, str]] = attrs.field(factory=Counter)
-    """Bytes read and written, likewise, and by ``other`` operators. Experts without rows do not count."""
-    moved: int = 0
-    """Bytes that operators other than matrix products read and wrote."""
-    eager: int = 0
-    """Of :attr:`moved`, those of autograd where it adds a gradient to earlier ones: no compiler fuses it."""
-    kernels: int = 0
-
-    @property
-    def attention_flops(self) -> float:
-        """FLOPs of attention over whole score matrices, of all dtypes."""
-        return sum(flops for kind, flops in self.gemm_flops.items() if kind.startswith(ATTENTION))
-
-    @property
-    def transient(self) -> int:
-        """Bytes needed within, on top of those at its beginning."""
-        return self.peak - self.before
-
-    def with_sync_of(self, last: Phase, usual: Phase | None) -> Phase:
-        """Return it with what ``last`` does and ``usual``, of another microbatch, does not: gradient sync."""
-        if usual is None:  # of W passes, which have no other collectives
-            return attrs.evolve(self, collectives=[*self.collectives, *last.collectives])
-        added = Counter(last.collectives) - Counter(usual.collectives)
-        return attrs.evolve(
-            self,
-            collectives=[*self.collectives, *added.elements()],
-            moved=self.moved + max(0, last.moved - usual.moved),
-            kernels=self.kernels + max(0, last.kernels - usual.kernels),
-        )
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -273,35 +176,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Note what an operator made and did; return that, and whether all that it returned is new."""
         outputs, source = list(tensors_in(out)), self._source(name, args)
         found = [tensor.device.type == self.device and self.take(tensor, name, source) for tensor in outputs]
-        cost = self._cost(func, name, args, kwargs, out, new=any(found))
+        cost = cost_of(func, name, args, kwargs, out, new=any(found), device=self.device)
         if cost is not None:
             self._count(cost)
         return cost, all(found)
-
-    def _cost(self, func: Any, name: str, args: Any, kwargs: Any, out: Any, *, new: bool) -> Cost | None:
-        if name.startswith(_FREE):
-            return None
-        outputs, inputs = list(tensors_in(out)), [*tensors_in(args), *tensors_in(kwargs)]
-        packet = _GEMMS_IN_PLACE.get(name, func._overloadpacket)
-        if "_scaled_dot_product" in name and "_attention" in name:
-            kind = ATTENTION + str(inputs[0].dtype)[6:]
-            return Cost(kind, _attention_flops(name, args), sum(map(_dense, (*inputs, *outputs))))
-        if name == "aten::_grouped_mm":
-            rows, right = args[:2]
-            used = min(1.0, rows.shape[0] / right.shape[0]) if rows.dim() < right.dim() else 1.0
-            moved = _dense(rows) + sum(map(_dense, outputs)) + round(_dense(right) * used)
-            return Cost(str(rows.dtype)[6:], 2 * rows.numel() * right.shape[-1], moved)
-        if name in _LOOKUPS:  # of what they read from, as many bytes as they return
-            return Cost(OTHER, 0, 2 * sum(map(_dense, outputs)) + sum(map(_dense, inputs[1:])))
-        if packet in flop_registry:
-            flops = flop_registry[packet](*args, **kwargs, out_val=out)
-            kind = "float8" if inputs[0].element_size() == 1 else str(inputs[0].dtype)[6:]
-            return Cost(kind, flops, sum(map(_dense, (*inputs, *outputs))))
-        if new or func._schema.is_mutable:
-            written = outputs if new else list(_written(func, args, kwargs))
-            read = inputs[len(written) :] if name in _OVERWRITES else inputs
-            return Cost(OTHER, 0, sum(_dense(t) for t in (*read, *written) if t.device.type == self.device))
-        return None
 
     def _note_accumulation(self, args: Any) -> None:
         """Note what is moved to add a gradient to one that was there before the phase.
@@ -311,7 +189,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         total, gradient = args[:2]
         if total.untyped_storage()._cdata in self._made or not isinstance(gradient, torch.Tensor):
             return
-        self.phase.eager += 2 * _dense(total) + _dense(gradient)
+        self.phase.eager += 2 * dense(total) + dense(gradient)
         made = self._made.get(gradient.untyped_storage()._cdata)
         if made is not None and made.op == "aten::_to_copy" and made.source is not None:
             self.phase.eager += made.bytes + made.source.bytes
@@ -383,43 +261,3 @@ def pinned(size: int) -> int:
 def _is_floating(value: Any) -> bool:
     """Return whether the numbers of a tensor are none that a dry run follows: see :class:`Values`."""
     return isinstance(value, torch.Tensor) and value.dtype.is_floating_point
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors of an operator's arguments or results: three times as fast as torch's pytrees."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for each in value:
-            yield from tensors_in(each)
-    elif isinstance(value, dict):
-        for each in value.values():
-            yield from tensors_in(each)
-
-
-def _written(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors that an operator in place writes; a fused optimizer only reads gradients."""
-    for number, each in enumerate(func._schema.arguments):
-        if each.alias_info is not None and each.alias_info.is_write and each.name != "grads":
-            yield from tensors_in(args[number] if number < len(args) else kwargs.get(each.name))
-
-
-def _attention_flops(name: str, args: Any) -> int:
-    """Return FLOPs of fused attention over the whole score matrix: 2 products forward, 5 backward.
-
-    Half of it is masked. Where the queries are the last S of T tokens, it is that of which half is what they
-    see: T - S earlier tokens are seen by all of them.
-    """
-    q, k, v = (t for t in args[1:4]) if "backward" in name else (t for t in args[:3])
-    B, H, S, K = q.shape
-    V, T = v.shape[-1], k.shape[2]
-    products: int = 3 * K + 2 * V if "backward" in name else K + V
-    return int(2 * B * H * S * (2 * T - S) * products)
-
-
-def _dense(tensor: torch.Tensor) -> int:
-    """Return the bytes that reading a tensor moves: of an expanded one, those it has."""
-    size = tensor.element_size()
-    for length, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        size *= length if stride else 1
-    return size

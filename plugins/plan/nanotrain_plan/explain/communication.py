@@ -9,7 +9,7 @@ import attrs
 
 from nanotrain_plan.comms import axis_of
 from nanotrain_plan.dry.origin import Origin
-from nanotrain_plan.dry.recorder import Phase
+from nanotrain_plan.dry.phase import Phase
 from nanotrain_plan.explain.owners import Owners
 from nanotrain_plan.number_format import starred
 from nanotrain_plan.stages import Stages

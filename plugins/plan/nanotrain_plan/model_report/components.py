@@ -17,7 +17,8 @@ from nanotrain_core.api import Part, Recipe, Registry, Selection, tagged
 from nanotrain_core.api.torch import Batch, Model
 from nanotrain_plan import DryKernelsConfig
 from nanotrain_plan.dry.kernels import DryKernels
-from nanotrain_plan.dry.recorder import Phase, Recorder
+from nanotrain_plan.dry.phase import Phase
+from nanotrain_plan.dry.recorder import Recorder
 from nanotrain_plan.dry.values import Values
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import attrs
 
-from nanotrain_plan.dry.recorder import Phase
+from nanotrain_plan.dry.phase import Phase
 from nanotrain_plan.model_report.components import Piece, Pieces
 from nanotrain_plan.number_format import starred
 
