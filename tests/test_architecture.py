@@ -232,7 +232,7 @@ SMALL = {
     "contracts": 696,
     "data": 910,
     "hf": 1006,
-    "launch": 2375,
+    "launch": 2394,
     "layout": 1221,
     "models": 706,
     "moe": 360,

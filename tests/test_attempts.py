@@ -10,8 +10,10 @@ import pytest
 from torch.distributed import HashStore, TCPStore
 
 from nanotrain_core.errors import Exit
+from nanotrain_core.launch.agreement import agree, broadcast_from_rank_0
 from nanotrain_core.launch.attempts import Past, meet, remember
 from nanotrain_core.launch.cause import PeerLostError
+from nanotrain_core.launch.environment import Ranks
 from nanotrain_core.launch.watchers import Mark
 from nanotrain_core.launch.worker import Job, start_from
 from nanotrain_core.registry.registry import load_plugins
@@ -75,6 +77,7 @@ def test_rank_0_names_a_rank_that_never_calls_before_the_others_give_up(monkeypa
         monotonic=lambda: now[0], sleep=lambda seconds: now.__setitem__(0, now[0] + seconds)
     )
     monkeypatch.setattr("nanotrain_core.launch.attempts.time", clock)
+    monkeypatch.setattr("nanotrain_core.launch.store_waits.time", clock)
     gave_up = {}
     for rank, called in ((2, 0.0), (0, 290.0)):
         now[0] = called
@@ -84,7 +87,19 @@ def test_rank_0_names_a_rank_that_never_calls_before_the_others_give_up(monkeypa
     assert gave_up[0] < gave_up[2]
 
 
-def test_a_rank_that_waits_for_another_one_heeds_sigterm():
+WAITS = {
+    "meet": lambda store, rank: meet(store, rank, 2, Past(), timeout=4),
+    "agree": lambda store, rank: agree(store, rank, 2, {}),
+    "broadcast": lambda store, rank: broadcast_from_rank_0(
+        lambda: None, "folder", Ranks(rank=rank, world_size=2), store
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("wait", "rank"), [("meet", 0), ("meet", 1), ("agree", 0), ("agree", 1), ("broadcast", 1)]
+)
+def test_a_rank_that_waits_for_another_one_heeds_sigterm(wait, rank):
     """Inside torch's wait Python handled it after run.timeout."""
 
     class Heeded(Exception):
@@ -99,10 +114,24 @@ def test_a_rank_that_waits_for_another_one_heeds_sigterm():
     try:
         timer.start()
         with pytest.raises(Heeded):
-            meet(store, 0, 2, Past(), timeout=4)
+            WAITS[wait](store, rank)
     finally:
         timer.join()
         signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize(
+    ("rank", "text"),
+    [
+        (0, "rank 1 has not told its 'facts' within 0.1 seconds"),
+        (1, "rank 0 has not told its 'verdict' within 0.2 seconds: it may wait for others"),
+    ],
+)
+def test_a_rank_that_never_tells_what_it_runs_is_named(rank, text):
+    store = HashStore()
+    store.set_timeout(timedelta(seconds=0.1))
+    with pytest.raises(PeerLostError, match=text):
+        agree(store, rank, 2, {})
 
 
 @pytest.mark.parametrize("resume", ["3", "elsewhere/step-00000003.safetensors"])

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nanotrain_core.errors import Exit, FolderError, LaunchError, NanotrainError
+from nanotrain_core.launch.cause import PeerLostError
 from nanotrain_core.launch.environment import Ranks
+from nanotrain_core.launch.store_waits import wait_for
 from nanotrain_core.run.owner import LOCK
 
 if TYPE_CHECKING:
@@ -33,7 +35,7 @@ def agree(store: Store, rank: int, world_size: int, facts: Mapping[str, str | No
     store.set(f"facts/{rank}", json.dumps({**facts, "host": socket.gethostname()}))
     if rank == 0:
         store.set("verdict", _verdict(store, world_size))
-    verdict = store.get("verdict").decode()
+    verdict = _told(0, store, "verdict").decode()
     if verdict == "equal":
         return
     wait_until_read("verdict", store, rank, world_size)
@@ -44,15 +46,23 @@ def wait_until_read(key: str, store: Store, rank: int, world_size: int) -> None:
     """Announce that this rank has read ``key``; rank 0 waits for the others, as the store may end with it."""
     store.set(f"heard/{key}/{rank}", "yes")
     if rank == 0:
-        with contextlib.suppress(RuntimeError):  # one that never arrives
-            for other in range(world_size):
-                store.get(f"heard/{key}/{other}")
+        with contextlib.suppress(RuntimeError, PeerLostError):  # one that never arrives
+            for other in range(1, world_size):
+                _told(other, store, f"heard/{key}/{other}")
+
+
+def _told(rank: int, store: Store, key: str) -> bytes:
+    """Return what a rank stores within the store's timeout. Rank 0, which may wait for others, has twice it."""
+    seconds = store.timeout.total_seconds() * (1 if rank else 2)  # type: ignore[attr-defined]
+    why = "" if rank else ": it may wait for others"
+    text = f"rank {rank} has not told its {key.partition('/')[0]!r} within {seconds:g} seconds{why}"
+    return wait_for(store, key, time.monotonic() + seconds, text)
 
 
 def _verdict(store: Store, world_size: int) -> str:
     mine = json.loads(store.get("facts/0"))
     for rank in range(1, world_size):
-        theirs = json.loads(store.get(f"facts/{rank}"))
+        theirs = json.loads(_told(rank, store, f"facts/{rank}"))
         for fact in sorted({*mine, *theirs} - {"host"}):
             here, there = mine.get(fact, "missing"), theirs.get(fact, "missing")
             if here != there and None not in (here, there):
@@ -70,7 +80,7 @@ def broadcast_from_rank_0(
     """Return the decision of rank 0, which reads the disk for all ranks; raise its error on every rank."""
     if ranks.rank != 0:
         assert store is not None
-        said: tuple[str | None, str | None, int] = json.loads(store.get(key))
+        said: tuple[str | None, str | None, int] = json.loads(_told(0, store, key))
         if said[1] is not None:
             wait_until_read(key, store, ranks.rank, ranks.world_size)
             raise NanotrainError(said[1]).with_code(said[2])
@@ -113,7 +123,7 @@ def expect_shared(folder: Path, claim: str, ranks: Ranks, store: Store, patience
 
     def all_see() -> None:
         for rank in range(1, ranks.world_size):
-            if where := store.get(f"sees/{rank}").decode():
+            if where := _told(rank, store, f"sees/{rank}").decode():
                 own = f"{folder.absolute()} on {socket.gethostname()}"
                 raise FolderError(
                     f"rank {rank} does not find rank 0's run folder, {own}, as {where}: "

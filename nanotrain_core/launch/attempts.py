@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from nanotrain_core.errors import Exit
-from nanotrain_core.launch.cause import PeerLostError
+from nanotrain_core.launch.store_waits import tries, wait_for
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -68,7 +67,7 @@ def meet(store: Store, rank: int, world_size: int, mine: Past, *, timeout: float
     if rank != 0:
         store.set(f"call/{rank}", json.dumps([token, attrs.asdict(mine)]))
         text = f"rank 0 has not answered rank {rank} within {2 * timeout:g} seconds: it may wait for others"
-        part = _wait_for(store, f"answer/{token}", time.monotonic() + 2 * timeout, text).decode()
+        part = wait_for(store, f"answer/{token}", time.monotonic() + 2 * timeout, text).decode()
         store.set(f"{part}/met/{rank}", "")
         return PrefixStore(part, store), mine
     left = [Past(**json.loads(store.get(PAST)))] if store.check([PAST]) else []
@@ -88,29 +87,13 @@ def _answer(store: Store, rank: int, part: str, timeout: float) -> Past:
     """Send ``rank`` of this attempt the name of its part of the store; return the :class:`Past` it sent."""
     deadline = time.monotonic() + timeout
     text = f"rank {rank} has not come within {timeout:g} seconds of rank 0"
-    _wait_for(store, f"call/{rank}", deadline, text)
-    while time.monotonic() < deadline:
-        store.set(f"answer/{json.loads(store.get(f'call/{rank}'))[0]}", part)
-        time.sleep(0.001)
+    wait_for(store, f"call/{rank}", deadline, text)
+    for _ in tries(deadline, text):  # a call of an earlier attempt may be there until this one's comes
+        token, past = json.loads(store.get(f"call/{rank}"))
+        store.set(f"answer/{token}", part)
         if store.check([f"{part}/met/{rank}"]):
-            return Past(**json.loads(store.get(f"call/{rank}"))[1])
-    raise PeerLostError(text).with_code(Exit.FAILED)
-
-
-def _wait_for(store: Store, key: str, deadline: float, text: str) -> bytes:
-    """Return what another rank stores under ``key``; signals are handled meanwhile.
-
-    Inside torch's own wait Python handles no signal: SIGTERM would be heeded after its timeout.
-
-    Raises:
-        PeerLostError: with this text: nothing was stored before the deadline.
-    """
-    began = time.monotonic()
-    while not store.check([key]):
-        if (now := time.monotonic()) > deadline:
-            raise PeerLostError(text).with_code(Exit.FAILED)
-        time.sleep(min(0.001 + (now - began) / 10, 0.2))
-    return store.get(key)
+            break
+    return Past(**past)
 
 
 def _joined(pasts: Sequence[Past]) -> Past:
