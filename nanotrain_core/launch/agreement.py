@@ -52,7 +52,7 @@ def wait_until_read(key: str, store: Store, rank: int, world_size: int) -> None:
 
 
 def _told(rank: int, store: Store, key: str) -> bytes:
-    """Return what a rank stores within the store's timeout. Rank 0, which may wait for others, has twice it."""
+    """Return what a rank stores within the store's timeout; rank 0, which may wait itself, has twice that."""
     seconds = store.timeout.total_seconds() * (1 if rank else 2)  # type: ignore[attr-defined]
     why = "" if rank else ": it may wait for others"
     text = f"rank {rank} has not told its {key.partition('/')[0]!r} within {seconds:g} seconds{why}"
