@@ -242,7 +242,7 @@ SMALL = {
     "phases": 372,
     "pipeline": 622,
     "precision": 680,
-    "recipe": 1748,
+    "recipe": 1778,
     "registry": 761,
     "run": 3132,
     "script": 815,

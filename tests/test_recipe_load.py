@@ -52,6 +52,38 @@ def test_changed_use_replaces_the_whole_table(tmp_path):
     assert recipe.optimizer.config.lr == 1e-3
 
 
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ("optimizer.momentum=0.5", "optimizer.use=sgd"),
+        ("optimizer.use=sgd", "optimizer.momentum=0.5"),
+        ("optimizer.momentum=0.5", 'optimizer={clip_norm=2.0, use="sgd"}', "optimizer.momentum=0.5"),
+        ("optimizer={momentum=0.5}", "optimizer.use=adamw", "optimizer.use=sgd"),
+        ("optimizer.lr_schedule.use=cosine", "optimizer.momentum=0.5", "optimizer.use=sgd"),
+    ],
+)
+def test_options_set_keys_of_the_component_that_another_one_chooses_in_any_order(tmp_path, lines):
+    """One that came before `use` was dropped, and nothing said so. The file's keys are dropped as ever."""
+    path = write(tmp_path, SMALL + '[optimizer]\nuse = "adamw"\nlr = 0.5\nbetas = [0.1, 0.2]\n')
+    recipe = load_recipe(path, overrides=lines)
+    assert (recipe.optimizer.use, recipe.optimizer.config.momentum) == ("sgd", 0.5)
+    assert recipe.optimizer.config.lr != 0.5
+    assert (recipe.optimizer.config.lr_schedule.use == "cosine") == ("cosine" in lines[0])
+
+
+def test_options_of_a_list_that_another_one_replaces_are_dropped(tmp_path):
+    path = write(tmp_path, SMALL + '[[monitor]]\nuse = "console"\n')
+    lines = ["monitor.0.every=2", 'monitor=[{use="jsonl"}]', "monitor.0.window=8", "monitor.0.use=guard"]
+    (monitor,) = load_recipe(path, overrides=lines).monitor
+    assert (monitor.use, monitor.config.window) == ("guard", 8)
+
+
+def test_a_key_that_the_chosen_component_lacks_is_refused(tmp_path):
+    path = write(tmp_path, SMALL)
+    with pytest.raises(RecipeError, match=r"--set #1: optimizer\.betas: unknown key 'betas'"):
+        load_recipe(path, overrides=["optimizer.betas=[0.1, 0.2]", "optimizer.use=sgd"])
+
+
 def test_same_use_merges_into_the_table(tmp_path):
     write(tmp_path, SMALL + '[optimizer]\nuse = "sgd"\nlr = 0.5\n', "base.toml")
     recipe = load_recipe(write(tmp_path, 'extends = "base.toml"\n[optimizer]\nuse = "sgd"\nmomentum = 0.5\n'))

@@ -10,6 +10,7 @@ import attrs
 from nanotrain_core.errors import PluginError, Problem, RecipeError
 from nanotrain_core.layout.layout import Layout
 from nanotrain_core.recipe.merge import Merged
+from nanotrain_core.recipe.override_order import components_first
 from nanotrain_core.recipe.resolve import Resolver
 from nanotrain_core.recipe.source import (
     default_source,
@@ -92,16 +93,16 @@ def _merge(
     path: str | os.PathLike[str], overrides: Sequence[str], ranks: int | None, ranks_option: str
 ) -> Merged:
     merged = Merged()
-    sources = [default_source(), *file_sources(find_recipe(path))]
-    sources += [override_source(number, text) for number, text in enumerate(overrides, start=1)]
-    for source in sources:
+    options = [override_source(number, text) for number, text in enumerate(overrides, start=1)]
+    for source in (default_source(), *file_sources(find_recipe(path)), *components_first(options)):
         merged.add(source)
     if ranks is not None:
         if merged.origin("run.ranks") is not None:
             merged.own_ranks = merged.tree["run"]["ranks"], merged.place("run.ranks")
         merged.add(option_source(ranks_option, "run.ranks", ranks))
     if merged.problems:
-        raise RecipeError([f"{source.place(p.key)}: {p.key}: {p.message}" for source, p in merged.problems])
+        lines = (f"{source.place(p.key)}: {p.key}: {p.message}" for source, p in merged.problems)
+        raise RecipeError([*dict.fromkeys(lines)])  # each key of a table that has no place has the same one
     return merged
 
 
