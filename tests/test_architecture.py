@@ -23,7 +23,7 @@ LEVELS = (
         "layout.ranges layout.roles metrics metrics.core metrics.declared metrics.history metrics.report "
         "metrics.of_reports metrics.rows "
         "moe moe.grouped_mm models models.cache models.cross_entropy models.feed_forward "
-        "models.head models.norms models.ops optim "
+        "models.head models.norms models.ops models.window optim "
         "pipeline pipeline.actions pipeline.passes pipeline.weight_gradients precision precision.dtypes "
         "recipe.model_config recipe.secrets "
         "recipe.divisibility run run.files run.suggest_run run.owner run.log run.plain_json run.random_state "
@@ -225,7 +225,7 @@ ROOMS = {path.parent.name for path in CORE.glob("*/__init__.py")}
 SMALL = {
     "": 940,
     "api": 664,
-    "builtin": 492,
+    "builtin": 511,
     "checkpoint": 936,
     "cli": 1750,
     "compile": 789,
@@ -234,7 +234,7 @@ SMALL = {
     "hf": 1006,
     "launch": 2394,
     "layout": 1221,
-    "models": 706,
+    "models": 799,
     "moe": 360,
     "metrics": 1360,
     "monitors": 1053,

@@ -24,6 +24,7 @@ BASES = {
     "layernorm": {**SIZES, "norm": "layernorm"},
     "scaled": {**SIZES, "rope_scaling": RopeScalingConfig(original_length=16)},
     "linear": {**SIZES, "rope_scaling": RopeScalingConfig(type="linear", original_length=16)},
+    "window": {**SIZES, "window": 4},
     "yarn": {
         **SIZES,
         "rope_scaling": RopeScalingConfig(type="yarn", original_length=24, attention_factor=0.1 * log(8) + 1),
@@ -55,6 +56,8 @@ OTHERS = {
     "output_bias": [True, False],
     "ffn_bias": [True, False],
     "qk_norm": [True],
+    "window": [4],
+    "layer_types": [("full_attention", "sliding_attention"), ("full_attention",)],
     "tied": [True],
 }
 
@@ -86,7 +89,7 @@ def selection(table):
 @pytest.mark.parametrize(
     "base",
     [
-        pytest.param(name, marks=[pytest.mark.full] * (name not in ("llama", "gpt2", "yarn")))
+        pytest.param(name, marks=[pytest.mark.full] * (name not in ("llama", "gpt2", "yarn", "window")))
         for name in BASES
     ],
 )
@@ -118,6 +121,8 @@ def test_every_key_is_tried():
             {"rope_scaling": RopeScalingConfig(factor=4.0)},
             "model.rope_scaling.factor is 8.0 there and 4.0 in this recipe",
         ),
+        ({"window": 8}, {}, "model.window is 8 there and 0 in this recipe"),
+        ({"window": 8}, {"window": 8, "layers": 3}, "model.layers is 2 there and 3 in this recipe"),
     ],
 )
 def test_what_differs_is_told_by_name(saved, ours, text):
@@ -128,8 +133,8 @@ def test_a_table_of_another_version_has_its_defaults_and_no_keys_that_are_gone()
     saved, ours = model_table(selection(SIZES)), selection(SIZES)
     del saved["ffn"], saved["tied"]  # a version that had no such keys
     refuse_other_model(saved, ours)
-    with pytest.raises(CheckpointError, match=r"does not fit this one: model\.window: unknown key 'window'"):
-        refuse_other_model({**saved, "window": 8}, ours)
+    with pytest.raises(CheckpointError, match=r"does not fit this one: model\.scores: unknown key 'scores'"):
+        refuse_other_model({**saved, "scores": 8}, ours)
 
 
 @attrs.define(frozen=True, kw_only=True)

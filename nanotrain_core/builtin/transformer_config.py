@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import attrs
@@ -81,6 +81,10 @@ def yarn_magnitude(factor: float, weight: float = 1.0) -> float:
     return 0.1 * weight * math.log(factor) + 1.0
 
 
+#: The names in transformers of a layer's kind of attention.
+LayerType = Literal["full_attention", "sliding_attention"]
+
+
 @attrs.define(frozen=True, kw_only=True)
 class TransformerConfig(ModelConfig):
     """``[model] use = "transformer"``: a decoder of GPT-2, Llama, Mistral or Qwen shape."""
@@ -123,6 +127,10 @@ class TransformerConfig(ModelConfig):
     """Biases on those of the feed-forward layer. Unset: as `bias` says."""
     qk_norm: bool = False
     """RMSNorm of each head's queries and keys, before RoPE, as in Qwen3 (arXiv 2505.09388)."""
+    window: int = attrs.field(default=0, validator=Range(0, LARGEST_SIZE))
+    """Tokens that one attends to, itself among them, in layers with sliding-window attention. 0: all."""
+    layer_types: tuple[LayerType, ...] = ()
+    """Which layers have that `window`: a pattern that is repeated over all layers. Empty: each has it."""
     tied: bool = False
     """Use the embedding table as the head."""
     init_std: float = attrs.field(default=0.02, validator=Range(1e-12, 10.0), metadata={TRAINING: True})
@@ -142,9 +150,23 @@ class TransformerConfig(ModelConfig):
             ffn_bias=self.bias if self.ffn_bias is None else self.ffn_bias,
         )
 
+    def type_of(self, layer: int) -> LayerType:
+        """Return the kind of attention of a layer, numbered from 0."""
+        if not self.window:
+            return "full_attention"
+        return self.layer_types[layer % len(self.layer_types)] if self.layer_types else "sliding_attention"
+
+    def window_of(self, layer: int) -> int | None:
+        """Return how many tokens one attends to in a layer; None: all."""
+        return self.window if self.type_of(layer) == "sliding_attention" else None
+
     def canonical(self) -> dict[str, Any]:
         """Return the keys that define what its weights compute, in this model's canonical form."""
         table = attrs.asdict(self.resolved())
+        pattern = table["layer_types"] = shortest_pattern([self.type_of(each) for each in range(self.layers)])
+        if "sliding_attention" not in pattern:
+            table["window"] = 0
+            del table["layer_types"]
         if self.positions != "rope":
             del table["rope_theta"], table["rope_scaling"]
         elif self.rope_scaling is not None:
@@ -174,6 +196,17 @@ class TransformerConfig(ModelConfig):
         )
 
 
+def shortest_pattern(kinds: Sequence[LayerType]) -> list[LayerType]:
+    """Return the shortest pattern that, repeated, gives the kinds of all layers.
+
+    >>> shortest_pattern(["sliding_attention", "full_attention", "sliding_attention"])
+    ['sliding_attention', 'full_attention']
+    """
+    sizes = range(1, len(kinds) + 1)
+    size = next(n for n in sizes if all(kind == kinds[at % n] for at, kind in enumerate(kinds)))
+    return [*kinds[:size]]
+
+
 def check_transformer(recipe: Recipe, config: TransformerConfig, layout: Layout) -> Iterator[Problem]:
     """Check constraints between several fields."""
     kv_heads = config.kv_heads or config.heads
@@ -192,5 +225,7 @@ def check_transformer(recipe: Recipe, config: TransformerConfig, layout: Layout)
         yield Problem("model.rope_scaling", f"there is no RoPE with positions = {config.positions!r}")
     if config.positions == "learned" and not config.max_length:
         yield Problem("model.max_length", "learned positions need max_length, at least batch.length")
+    if config.layer_types and not config.window:
+        yield Problem("model.layer_types", "without window no layer has sliding-window attention; set window")
     if config.max_length and recipe.batch.length > config.max_length:
         yield Problem("batch.length", f"{recipe.batch.length} exceeds model.max_length = {config.max_length}")

@@ -51,6 +51,7 @@ KEPT = {
     "aten::_scaled_dot_product_cudnn_attention",
     "mkldnn::_linear_pointwise",
     "nanotrain::grouped_mm",
+    "torch_attn::_varlen_attn",
 }
 
 #: Hooks on saved tensors, such as those of offloading, do not see what selective checkpointing stores: torch

@@ -11,8 +11,10 @@ width, E experts, C experts chosen for each token, N = T C rows sorted by expert
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ from torch import nn
 
 from nanotrain_core.errors import PluginError, did_you_mean
 from nanotrain_core.models.cross_entropy import linear_cross_entropy
+from nanotrain_core.models.window import window_attention
 from nanotrain_core.moe.grouped_mm import grouped_linear_on_gpu, grouped_mm, has_one_kernel
 
 Tensor = torch.Tensor
@@ -32,6 +35,7 @@ def attention(
     v_BTGV: Tensor,
     scale: float | None = None,
     begins_BT: Tensor | None = None,
+    window: int | None = None,
 ) -> Tensor:
     """Return causal attention, softmax(q k^T ``scale``) v [B, S, H, V].
 
@@ -39,9 +43,14 @@ def attention(
     the queries; where a model continues from a cache, there are more keys. H is a multiple of G: consecutive
     query heads share a key and value head. ``scale`` is 1 / sqrt(K) by default. With ``begins_BT``, token t
     attends only to those from ``begins_BT[b, t]`` on: documents in one sequence are masked from one another.
-    A model passes those of whole sequences, also where ranks split them. Source: Vaswani et al., arXiv
-    1706.03762, equation 1.
+    A model passes those of whole sequences, also where ranks split them. With ``window``, a token attends to
+    itself and to the ``window`` - 1 tokens before it: t to those from t - ``window`` + 1 on. A model passes
+    it only if it is not None. Source: Vaswani et al., arXiv 1706.03762, equation 1.
     """
+    if window is not None and window < k_BTGK.shape[1]:
+        if q_BSHK.shape[1] > 1 or begins_BT is not None:
+            return window_attention(q_BSHK, k_BTGK, v_BTGV, scale, begins_BT, window)
+        k_BTGK, v_BTGV = k_BTGK[:, -window:], v_BTGV[:, -window:]
     q, k, v = (x.transpose(1, 2) for x in (q_BSHK, k_BTGK, v_BTGV))
     shared = q_BSHK.shape[2] != k_BTGK.shape[2]
     if begins_BT is not None:
@@ -191,6 +200,32 @@ def wrap_ops(ops: Ops, *each: Mapping[str, Callable[..., Tensor]]) -> Ops:
             raise PluginError(f"models call no function '{name}'{did_you_mean(name, known)}")
         ops = replace(ops, **{name: Around(outer, getattr(ops, name))})
     return ops
+
+
+def expect_window(ops: Ops) -> None:
+    """Check that attention, and each function around it, takes a window.
+
+    Raises:
+        PluginError: naming one that was written before there were windows.
+    """
+    function, count = ops.attention, len(signature(attention).parameters)
+    while isinstance(function, Around):
+        _expect_arguments(function.outer, count + 1, "")
+        function = function.inner
+    _expect_arguments(function, count, "; [kernels] use = 'torch' has it")
+
+
+def _expect_arguments(function: Callable[..., Tensor], count: int, remedy: str) -> None:
+    with suppress(ValueError):  # a function in C has no signature: its call will tell
+        given = signature(function)
+        try:
+            given.bind(*range(count))
+        except TypeError:
+            name = f"{function.__module__}.{getattr(function, '__qualname__', type(function).__name__)}"
+            raise PluginError(
+                f"{name}{given} takes no 'window', which is the last of {count} arguments where a model has "
+                f"sliding-window attention{remedy}"
+            ) from None
 
 
 def ops_of(module: nn.Module) -> Ops:

@@ -24,8 +24,9 @@ from nanotrain_core.models.cache import LayerCache
 from nanotrain_core.models.feed_forward import SwiGLU
 from nanotrain_core.models.head import Head
 from nanotrain_core.models.norms import RMSNorm
-from nanotrain_core.models.ops import TORCH, Ops
+from nanotrain_core.models.ops import TORCH, Ops, expect_window
 from nanotrain_core.models.rope import Rotation, rope_frequencies, rope_rotation
+from nanotrain_core.models.window import tokens_seen
 from nanotrain_core.pipeline.actions import Costs, Part
 
 
@@ -65,14 +66,16 @@ class Transformer:
         """Return 3 times the forward pass: 2 FLOPs per weight of a matrix product, and causal attention.
 
         The head is a matrix product, the embedding a lookup at no cost. A token attends to
-        ``length`` / 2 others on average: 2 FLOPs for each element of their keys and of their values.
+        ``length`` / 2 others on average, in a window to fewer: 2 FLOPs for each element of their keys and of
+        their values.
         """
         c = self.config
         attention = 2 * c.width * c.head_size * (c.heads + c.kv_heads)
         ffn = (3 if c.activation == "swiglu" else 2) * c.width * c.ffn
-        scores_and_values = length * c.heads * (c.head_size + c.head_size)
-        layer = 3.0 * (2 * (attention + ffn) + scores_and_values)
-        return Costs(layers=(layer,) * c.layers, head=3.0 * 2 * c.vocab * c.width)
+        seen = (tokens_seen(length, c.window_of(layer)) for layer in range(c.layers))
+        scores_and_values = (2 * each * c.heads * (c.head_size + c.head_size) for each in seen)
+        layers = tuple(3.0 * (2 * (attention + ffn) + each) for each in scores_and_values)
+        return Costs(layers=layers, head=3.0 * 2 * c.vocab * c.width)
 
 
 class TransformerPart(ModelPart):
@@ -89,8 +92,11 @@ class TransformerPart(ModelPart):
             self.embed = tag(nn.Embedding(config.vocab, config.width), Role.VOCAB)
         if part.has_embedding and config.positions == "learned":
             self.positions = tag(Positions(config), Role.POSITION)
+        windows = {index: config.window_of(index) for index in range(part.first, part.last)}
+        if any(windows.values()):
+            expect_window(ops)
         self.layers = nn.ModuleDict(
-            {str(index): tag(Block(config, ops), Role.BLOCK) for index in range(part.first, part.last)}
+            {str(index): tag(Block(config, ops, window), Role.BLOCK) for index, window in windows.items()}
         )
         if part.has_head:
             self.norm = _norm(config, ops)
@@ -149,10 +155,10 @@ class TransformerPart(ModelPart):
 class Block(nn.Module):
     """One layer: attention, then the feed-forward layer, each adding to the residual stream."""
 
-    def __init__(self, config: TransformerConfig, ops: Ops) -> None:
+    def __init__(self, config: TransformerConfig, ops: Ops, window: int | None = None) -> None:
         super().__init__()
         self.attn_norm = _norm(config, ops)
-        self.attn = Attention(config, ops)
+        self.attn = Attention(config, ops, window)
         self.ffn_norm = _norm(config, ops)
         swiglu = config.activation == "swiglu"
         self.ffn = (
@@ -172,12 +178,12 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal attention with at most as many key and value heads as query heads."""
+    """Causal attention with at most as many key and value heads as query heads, perhaps in a window."""
 
-    def __init__(self, config: TransformerConfig, ops: Ops) -> None:
+    def __init__(self, config: TransformerConfig, ops: Ops, window: int | None = None) -> None:
         super().__init__()
         D, K = config.width, config.head_size
-        self.head_size, self.ops = K, ops
+        self.head_size, self.ops, self.window = K, ops, window
         bias = bool(config.attention_bias)
         self.q = tag(nn.Linear(D, config.heads * K, bias=bias), Role.COLUMN, unit=K)
         self.k = tag(nn.Linear(D, config.kv_heads * K, bias=bias), Role.COLUMN, unit=K, grouped=True)
@@ -205,8 +211,9 @@ class Attention(nn.Module):
             q_BSHK, k_BSHK = self.ops.rope(q_BSHK, *cos_sin), self.ops.rope(k_BSHK, *cos_sin)
         if cache is not None:
             k_BSHK, v_BSHK = cache.extend(k_BSHK, v_BSHK)  # of all tokens so far
-        documents = () if begins_BS is None else (None, begins_BS)
-        y_BSHK = self.ops.attention(q_BSHK, k_BSHK, v_BSHK, *documents)
+        window = () if self.window is None else (self.window,)
+        more = (None, begins_BS, *window) if window or begins_BS is not None else ()
+        y_BSHK = self.ops.attention(q_BSHK, k_BSHK, v_BSHK, *more)
         y_BSD: torch.Tensor = self.o(y_BSHK.flatten(2))
         return y_BSD
 

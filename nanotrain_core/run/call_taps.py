@@ -16,6 +16,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
+from torch.types import Number
 
 from nanotrain_core.models.ops import Around, Ops
 
@@ -62,9 +63,7 @@ class CallTaps:
         def noted(*args: Any) -> torch.Tensor:
             if torch.compiler.is_compiling():
                 places = [n for n, x in enumerate(args) if isinstance(x, torch.Tensor)]
-                rest = [
-                    float("nan") if x is None else float(x) for x in args if not isinstance(x, torch.Tensor)
-                ]
+                rest = [float("nan") if x is None else x for x in args if not isinstance(x, torch.Tensor)]
                 tell_from_graph(seen, number, [args[n].detach() for n in places], places, rest)
             else:
                 tell(*args)
@@ -75,7 +74,7 @@ class CallTaps:
 
 @torch.library.custom_op("nanotrain::called", mutates_args={"seen"})
 def tell_from_graph(
-    seen: torch.Tensor, number: int, tensors: list[torch.Tensor], places: list[int], rest: list[float]
+    seen: torch.Tensor, number: int, tensors: list[torch.Tensor], places: list[int], rest: list[Number]
 ) -> None:
     """Report a call: its tensors, their places among the arguments, and its numbers, NaN for None."""
     calls = _known.get(number)
@@ -88,6 +87,6 @@ def tell_from_graph(
 
 @tell_from_graph.register_fake
 def _(
-    seen: torch.Tensor, number: int, tensors: list[torch.Tensor], places: list[int], rest: list[float]
+    seen: torch.Tensor, number: int, tensors: list[torch.Tensor], places: list[int], rest: list[Number]
 ) -> None:
     return None

@@ -87,6 +87,17 @@ def _attention() -> Iterator[Sample]:
     yield alone
     yield _after_others("3 tokens of documents after 4 others", alone, 3)
 
+    def windows(function: Function, leaves: Tensors, size: int = 3) -> torch.Tensor:
+        return function(leaves["q"], leaves["k"], leaves["v"], 0.4, leaves.get("begins"), size)
+
+    window = Sample("a window of 3 tokens", _heads("", (2, 13, 4, 2, 8, 5)).leaves, windows)
+    yield window
+    yield Sample("a window longer than the sequence", window.leaves, partial(windows, size=20))
+    yield Sample("a window in a long sequence", _heads("", (1, 150, 2, 1, 4, 4)).leaves, windows)
+    yield _after_others("a window of one token after 12 others", window, 1)
+    yield _after_others("a window of 5 tokens after 8 others", window, 5)
+    yield Sample("a window in documents", alone.leaves, windows)
+
     def views(function: Function, leaves: Tensors) -> torch.Tensor:
         q, k = leaves["q"].transpose(1, 2), leaves["k"].unsqueeze(2).expand(-1, -1, 4, -1)
         return function(q, k, leaves["v"][..., 1:])

@@ -66,19 +66,13 @@ def attend(
 
 
 def _attend_until(
-    end: int,
-    attention: Callable[..., Tensor],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float | None = None,
-    begins_BS: Tensor | None = None,
+    end: int, attention: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, *more: Any
 ) -> Tensor:
     """Attend with queries that are the last before token ``end``."""
     if not q.shape[1]:
         return q.new_empty(*q.shape[:3], v.shape[3])
-    documents = () if begins_BS is None else (begins_BS[:, :end],)
-    return attention(q, k[:, :end], v[:, :end], scale, *documents)
+    until = (x[:, :end] if isinstance(x, Tensor) else x for x in more)  # of tensors: where documents begin
+    return attention(q, k[:, :end], v[:, :end], *until)
 
 
 class _Enter(torch.autograd.Function):

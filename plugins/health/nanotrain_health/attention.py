@@ -35,9 +35,10 @@ class Attention(Watcher):
         v_BTGV: torch.Tensor,
         scale: float | None = None,
         begins_BT: torch.Tensor | None = None,
+        window: int | None = None,
     ) -> None:
         """Publish what a layer attends to in one microbatch."""
-        most, entropy, ratio = attended(q_BSHK, k_BTGK, scale, self.queries, begins_BT)
+        most, entropy, ratio = attended(q_BSHK, k_BTGK, scale, self.queries, begins_BT, window)
         batch, _, heads, _ = q_BSHK.shape
         metrics = self.scene.metrics
         metrics.scalar(f"attention/max_logit/{name}", most)
@@ -51,6 +52,7 @@ def attended(
     scale: float | None,
     queries: int,
     begins_BT: torch.Tensor | None = None,
+    window: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the largest logit, the mean entropy in nats, and the mean ratio of entropy to its maximum.
 
@@ -63,6 +65,7 @@ def attended(
         scale: factor of the dot products, 1 / sqrt(K) by default.
         queries: number of queries per sequence, see :func:`positions`.
         begins_BT: where each token's document begins, if tokens attend only to their own document.
+        window: how many tokens one attends to, if not to all.
     """
     length, groups = k_BTGK.shape[1:3]
     before = length - q_BSHK.shape[1]
@@ -76,8 +79,11 @@ def attended(
     scores_BGNRT = torch.unflatten(scores.to(wide), 2, (-1, len(at.rows_R)))
     hidden_BGNRT = torch.add(at.mask_RT, scores_BGNRT, alpha=scale)
     share_BR1 = at.share_R.unsqueeze(-1)
-    if begins_BT is not None:
-        begins_BR = torch.index_select(begins_BT, 1, at.rows_R)
+    begins_BR = None if begins_BT is None else torch.index_select(begins_BT, 1, at.rows_R)
+    if window is not None:
+        first_1R = (at.rows_R - (window - 1)).clamp(min=0).unsqueeze(0)
+        begins_BR = first_1R if begins_BR is None else torch.maximum(begins_BR, first_1R)
+    if begins_BR is not None:
         before_BRT = torch.arange(length, device=begins_BR.device) < begins_BR.unsqueeze(-1)
         hidden_BGNRT = hidden_BGNRT.masked_fill(before_BRT[:, None, None], -torch.inf)
         share_BR1 = share(at.rows_R - begins_BR + 1, wide)[:, None, :, None]

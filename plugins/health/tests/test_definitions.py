@@ -117,6 +117,22 @@ def test_attention_of_documents_is_that_of_each_alone():
     torch.testing.assert_close(ratio, (torch.stack([each[2] for each in alone]) * several).sum() / 6)
 
 
+@pytest.mark.parametrize("documents", [False, True])
+def test_attention_in_a_window_is_that_to_its_tokens_alone(documents):
+    torch.manual_seed(0)
+    q, k = (torch.randn(1, 9, heads, 8, dtype=torch.float64) for heads in (4, 2))
+    begins = torch.tensor([[0, 0, 0, 3, 3, 5, 5, 5, 5]]) if documents else None
+    firsts = [max(0, token - 2) for token in range(9)]
+    if begins is not None:
+        firsts = [max(pair) for pair in zip(firsts, begins[0].tolist(), strict=True)]
+    alone = [attended(q[:, at : at + 1], k[:, first : at + 1], None, 1) for at, first in enumerate(firsts)]
+    most, entropy, ratio = attended(q, k, None, 9, begins, 3)
+    torch.testing.assert_close(most, max(each[0] for each in alone))
+    torch.testing.assert_close(entropy, torch.stack([each[1] for each in alone]).mean())
+    several = [each[2] for at, each in enumerate(alone) if firsts[at] < at]
+    torch.testing.assert_close(ratio, torch.stack(several).mean())
+
+
 def test_attention_of_the_last_queries_is_that_of_whole_sequences():
     """Where fewer queries than keys are computed at once, as with context parallelism by all-gather."""
     torch.manual_seed(0)

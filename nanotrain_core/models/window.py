@@ -1,0 +1,108 @@
+"""Causal attention in which a token sees itself and the ``window`` - 1 tokens before it.
+
+Shapes: B batch, S queries, those of the last of T tokens, H query heads, G key and value heads, K size of a
+query and key, V size of a value, R queries of one block, C the tokens that they see.
+
+Sources: Child et al., arXiv 1904.10509 (local attention); Jiang et al., arXiv 2310.06825 (Mistral).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from inspect import signature
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+Tensor = torch.Tensor
+
+#: Fewest queries of a block. Others have as many as a window has tokens, and see twice as many at most.
+SMALLEST_BLOCK = 64
+
+
+def tokens_seen(length: int, window: int | None) -> float:
+    """Return how many tokens one of ``length`` sees on average, itself counted as a half.
+
+    >>> tokens_seen(8, None), tokens_seen(8, 8), tokens_seen(8, 2)
+    (4.0, 4.0, 1.75)
+    """
+    return length / 2 if not window or length <= window else window - window**2 / (2 * length)
+
+
+def window_attention(
+    q_BSHK: Tensor,
+    k_BTGK: Tensor,
+    v_BTGV: Tensor,
+    scale: float | None,
+    begins_BT: Tensor | None,
+    window: int,
+    attend: Callable[..., Tensor] = F.scaled_dot_product_attention,
+) -> Tensor:
+    """Return attention [B, S, H, V] of one block of queries after the other, each to the tokens that it sees.
+
+    Memory is that of the queries times twice the window at most, where one mask for all has T columns.
+
+    Args:
+        q_BSHK: queries, and the other arguments: as those of :func:`~nanotrain_core.models.ops.attention`.
+        k_BTGK: keys.
+        v_BTGV: values.
+        scale: of the scores.
+        begins_BT: where documents begin.
+        window: how many tokens one sees.
+        attend: computes a block, as PyTorch's function does.
+    """
+    if begins_BT is None and has_window_kernel(q_BSHK, v_BTGV):
+        return window_attention_on_gpu(q_BSHK, k_BTGK, v_BTGV, scale, window)
+    queries, tokens = q_BSHK.shape[1], k_BTGK.shape[1]
+    shared, block, before = q_BSHK.shape[2] != k_BTGK.shape[2], max(window, SMALLEST_BLOCK), tokens - queries
+    rows = min(block, queries)
+    seen_RC = q_BSHK.new_ones(rows, rows + window - 1, dtype=torch.bool).triu().tril(window - 1)
+    # Of the queries' dtype, and one for all blocks: PyTorch keeps a copy of each other mask for backward.
+    mask_RC = torch.zeros_like(seen_RC, dtype=q_BSHK.dtype).masked_fill(~seen_RC, float("-inf"))
+    found = []
+    for begin in range(before, tokens, block):
+        end, first = min(begin + block, tokens), begin - window + 1
+        low = max(0, first)
+        mask = mask_RC[: end - begin, low - first : end - first]
+        if begins_BT is not None:
+            hidden_BRC = torch.arange(low, end, device=mask.device) < begins_BT[:, begin:end, None]
+            mask = mask.masked_fill(hidden_BRC.unsqueeze(1), float("-inf"))
+        q = q_BSHK[:, begin - before : end - before].transpose(1, 2)
+        k, v = (x[:, low:end].transpose(1, 2) for x in (k_BTGK, v_BTGV))
+        found.append(attend(q, k, v, attn_mask=mask, scale=scale, enable_gqa=shared))
+    return torch.cat(found, 2).transpose(1, 2)
+
+
+def has_window_kernel(q_BSHK: Tensor, v_BTGV: Tensor) -> bool:
+    """Return whether a GPU has one kernel for it: FlashAttention's, from Ampere on, for heads up to 192."""
+    size = q_BSHK.shape[3]
+    fits = q_BSHK.dtype in (torch.float16, torch.bfloat16) and size == v_BTGV.shape[3] <= 192 and not size % 8
+    return q_BSHK.is_cuda and fits and torch.cuda.get_device_properties(q_BSHK.device).major >= 8
+
+
+def window_attention_on_gpu(
+    q_BSHK: Tensor, k_BTGK: Tensor, v_BTGV: Tensor, scale: float | None, window: int
+) -> Tensor:
+    """Return the same, without documents, in one kernel, which needs no mask and skips what it hides."""
+    from torch.nn.attention.varlen import varlen_attn  # imports torch's compiler
+
+    batch, queries, tokens = len(q_BSHK), q_BSHK.shape[1], k_BTGK.shape[1]
+    ends = torch.arange(batch + 1, device=q_BSHK.device, dtype=torch.int32)
+    q, k, v = (x.flatten(0, 1) for x in (q_BSHK, k_BTGK, v_BTGV))
+    # Older versions share key heads without being asked.
+    shares: dict[str, Any] = {"enable_gqa": q.shape[1] != k.shape[1]} if _asks_for_shared_heads() else {}
+    before = (window - 1, 0)  # how many tokens before itself, and after, one sees
+    y = varlen_attn(
+        q, k, v, ends * queries, ends * tokens, queries, tokens, scale=scale, window_size=before, **shares
+    )
+    assert isinstance(y, Tensor)
+    return y.view(batch, queries, *y.shape[1:])
+
+
+@lru_cache
+def _asks_for_shared_heads() -> bool:
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in signature(varlen_attn).parameters
