@@ -12,6 +12,8 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    MinistralConfig,
+    MinistralForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     PreTrainedConfig,
@@ -42,6 +44,12 @@ def llama(**changes: Any) -> PreTrainedModel:
 def mistral(**changes: Any) -> PreTrainedModel:
     """The same, and 2 key and value heads."""
     return _decoder(MistralForCausalLM, MistralConfig, {"num_key_value_heads": 2, **changes})
+
+
+def ministral(**changes: Any) -> PreTrainedModel:
+    """The same, and 2 key and value heads; its config has no default of their size."""
+    sizes = {"num_key_value_heads": 2, "head_dim": 8}
+    return _decoder(MinistralForCausalLM, MinistralConfig, {**sizes, **changes})
 
 
 def qwen2(**changes: Any) -> PreTrainedModel:

@@ -113,12 +113,23 @@ def test_a_gpt2_that_cannot_be_read(changes, text, tmp_path):
 @pytest.mark.parametrize(
     ("model", "changes", "text"),
     [
-        (mistral, {"sliding_window": 4}, "sliding_window is 4; only None can be represented"),
-        (qwen2, {"use_sliding_window": True}, "use_sliding_window is True; only False can be represented"),
+        (mistral, {"sliding_window": 0}, "sliding_window is 0; expected an integer above 0"),
+        (
+            qwen2,
+            {"layer_types": ["chunked_attention"] * 2},
+            "layer_types is 'chunked_attention'; only 'full_attention' or 'sliding_attention' can be",
+        ),
+        (qwen2, {"layer_types": ["full_attention"]}, "has 1 layers, and num_hidden_layers is 2"),
+        (qwen2, {"use_sliding_window": True, "max_window_layers": "1"}, "max_window_layers is '1'; expected"),
         (
             qwen3,
             {"layer_types": ["full_attention", "sliding_attention"]},
-            "is 'sliding_attention'; only 'full",
+            "layer_types has 'sliding_attention', and use_sliding_window is not true",
+        ),
+        (
+            mistral,
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            "layer_types has 'sliding_attention', and sliding_window is null",
         ),
         (qwen3, {"head_dim": 0}, "head_dim is 0; expected an integer above 0"),
     ],
@@ -129,18 +140,12 @@ def test_a_mistral_or_qwen_that_cannot_be_read(model, changes, text, tmp_path):
     assert text in refusal(tmp_path)
 
 
-def test_defaults_that_a_config_leaves_out_are_those_of_its_class(tmp_path):
-    """Mistral's sliding window, and the head size of Qwen3."""
-    for model, key, text in (
-        (mistral, "sliding_window", "sliding_window is 4096; only None"),
-        (qwen3, "head_dim", "config.json describes 112,288 numbers, and the files hold 25,824"),
-    ):
-        folder = tmp_path / key
-        model(**{"sliding_window": None} if model is mistral else {}).save_pretrained(folder)
-        config = json.loads((folder / "config.json").read_text())
-        del config[key]
-        (folder / "config.json").write_text(json.dumps(config))
-        assert text in refusal(folder)
+def test_a_head_size_that_a_config_leaves_out_is_that_of_its_class(tmp_path):
+    qwen3().save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["head_dim"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert "config.json describes 112,288 numbers, and the files hold 25,824" in refusal(tmp_path)
 
 
 def test_masks_and_frequencies_of_old_files_are_left_out(tmp_path):
@@ -226,6 +231,11 @@ def test_a_folder_of_ours_with_other_tensors(change, text, tmp_path):
     [
         ('"rope"', '"learned"', "it is none of these: Llama: positions = 'rope'"),
         ('norm = "rmsnorm"', 'norm = "layernorm"', "it has positions = 'rope', norm = 'layernorm'"),
+        (
+            "qk_norm = false\nwindow = 0",
+            "qk_norm = false\nattention_bias = true\nwindow = 4",
+            "Mistral: a Llama without biases, with window",
+        ),
         ("layers = 2", 'layers = "2"', "model.layers: expected an integer, got the string '2'"),
         ("layers = 2", "layer = 2", "model.layer: unknown key 'layer' (did you mean 'layers'?)"),
         (
@@ -243,6 +253,9 @@ def test_a_model_without_counterpart_is_not_exported(old, new, text, tmp_path, c
     table.write_text(table.read_text().replace(old, new))
     if "learned" in new:
         change_tensors(tmp_path / "ours", lambda t: t.update({"positions.weight": torch.ones(2048, 32)}))
+    if "attention_bias" in new:
+        biases = {f"layers.{n}.attn.{name}.bias": torch.ones(32) for n in range(2) for name in "qkvo"}
+        change_tensors(tmp_path / "ours", lambda t: t.update(biases))
     assert main(["convert", str(tmp_path / "ours"), str(tmp_path / "out")]) == Exit.USER
     assert text in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

@@ -161,7 +161,7 @@ LAYOUTS = {
     ),
     "gather-cp2-documents": ({"cp": 2}, [GATHER], {"data": DOCUMENTS, "model": {"vocab": 256}}),
 }
-FIRST = ("gather-cp3",)
+FIRST = ("gather-cp2-documents",)
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,9 @@ class Windows(Monitor):
 
     def on_start(self, run):
         self.seen = []
-        run.tap_calls("attention", lambda name, *args: self.seen.append((name, args[5:])), ["layers.0", "layers.1"])
+        run.tap_calls(
+            "attention", lambda name, *args: self.seen.append((name, args[5:])), ["layers.0", "layers.1"]
+        )
 
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.full)])

@@ -148,6 +148,7 @@ class TransformerConfig(ModelConfig):
             attention_bias=attention_bias,
             output_bias=attention_bias if self.output_bias is None else self.output_bias,
             ffn_bias=self.bias if self.ffn_bias is None else self.ffn_bias,
+            window=self.window if any(map(self.window_of, range(self.layers))) else 0,
         )
 
     def type_of(self, layer: int) -> LayerType:
@@ -163,9 +164,8 @@ class TransformerConfig(ModelConfig):
     def canonical(self) -> dict[str, Any]:
         """Return the keys that define what its weights compute, in this model's canonical form."""
         table = attrs.asdict(self.resolved())
-        pattern = table["layer_types"] = shortest_pattern([self.type_of(each) for each in range(self.layers)])
-        if "sliding_attention" not in pattern:
-            table["window"] = 0
+        table["layer_types"] = shortest_pattern([self.type_of(layer) for layer in range(self.layers)])
+        if not table["window"]:
             del table["layer_types"]
         if self.positions != "rope":
             del table["rope_theta"], table["rope_scaling"]

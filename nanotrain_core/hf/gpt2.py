@@ -23,8 +23,8 @@ from nanotrain_core.hf.mapping import (
 #: The fields of :class:`TransformerConfig` that tell it from a Llama.
 GPT2: dict[str, Any] = {"positions": "learned", "norm": "layernorm", "activation": "gelu", "bias": True}
 
-#: The fields that ``bias = true`` implies, unless a table sets them, and that a GPT-2 has no norm of heads.
-_IMPLIED = {"attention_bias": True, "output_bias": True, "ffn_bias": True, "qk_norm": False}
+#: The fields that ``bias = true`` implies, unless a table sets them, and what a GPT-2 does not have.
+_IMPLIED = {"attention_bias": True, "output_bias": True, "ffn_bias": True, "qk_norm": False, "window": 0}
 
 #: transformers' name of GELU's tanh form.
 TANH_GELU = ("gelu_new", "gelu_pytorch_tanh")

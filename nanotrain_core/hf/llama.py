@@ -1,8 +1,8 @@
 """The parameter names and config options of Llama, Mistral and Qwen in transformers. Never imports torch.
 
-Mistral without a sliding window is a Llama. Qwen2 has biases on queries, keys and values alone; Qwen3 has
-norms of each head's queries and keys. RoPE pairs element i of a head with element i + K/2, K its size, as
-ours does.
+Mistral without a sliding window is a Llama, and Ministral is a Mistral in which some layers have no window.
+Qwen2 has biases on queries, keys and values alone; Qwen3 has norms of each head's queries and keys. RoPE
+pairs element i of a head with element i + K/2, K its size, as ours does.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from nanotrain_core.builtin.transformer_config import TransformerConfig
+from nanotrain_core.builtin.transformer_config import TransformerConfig, shortest_pattern
 from nanotrain_core.hf.mapping import (
     HFError,
     HFTensor,
@@ -26,15 +26,25 @@ from nanotrain_core.hf.rope_scaling import rope_options, rope_table
 LLAMA: dict[str, Any] = {"positions": "rope", "norm": "rmsnorm", "activation": "swiglu"}
 
 #: ``model_type`` -> the class of transformers that an exported model names.
-CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+CLASSES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "ministral": "MinistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
 
 #: ``model_type`` -> the keys of its ``config.json`` that say which layers have biases.
 _BIAS_FLAGS = {
     "llama": ("attention_bias", "mlp_bias"),
     "mistral": (),
+    "ministral": (),
     "qwen2": (),
     "qwen3": ("attention_bias",),
 }
+
+_QWEN = ("qwen2", "qwen3")
+FULL, SLIDING = "full_attention", "sliding_attention"
 
 #: ``model_type`` -> head size of a ``config.json`` without ``head_dim``; width / heads for others.
 _HEAD_SIZES = {"qwen3": 128}
@@ -44,7 +54,6 @@ def llama_table(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Return the ``[model]`` table; dropout is omitted, since there is none here."""
     kind = hf["model_type"]
     expect(hf, "hidden_act", "silu", "swish")
-    _expect_full_attention(hf)
     width, heads = expect_size(hf, "hidden_size"), expect_size(hf, "num_attention_heads")
     table = {
         "layers": expect_size(hf, "num_hidden_layers"),
@@ -54,6 +63,7 @@ def llama_table(hf: Mapping[str, Any]) -> dict[str, Any]:
         **rope_table(hf),
         "norm_eps": expect_real(hf, "rms_norm_eps", 1e-6),
         **_biases(hf),
+        **_window(hf),
         "tied": expect_flag(hf, "tie_word_embeddings", default=False),
     }
     if kind == "qwen3":
@@ -78,14 +88,35 @@ def shared_table(hf: Mapping[str, Any], width: int, heads: int) -> dict[str, Any
     return {"width": width, "heads": heads, "vocab": vocab, "init_std": init_std}
 
 
-def _expect_full_attention(hf: Mapping[str, Any]) -> None:
-    """Refuse layers whose tokens see a window of the last tokens alone."""
-    if hf["model_type"] == "mistral":
-        expect({"sliding_window": hf.get("sliding_window", 4096)}, "sliding_window", None)
-    elif hf["model_type"] in ("qwen2", "qwen3"):
-        expect(hf, "use_sliding_window", False)
-        for kind in hf.get("layer_types") or ():
-            expect({"layer_types": kind}, "layer_types", "full_attention")
+def _window(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the window, and which layers have it.
+
+    Raises:
+        HFError: ``layer_types`` has other kinds, or another number of layers, or needs a window.
+    """
+    kind, layers, window = (
+        hf["model_type"],
+        expect_size(hf, "num_hidden_layers"),
+        hf.get("sliding_window", 4096),
+    )
+    first = 0.0
+    if kind == "llama" or (kind in _QWEN and not expect_flag(hf, "use_sliding_window", default=False)):
+        window = None
+    elif kind in _QWEN:
+        first = expect_real(hf, "max_window_layers", 28)
+    plain = [SLIDING if window is not None and layer >= first else FULL for layer in range(layers)]
+    given = plain if kind == "llama" else hf.get("layer_types") or plain
+    kinds = [expect({"layer_types": each}, "layer_types", FULL, SLIDING) for each in given]
+    if len(kinds) != layers:
+        raise HFError(f"config.json: layer_types has {len(kinds)} layers, and num_hidden_layers is {layers}")
+    if SLIDING not in kinds:
+        return {}
+    if window is None:
+        off = "use_sliding_window is not true" if kind in _QWEN else "sliding_window is null"
+        raise HFError(f"config.json: layer_types has {SLIDING!r}, and {off}")
+    pattern = shortest_pattern(kinds)
+    table = {"window": expect_size({"sliding_window": window}, "sliding_window")}
+    return table if pattern == [SLIDING] else {**table, "layer_types": pattern}
 
 
 def _biases(hf: Mapping[str, Any]) -> dict[str, bool]:
@@ -98,7 +129,7 @@ def _biases(hf: Mapping[str, Any]) -> dict[str, bool]:
 
 
 def llama_type(config: TransformerConfig) -> str | None:
-    """Return the ``model_type`` of a model that computes this, None: there is none. A Mistral is a Llama."""
+    """Return the ``model_type`` of a model that computes this, None: there is none."""
     given = config.resolved()
     if any(getattr(given, key) != value for key, value in LLAMA.items()):
         return None
@@ -106,7 +137,12 @@ def llama_type(config: TransformerConfig) -> str | None:
     if given.qk_norm:
         return "qwen3" if attention == output and not ffn else None
     if attention == output:
-        return "llama"
+        kinds = {given.type_of(layer) for layer in range(given.layers)}
+        if SLIDING not in kinds:
+            return "llama"
+        if attention or ffn:
+            return None
+        return "ministral" if FULL in kinds else "mistral"
     return "qwen2" if attention and not ffn else None
 
 
@@ -130,9 +166,23 @@ def llama_config(config: TransformerConfig, model_type: str) -> dict[str, Any]:
         "rms_norm_eps": c.norm_eps,
         **rope_options(config),
         **{key: flags[key] for key in _BIAS_FLAGS[model_type]},
+        **_window_options(c, model_type),
         "attention_dropout": 0.0,
         **shared_config(config),
     }
+
+
+def _window_options(config: TransformerConfig, model_type: str) -> dict[str, Any]:
+    """Return the entries of a ``config.json``: older versions of Qwen read how many layers come first."""
+    kinds = [config.type_of(layer) for layer in range(config.layers)]
+    if SLIDING not in kinds:
+        return {}
+    options: dict[str, Any] = {"sliding_window": config.window}
+    if model_type != "mistral":
+        options["layer_types"] = kinds
+    if model_type in _QWEN:
+        options |= {"use_sliding_window": True, "max_window_layers": kinds.index(SLIDING)}
+    return options
 
 
 def shared_config(config: TransformerConfig) -> dict[str, Any]:

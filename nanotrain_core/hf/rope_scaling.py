@@ -15,7 +15,7 @@ from nanotrain_core.hf.rope import expect_number, read_rope, write_rope
 _ORIGINAL = "original_max_position_embeddings"
 
 #: ``model_type`` -> default of a ``config.json`` without ``max_position_embeddings``.
-_MOST = {"llama": 2048, "mistral": 131072, "qwen2": 32768, "qwen3": 32768}
+_MOST = {"llama": 2048, "mistral": 131072, "ministral": 131072, "qwen2": 32768, "qwen3": 32768}
 
 
 def rope_table(hf: Mapping[str, Any]) -> dict[str, Any]:

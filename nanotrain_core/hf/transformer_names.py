@@ -14,7 +14,7 @@ from nanotrain_core.hf.mapping import HFError, HFMapping, ParameterMapping
 class TransformerNames(HFMapping):
     """See :class:`~nanotrain_core.hf.mapping.HFMapping`."""
 
-    model_types = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
+    model_types = ("llama", "mistral", "ministral", "qwen2", "qwen3", "gpt2")
     #: Rotary frequencies of old Llama files, and GPT-2's causal masks.
     ignored = (r".*\.rotary_emb\.inv_freq", r".*\.attn\.(masked_)?bias")
 
@@ -39,6 +39,7 @@ class TransformerNames(HFMapping):
 #: What a model of transformers is, in keys of ``[model]``.
 _KNOWN = (
     "Llama: positions = 'rope', norm = 'rmsnorm', activation = 'swiglu', output_bias as attention_bias; "
+    "Mistral: a Llama without biases, with window; Ministral: a Mistral with layer_types; "
     "Qwen2: a Llama with attention_bias = True, output_bias = False, ffn_bias = False; "
     "Qwen3: a Llama with qk_norm = True, ffn_bias = False; "
     "GPT-2: positions = 'learned', norm = 'layernorm', activation = 'gelu', all biases"
@@ -53,7 +54,7 @@ def model_type(config: TransformerConfig) -> str:
     """
     kind = "gpt2" if is_gpt2(config) else llama_type(config)
     if kind is None:
-        keys = (*GPT2, "attention_bias", "output_bias", "ffn_bias", "qk_norm")
+        keys = (*GPT2, "attention_bias", "output_bias", "ffn_bias", "qk_norm", "window")
         ours = ", ".join(f"{key} = {getattr(config.resolved(), key)!r}" for key in keys)
         raise HFError(f"it is none of these: {_KNOWN}; it has {ours}")
     return kind
