@@ -150,6 +150,7 @@ def test_shards_refuse_to_go_on_after_a_step_that_was_broken_off():
 
 # --- plans ----------------------------------------------------------------------------------------
 
+HYBRID = {"dp": 4, "dp_shard": 2}
 UNEVEN = small({"dp": 2}, "transformer", "accumulate", [SHARDED], {})  # 67 rows of a vocabulary
 ALONG_EDP = [{"use": "ep_deepseek"}, SHARDED]
 
@@ -169,6 +170,10 @@ ALONG_EDP = [{"use": "ep_deepseek"}, SHARDED]
                 (({"dp": 2, "pp": 2}, "transformer", "1f1b", [KEPT], {}), {}),
                 (({"dp": 2, "tp": 2}, "transformer", "accumulate", [{"use": "tp"}, SHARDED], {}), {}),
                 (({"dp": 4, "ep": 2}, "deepseek_v3", "accumulate", ALONG_EDP, {}), {}),
+                ((HYBRID, "transformer", "accumulate", [SHARDED], {}), {}),
+                ((HYBRID, "transformer", "accumulate", [KEPT], {}), {"precision": "bf16"}),
+                ((HYBRID | {"pp": 2}, "transformer", "1f1b", [SHARDED], {}), {}),
+                ((HYBRID | {"ep": 2}, "deepseek_v3", "accumulate", ALONG_EDP, {}), {}),
             )
         ),
     ],

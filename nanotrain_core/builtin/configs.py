@@ -27,6 +27,9 @@ class GridConfig:
     """Number of pipeline stages."""
     cp: int = attrs.field(default=1, validator=Range(1))
     """Number of ranks that split each sequence."""
+    dp_shard: int | None = attrs.field(default=None, validator=Range(1))
+    """Hybrid sharding: a component that shards weights along dp does so over this many neighboring ranks of
+    it, and replicates them along the rest. Omit to shard over all of dp."""
     tp: int = attrs.field(default=1, validator=Range(1))
     """Number of ranks that shard each layer."""
     ep: int = attrs.field(default=1, validator=Range(1))

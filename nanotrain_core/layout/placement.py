@@ -102,6 +102,36 @@ class Placement:
         moved = frozenset(dims)
         return attrs.evolve(self, summed=self.summed | moved, same=self.same - moved)
 
+    def complete_over(self, *dims: str) -> Placement:
+        """Return this placement with ``dims`` moved from *summed* to *same*: a wrapper sums gradients there.
+
+        Raises:
+            ValueError: as :meth:`sum_over`.
+        """
+        for dim in dims:
+            self._check_replicated(dim)
+        moved = frozenset(dims)
+        return attrs.evolve(self, summed=self.summed - moved, same=self.same | moved)
+
+    def divide(self, dim: str, into: tuple[str, ...], layout: Layout) -> Placement:
+        """Return this placement in the view that has the dimensions ``into`` in place of ``dim``.
+
+        Each is *sharded*, *summed* or *same* as ``dim`` was.
+
+        Raises:
+            ValueError: the layout has no such view.
+        """
+
+        def divided(dims: Iterable[str]) -> tuple[str, ...]:
+            return tuple(each for old in dims for each in (into if old == dim else (old,)))
+
+        wanted = divided(layout.views[self.view].dims)
+        found = next((name for name, view in layout.views.items() if view.dims == wanted), None)
+        if found is None:
+            raise ValueError(f"{self.name}: the layout has no view along {', '.join(wanted)}")
+        sharded, summed, same = (frozenset(divided(each)) for each in (self.sharded, self.summed, self.same))
+        return attrs.evolve(self, view=found, sharded=sharded, summed=summed, same=same)
+
     def sharded_over_summed(self) -> Placement:
         """Return the placement of a range of this block, sharded over its ranks with partial gradients."""
         return attrs.evolve(self, sharded=self.sharded | self.summed, summed=frozenset(), stages=())

@@ -17,7 +17,8 @@ from nanotrain_core.registry.registry import Registry
 
 def for_idle_ranks(dim: str, model: Selection, layout: Layout, registry: Registry) -> str:
     """Return a clause with the components that would use the ranks along ``dim``, or that none can."""
-    if dim not in layout.views["dense"].dims:  # other views place experts
+    views = layout.views
+    if dim not in views["dense"].dims and dim in views.get("expert", views["dense"]).dims:
         divisibility = divisibility_of(model.config)
         if divisibility is not None and not any(Role.EXPERTS in extent.roles for extent in divisibility):
             return f"nor has model '{model.use}' experts: set {dim} = 1"

@@ -94,7 +94,8 @@ def its_dimensions_are_used(case: Case) -> None:
     """Along each of its mesh dimensions some parameter is sharded, or has a gradient that must be summed."""
     held = [placement for rank in run_ranks(placements, case.world_size, case) for placement in rank]
     used = {dim for placement in held for dim in placement.sharded | placement.summed}
-    idle = [dim for dim in _dims_to_use(case) if dim not in used]
+    alike = {dim for placement in held for dim in placement.same} - used
+    idle = [dim for dim in _dims_to_use(case) if dim in alike]
     assert not idle, (
         f"mesh_dims has {idle}, but all ranks along it hold the same parameters and compute the same "
         "gradients: `apply` must split or sum_over the placements of what it transforms"

@@ -55,7 +55,7 @@ def nanotrain_register_parallel(register: Register) -> None:
             factory="nanotrain_fsdp.fully_sharded:FSDP2",
             summary="parameters sharded by torch's fully_shard (ZeRO-3)",
             provides={"gradient_sync"},
-            mesh_dims={"dp"},
+            mesh_dims={"dp", "dp_shard"},
             check=check,
         )
     )

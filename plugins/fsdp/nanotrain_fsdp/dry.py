@@ -6,26 +6,35 @@ that take no memory; a buffer of their size stands for them from their all-gathe
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from enum import Enum
 from math import prod
 from typing import Any
 
 import attrs
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.autograd.variable import Variable
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from nanotrain_core.api.torch import Exchange, Mesh, Placements
 from nanotrain_fsdp import FSDP2Config
-from nanotrain_fsdp.units import Unit
+from nanotrain_fsdp.units import Axes, Unit
 
 
 class DryPart:
     """The units of one model part, and what they share in a step."""
 
-    def __init__(self, part: nn.Module, placements: Placements, mesh: Mesh, config: FSDP2Config) -> None:
-        self.placements, self.mesh, self.config = placements, mesh, config
+    def __init__(
+        self,
+        part: nn.Module,
+        placements: Placements,
+        mesh: Mesh,
+        config: FSDP2Config,
+        axes: Mapping[str, Axes],
+    ) -> None:
+        self.placements, self.mesh, self.config, self.axes = placements, mesh, config, axes
         self.part = part
         self.names = {parameter: name for name, parameter in part.named_parameters()}
         """Of whole parameters, which are dropped when they are sharded."""
@@ -37,6 +46,15 @@ class DryPart:
         self.sent: torch.Tensor | None = None
         """What the last reduce-scatter sends."""
         self.in_backward = False
+        self.all_reduces = False
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Yield this rank's shards, and what is not sharded."""
+        return self.part.parameters()
+
+    def set_requires_all_reduce(self, wanted: bool) -> None:
+        """Choose whether backward passes all-reduce gradients over the replicas of shards."""
+        self.all_reduces = wanted
 
     def wrap(self, unit: Unit) -> None:
         """Shard the parameters of ``unit``, and gather them around its passes."""
@@ -89,11 +107,13 @@ class DryUnit:
     """A module whose parameters are gathered together."""
 
     def __init__(self, unit: Unit, part: DryPart, *, frees: bool) -> None:
-        group = part.mesh.group(unit.dim)
+        axes = part.axes[unit.dim]
+        group = part.mesh.group(axes.shard)
         assert group is not None
+        self.replicas = part.mesh.group(axes.replicate) if axes.replicate else None
         self.part, self.frees, self.reduce_dtype = part, frees, unit.reduce_dtype
         self.exchange = Exchange(group, part.mesh.device)  # torch calls the backend's own on any device
-        self.shards = [self._shard(each, unit) for each in unit.parameters]
+        self.shards = [self._shard(each, unit, axes.shard) for each in unit.parameters]
         self.numel = self.exchange.size * sum(each.padded for each in self.shards)
         self.state = State.IDLE
         self.places: list[int] = []
@@ -101,17 +121,20 @@ class DryUnit:
         self.arriving: torch.Tensor | None = None
         self.weights: torch.Tensor | None = None
         """Stands for the memory of the whole parameters, while they are there."""
+        self.partial: torch.Tensor | None = None
+        """Gradients that replicas have yet to all-reduce."""
+        self.reduced: torch.Tensor | None = None
+        """What they all-reduced last, held until the end of the backward pass."""
         if self.shards:
             unit.module.register_forward_pre_hook(self.before_forward, prepend=True, with_kwargs=True)
             unit.module.register_forward_hook(self.after_forward)
 
-    def _shard(self, parameter: nn.Parameter, unit: Unit) -> Shard:
+    def _shard(self, parameter: nn.Parameter, unit: Unit, dim: str) -> Shard:
         name, size = self.part.names.pop(parameter), self.exchange.size
         rows, *rest = parameter.shape
         chunk = -(-rows // size)  # as torch.chunk splits: the last ranks may have fewer, or none
         begin, end = (min(rows, chunk * (self.exchange.rank + by)) for by in (0, 1))
-        if unit.dim not in self.part.placements[name].sharded:  # or another stage of this rank has it, too
-            self.part.placements[name] = self.part.placements[name].cut(0, unit.dim, begin, end)
+        self.part.placements[name] = self.part.placements[name].cut(0, dim, begin, end)
         holders = [
             (module, key)
             for module in unit.module.modules()
@@ -207,7 +230,10 @@ class DryUnit:
             self.part.order[place - 1].gather()
 
     def reduce(self) -> None:
-        """Reduce-scatter the gradients of a module's parameters, and free these."""
+        """Reduce-scatter the gradients of a module's parameters, and free these.
+
+        Replicas of the shards all-reduce them in the last microbatch.
+        """
         self.state = State.POST_BACKWARD
         wholes = [each.whole for each in self.shards]
         gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in wholes]
@@ -222,6 +248,14 @@ class DryUnit:
         own = rows.new_empty(1, self.numel // size)
         self.exchange.reduce_scatter_into(own, rows)()
         self.part.sent = rows
+        if self.replicas is not None:
+            if self.partial is not None:
+                own = self.partial.add_(own) if not self.part.all_reduces else own.add_(self.partial)
+            self.partial = None if self.part.all_reduces else own
+            if self.partial is not None:
+                return
+            dist.all_reduce(own, group=self.replicas)
+            self.reduced = own
         own = own.to(self.shards[0].own.dtype)
         parts = torch.split(own[0], [each.padded for each in self.shards])
         for shard, part in zip(self.shards, parts, strict=True):
@@ -232,7 +266,7 @@ class DryUnit:
         """Send what was not sent, and begin anew."""
         if self.shards and self.state is not State.POST_BACKWARD:
             self.reduce()
-        self.state, self.arriving = State.IDLE, None
+        self.state, self.arriving, self.reduced = State.IDLE, None, None
         self.places.clear()
 
 

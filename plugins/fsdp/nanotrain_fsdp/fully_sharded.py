@@ -7,12 +7,11 @@ where nothing can be gathered, :mod:`.dry` does the same to plain tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -20,7 +19,7 @@ from nanotrain_core.api import NanotrainError
 from nanotrain_core.api.torch import AllReduceGradients, Mesh, PackedWeight, Parallel, PartOutput, Placements
 from nanotrain_fsdp import FSDP2Config
 from nanotrain_fsdp.dry import DryPart
-from nanotrain_fsdp.units import Unit, units
+from nanotrain_fsdp.units import Axes, Unit, axes_of, units
 
 
 class FSDP2(AllReduceGradients, Parallel):
@@ -34,72 +33,82 @@ class FSDP2(AllReduceGradients, Parallel):
         self.begun = False
         """Whether a step is in progress: if it is interrupted, torch keeps part of it."""
         self.sharded: set[str] = set()
-        self.dry: list[DryPart] = []
+        self.parts: list[FSDPModule | DryPart] = []
 
     def shard(self, part: nn.Module, placements: Placements, mesh: Mesh) -> None:
-        """Shard the parameters of each unit along its dimension of the mesh."""
-        groups = {dim: mesh.group(dim) for dim in ("dp", "edp") if dim in mesh.layout.dims}
-        dims = [dim for dim, group in groups.items() if group is not None]
-        if "dp" not in dims:
+        """Shard the parameters of each unit along its dimension of the mesh.
+
+        Raises:
+            NanotrainError: another stage of this rank has one of them.
+        """
+        axes = axes_of(mesh.layout)
+        if "dp" not in axes:
             return
-        found = list(units(part, placements, dims))
-        whole = {each for unit in found for each in unit.parameters}
-        self.sharded |= {name for name, each in part.named_parameters() if each in whole}
-        if mesh.device.type == "meta":
-            self.dry.append(DryPart(part, placements, mesh, self.config))
-            wrap: Callable[[Unit], None] = self.dry[-1].wrap
-        else:
-            kept = {each for each in part.parameters() if each not in whole}
-            wrap = self._wrapper(
-                kept, {dim: group for dim, group in groups.items() if group}, mesh.device.type
-            )
+        if both := self.sharded & {name for name, _ in part.named_parameters()}:
+            raise NanotrainError(f"fsdp2: {min(both)} is held by two stages of one rank")
+        found = list(units(part, placements, axes))
+        dim_of = {each: unit.dim for unit in found for each in unit.parameters}
+        for name, each in part.named_parameters():
+            if each in dim_of:
+                self.sharded.add(name)
+                placements[name] = axes[dim_of[each]].place(placements[name], mesh.layout)
+        dry = DryPart(part, placements, mesh, self.config, axes) if mesh.device.type == "meta" else None
+        kept = {each for each in part.parameters() if each not in dim_of}
+        meshes = {} if dry else {dim: device_mesh(each, mesh) for dim, each in axes.items()}
         for unit in found:
             if unit.inner:
                 unit.module.register_forward_hook(lambda _, args, out: no_view(out))
             if unit.module is part:  # torch searches the output for tensors
                 part.register_forward_hook(lambda _, args, out: (out.value, out.losses))
-            wrap(unit)
+            if dry:
+                dry.wrap(unit)
+            else:
+                self._wrap(unit, meshes[unit.dim], kept)
+        self.parts.append(dry or as_sharded(part))
         part.register_forward_hook(lambda _, args, out: PartOutput(*out))
         part.register_forward_hook(free_after_evaluation)
         part.register_forward_pre_hook(self.begin)
 
-    def _wrapper(
-        self, kept: set[nn.Parameter], groups: Mapping[str, ProcessGroup], device: str
-    ) -> Callable[[Unit], None]:
-        """Return what shards a unit; the parameters ``kept`` stay whole."""
-        meshes = {
-            dim: DeviceMesh.from_group(group, device, mesh_dim_names=(dim,)) for dim, group in groups.items()
-        }
-
-        def wrap(unit: Unit) -> None:
-            fully_shard(
-                unit.module,
-                mesh=meshes[unit.dim],
-                # None: torch frees layers, and keeps embedding and head, which backward begins with.
-                reshard_after_forward=None if self.config.reshard_after_forward else False,
-                mp_policy=MixedPrecisionPolicy(reduce_dtype=unit.reduce_dtype),
-                ignored_params=kept,
-            )
-            assert isinstance(unit.module, FSDPModule)
-            unit.module.set_gradient_divide_factor(1.0)
-            unit.module.set_force_sum_reduction_for_comms(True)
-            unit.module.set_reduce_scatter_unused_params(True)
-
-        return wrap
+    def _wrap(self, unit: Unit, mesh: DeviceMesh, kept: set[nn.Parameter]) -> None:
+        """Shard a unit; the parameters ``kept`` stay whole."""
+        fully_shard(
+            unit.module,
+            mesh=mesh,
+            # None: torch frees layers, and keeps embedding and head, which backward begins with.
+            reshard_after_forward=None if self.config.reshard_after_forward else False,
+            mp_policy=MixedPrecisionPolicy(reduce_dtype=unit.reduce_dtype),
+            ignored_params=kept,
+        )
+        module = as_sharded(unit.module)
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+        module.set_reduce_scatter_unused_params(True)
+        module.set_requires_all_reduce(False)
 
     def begin(self, part: nn.Module, args: Any) -> None:
         """Note that a step has begun."""
         self.begun |= part.training
 
+    def last_microbatch(self, parameters: Collection[nn.Parameter]) -> None:
+        """Have the replicas of shards all-reduce gradients, which accumulated until now, in these parts."""
+        super().last_microbatch(parameters)
+        ending = {*parameters}
+        for part in self.parts:
+            if not ending.isdisjoint(part.parameters()):
+                part.set_requires_all_reduce(True)
+
     def microbatch_done(self, parameters: Collection[nn.Parameter]) -> None:
         """Add the shards' gradients of a microbatch to those before."""
         super().microbatch_done(parameters)
-        for each in self.dry:
-            each.add_gradients(self.dtype)
+        for each in self.parts:
+            if isinstance(each, DryPart):
+                each.add_gradients(self.dtype)
 
     def finish(self) -> None:
         """Sum what is partial along other dimensions, and note the end of the step."""
         super().finish()
+        for part in self.parts:
+            part.set_requires_all_reduce(False)
         self.begun = False
 
     def zero(self) -> None:
@@ -113,7 +122,7 @@ class FSDP2(AllReduceGradients, Parallel):
         super().zero()
 
     def check(self, mesh: Mesh) -> None:
-        """Reject W passes, and parameters in shards that are packed or of several stages of this rank.
+        """Reject W passes, and parameters in shards that are packed.
 
         Raises:
             NanotrainError: there are some.
@@ -125,10 +134,24 @@ class FSDP2(AllReduceGradients, Parallel):
             )
         for placed in self.placed:
             name = placed.placement.name
-            if name in self.sharded and len(placed.parts) > 1:
-                raise NanotrainError(f"fsdp2: {name} is held by two stages of one rank")
             if name in self.sharded and isinstance(placed.parameter, PackedWeight):  # in a dry run
                 raise NanotrainError(f"fsdp2: {name} cannot be packed: set precision.packed = false")
+
+
+def as_sharded(module: nn.Module) -> FSDPModule:
+    """Return a module that ``fully_shard`` has given methods to."""
+    assert isinstance(module, FSDPModule)
+    return module
+
+
+def device_mesh(axes: Axes, mesh: Mesh) -> DeviceMesh:
+    """Return the mesh of one or two dimensions that ``fully_shard`` takes, of groups that are there."""
+    dims, device = axes.dims, mesh.device.type
+    groups = [group for dim in dims if (group := mesh.group(dim)) is not None]
+    if len(groups) == 1:
+        return DeviceMesh.from_group(groups[0], device, mesh_dim_names=dims)
+    ranks = torch.tensor(mesh.ranks(*dims)).view([mesh.size(dim) for dim in dims])
+    return DeviceMesh.from_group(groups, device, ranks, mesh_dim_names=dims)
 
 
 def no_view(out: Any) -> Any:

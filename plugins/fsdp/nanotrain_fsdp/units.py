@@ -8,8 +8,43 @@ import attrs
 import torch
 from torch import nn
 
-from nanotrain_core.api import Role, tagged
-from nanotrain_core.api.torch import Placements
+from nanotrain_core.api import Layout, Role, tagged
+from nanotrain_core.api.torch import Placement, Placements
+
+
+@attrs.define(frozen=True)
+class Axes:
+    """The dimensions of the mesh that one of data-parallel ranks is made of."""
+
+    whole: str
+    """``dp`` or ``edp``."""
+    shard: str
+    """Along which rows differ: ``dp_shard``; without hybrid sharding ``dp`` itself."""
+    replicate: str | None
+    """Along which they are the same, ``dp_replicate``, if there are several ranks."""
+
+    @property
+    def dims(self) -> tuple[str, ...]:
+        """The dimensions of several ranks, the slowest first."""
+        return (self.shard,) if self.replicate is None else (self.replicate, self.shard)
+
+    def place(self, placement: Placement, layout: Layout) -> Placement:
+        """Return the placement along these dimensions; replicas sum gradients in backward."""
+        if self.shard == self.whole:
+            return placement
+        into = f"{self.whole}_replicate", self.shard
+        return placement.divide(self.whole, into, layout).complete_over(into[0])
+
+
+def axes_of(layout: Layout) -> dict[str, Axes]:
+    """Return how dp, and edp of experts, are divided, if shards are on several ranks."""
+    found = {}
+    for dim in ("dp", "edp"):
+        hybrid = f"{dim}_shard" in layout.dims
+        shard, replicate = (f"{dim}_shard", f"{dim}_replicate") if hybrid else (dim, None)
+        if layout.degree(shard) > 1:
+            found[dim] = Axes(dim, shard, replicate if replicate and layout.size(replicate) > 1 else None)
+    return found
 
 
 @attrs.define(frozen=True, eq=False)

@@ -67,7 +67,9 @@ def ranks_along(axis: str, op: str, layout: Layout) -> tuple[int, ...]:
 
 
 #: Mesh dimensions by the key of ``[overlap]`` that says how much of their collectives is hidden.
-OVERLAP = {"dp": "dp", "edp": "dp", "tp": "tp", "etp": "ep", "ep": "ep", "cp": "cp", "pp": "pp"}
+OVERLAP = {"tp": "tp", "etp": "ep", "ep": "ep", "cp": "cp", "pp": "pp"} | {
+    f"{dim}{part}": "dp" for dim in ("dp", "edp") for part in ("", "_shard", "_replicate")
+}
 
 #: What gradient sync consists of.
 SUMS = ("all_reduce", "all_gather", "reduce_scatter")
@@ -208,7 +210,8 @@ class Links:
         axis, dense = self.axis(found), self.layout.views["dense"]
         spread = [dim for dim in dense.dims if dense.size(dim) > 1]
         dims = spread if axis == "world" else axis.split("+")
-        return "dp" in dims or "edp" in dims or dims == ["pp"] or ("cp" in dims and "dp" not in spread)
+        of_data = any(OVERLAP.get(dim) == "dp" for dim in dims)
+        return of_data or dims == ["pp"] or ("cp" in dims and "dp" not in spread)
 
     def time(self, phase: Phase) -> CollectiveTime:
         """Return what the collectives of a recorded phase take.

@@ -310,7 +310,13 @@ def _held(recipe: Recipe, layout: Layout, size: int) -> Held | None:
 
 def describe(recipe: Recipe, layout: Layout) -> str:
     """Return a layout in a line, as short as it tells it from others."""
-    degrees = {dim: n for view in layout.degrees.values() for dim, n in view.items() if dim != "edp"}
+    left = layout.data_dims  # of these what no degree says follows from the others
+    degrees = {
+        dim: n
+        for view in layout.degrees.values()
+        for dim, n in view.items()
+        if dim not in left or dim in layout.views["dense"].dims or hasattr(recipe.topology.config, dim)
+    }
     words = [f"{dim} {n}" for dim, n in degrees.items()]
     recomputed = find(recipe, "recompute")
     ranks = layout.size(*layout.row_dims)

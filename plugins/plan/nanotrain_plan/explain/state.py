@@ -21,6 +21,10 @@ MEANING = {
     "ep": "hold different experts",
     "etp": "hold different blocks of the same experts",
     "edp": "hold the same experts",
+    "dp_shard": "hold different rows of the same dense weights",
+    "dp_replicate": "hold the same rows of dense weights",
+    "edp_shard": "hold different rows of the same experts",
+    "edp_replicate": "hold the same rows of experts",
 }
 
 
