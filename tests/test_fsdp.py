@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 from unittest import mock
 
 import attrs
@@ -24,6 +25,7 @@ from nanotrain_core.testing.probe import make_engine, train
 
 OFFLOAD = {"use": "activation_offload", "min_mb": 0.0, "keep": 0}
 EXPERTS = {"model": {"use": "routed"}, "batch": {"sequences": 8}}
+HYBRID = {"dp": 4, "dp_shard": 2}
 SHARDED, KEPT = {"use": "fsdp2"}, {"use": "fsdp2", "reshard_after_forward": False}
 
 
@@ -97,23 +99,65 @@ def test_no_weight_stays_whole_after_an_evaluation():
     assert run_ranks(after_an_evaluation, 2, case) == [[], []]
 
 
-def trained_on(ranks, folder, checkpoint="simple", **options):
+def test_replicas_of_shards_all_reduce_once_in_a_step():
+    """On two hosts of two ranks: within a host in each microbatch, between hosts in the last one."""
+    case = small(HYBRID, "transformer", "accumulate", [SHARDED], {})
+    recipe, registry = case.recipe(), case.registry()
+    layout = registry.build(recipe.topology).layout(4)
+    step = dry_stages(recipe, registry, layout, host=False).step_of(0)
+    links = Links(attrs.evolve(find_hardware("h100"), devices_per_node=2), layout)
+    first, last = (step.measured["B", 0, place, False].collectives for place in (0, 2))
+    found = [Counter((each.op, links.axis(each), each.ranks) for each in sent) for sent in (first, last)]
+    assert found[0] == {("all_gather", "dp_shard", (0, 1)): 4, ("reduce_scatter", "dp_shard", (0, 1)): 5}
+    assert found[1] - found[0] == {("all_reduce", "dp_replicate", (0, 2)): 5}
+    assert not found[0] - found[1]
+    gbs = links.hardware.links
+    for each in last:
+        inside = 2 * each.bytes if each.op == "all_reduce" else each.bytes
+        rate = gbs.inter_gb_s if each.op == "all_reduce" else gbs.intra_gb_s
+        expected = gbs.latency_us * 1.25e-6 + inside / 2 / (rate * gbs.achieved * 1e9)
+        assert links.seconds(each) == pytest.approx(expected)
+        assert links.is_sync(each)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "key", "text"),
+    [
+        (["dp_shard=3"], "run.ranks", "dp_shard 3 x cp 1 x tp 1 = 3 does not divide 4; 3 or 6 ranks would do"),
+        (["dp_shard=1"], "topology.dp_shard", "shards nothing; expected 2 or more"),
+    ],
+)
+def test_shards_over_what_does_not_divide_are_refused(degrees, key, text, capsys):
+    told = ["check", "laptop", "--nproc", "4", "--set", "parallel.0.use=fsdp2"]
+    for each in degrees:
+        told += ["--set", f"topology.{each}"]
+    assert main(told) == Exit.USER
+    err = capsys.readouterr().err
+    assert key in err
+    assert text in err
+
+
+def trained_on(topology, folder, checkpoint="simple", **options):
     around = {"optimizer": {"use": "adamw", "lr": 0.01}, "checkpoint": {"use": checkpoint}}
-    case = fsdp2({"dp": ranks}, **around)
-    traces = run_ranks(train, ranks, case, {"run": {"steps": 4}}, folder=folder, save_at=2, **options)
+    case, changes = fsdp2(topology, **around), {"run": {"steps": 4}}
+    traces = run_ranks(train, case.world_size, case, changes, folder=folder, save_at=2, **options)
     return whole([trace.weights for trace in traces]), whole([trace.state for trace in traces])
 
 
 @pytest.mark.parametrize(
     ("saver", "loader", "checkpoint"),
     [
-        (2, 1, "simple"),
-        pytest.param(1, 2, "simple", marks=pytest.mark.full),
-        pytest.param(4, 2, "sharded_v2", marks=pytest.mark.full),
-        pytest.param(1, 4, "sharded_v2", marks=pytest.mark.full),
+        ({"dp": 2}, {}, "simple"),
+        pytest.param({}, {"dp": 2}, "simple", marks=pytest.mark.full),
+        pytest.param({"dp": 4}, {"dp": 2}, "sharded_v2", marks=pytest.mark.full),
+        pytest.param({}, {"dp": 4}, "sharded_v2", marks=pytest.mark.full),
+        (HYBRID, {}, "simple"),
+        pytest.param({}, HYBRID, "simple", marks=pytest.mark.full),
+        pytest.param(HYBRID, {"dp": 4}, "sharded_v2", marks=pytest.mark.full),
+        pytest.param({"dp": 2}, HYBRID, "sharded_v2", marks=pytest.mark.full),
     ],
 )
-def test_a_checkpoint_of_shards_opens_on_any_number_of_ranks(tmp_path, saver, loader, checkpoint):
+def test_a_checkpoint_of_shards_opens_on_any_layout(tmp_path, saver, loader, checkpoint):
     saved = trained_on(saver, tmp_path, checkpoint)
     resumed = trained_on(loader, tmp_path, checkpoint, resume="2")
     for what, one, other in zip(("weights", "state"), saved, resumed, strict=True):
@@ -129,8 +173,24 @@ def test_a_checkpoint_of_shards_opens_on_any_number_of_ranks(tmp_path, saver, lo
         ({"dp": 2, "ep": 2}, [{"use": "ep_deepseek"}], EXPERTS),
         ({"dp": 4, "ep": 2}, [{"use": "ep_deepseek"}], EXPERTS),
         ({"dp": 4, "ep": 2}, [{"use": "ep_deepseek"}, OFFLOAD], EXPERTS),
+        (HYBRID | {"tp": 2}, [{"use": "tp"}], {}),
+        (HYBRID | {"cp": 2}, [{"use": "cp"}], {}),
+        (HYBRID | {"pp": 2}, [], STAGED),
+        (HYBRID | {"ep": 2}, [{"use": "ep_deepseek"}], EXPERTS),
+        ({"dp": 8, "dp_shard": 4, "ep": 2}, [{"use": "ep_deepseek"}], EXPERTS),
     ],
-    ids=["tp", "tied across stages", "experts", "experts in shards", "offload"],
+    ids=[
+        "tp",
+        "tied across stages",
+        "experts",
+        "experts in shards",
+        "offload",
+        "hybrid, tp",
+        "hybrid, cp",
+        "hybrid, tied across stages",
+        "hybrid, experts whole",
+        "hybrid, experts in shards",
+    ],
 )
 def test_shards_beside_other_wrappers_pass_every_check(topology, beside, around):
     assert failed(fsdp2(topology, *beside, **around)) == {}
@@ -150,7 +210,6 @@ def test_shards_refuse_to_go_on_after_a_step_that_was_broken_off():
 
 # --- plans ----------------------------------------------------------------------------------------
 
-HYBRID = {"dp": 4, "dp_shard": 2}
 UNEVEN = small({"dp": 2}, "transformer", "accumulate", [SHARDED], {})  # 67 rows of a vocabulary
 ALONG_EDP = [{"use": "ep_deepseek"}, SHARDED]
 
@@ -214,10 +273,13 @@ def test_a_plan_holds_gathered_weights_for_as_long_as_they_are_there():
     assert kept.state["other"] == freed.state["other"] == summed.state["other"]
 
 
-@pytest.mark.parametrize("wrapper", [SHARDED, KEPT])
-def test_the_peak_is_that_of_a_step_of_all_microbatches(wrapper):
+@pytest.mark.parametrize(
+    ("topology", "wrapper"),
+    [({"dp": 2}, SHARDED), ({"dp": 2}, KEPT), pytest.param(HYBRID, SHARDED, marks=pytest.mark.full)],
+)
+def test_the_peak_is_that_of_a_step_of_all_microbatches(topology, wrapper):
     """Each forward pass gathers again what the backward pass before it freed."""
-    case = small({"dp": 2}, "transformer", "accumulate", [wrapper], {})
+    case = small(topology, "transformer", "accumulate", [wrapper], {})
     ((peak, _),) = planned_memory(case).values()
     assert peak == pytest.approx(planned(case)[0].peak, rel=0.01)
 

@@ -79,6 +79,27 @@ def test_degree_that_does_not_divide_is_named():
         Grid(GridConfig(pp=2, ep=4)).layout(4)
 
 
+def test_hybrid_sharding_by_hand():
+    """Stages of 8 ranks: dp 4, of which neighbors share a copy of the weights, and tp 2; ep 2 within these."""
+    layout = Grid(GridConfig(pp=2, dp_shard=2, tp=2, ep=2)).layout(16)
+    assert layout.sizes["dense_shard"] == {"pp": 2, "dp_replicate": 2, "dp_shard": 2, "cp": 1, "tp": 2}
+    assert layout.sizes["expert_shard"] == {"pp": 2, "edp_replicate": 2, "edp_shard": 2, "ep": 2, "etp": 1}
+    assert (layout.ranks(9, "dp_shard"), layout.ranks(9, "dp_replicate")) == ((9, 11), (9, 13))
+    assert (layout.ranks(9, "edp_shard"), layout.ranks(9, "edp_replicate")) == ((9, 11), (9, 13))
+    assert layout.ranks(9, "dp_replicate", "dp_shard") == layout.ranks(9, "dp") == (9, 11, 13, 15)
+    assert {*layout.data_dims} >= {"dp_replicate", "dp_shard", "edp_replicate", "edp_shard"}
+    assert layout.row_dims == ("dp",)
+
+
+def test_a_copy_of_the_experts_lies_within_one_of_the_other_weights():
+    assert Grid(GridConfig(dp_shard=2, ep=8)).layout(8).sizes["expert_shard"]["edp_replicate"] == 1
+    with pytest.raises(ValueError, match=r"of 8, dp_shard 2 x cp 1 x tp 1 = 2 .* dp_shard = 4 or a multiple"):
+        Grid(GridConfig(dp_shard=2, ep=4)).layout(8)
+    assert Grid(GridConfig(dp_shard=4, ep=4)).layout(8).sizes["expert_shard"]["edp_shard"] == 1
+    with pytest.raises(ValueError, match="dp_shard 3 x cp 1 x tp 1 = 3 does not divide 8; 6 or 9 ranks"):
+        Grid(GridConfig(dp_shard=3)).layout(8)
+
+
 def test_dimensions_of_no_common_view_are_refused():
     layout = Layout({"a": View(("x", "y"), (2, 3)), "b": View(("z",), (6,))})
     assert layout.size() == 1

@@ -3,9 +3,11 @@
 import pytest
 import torch
 
+from nanotrain_core.builtin.configs import GridConfig
 from nanotrain_core.errors import PluginError
 from nanotrain_core.layout.dtensors import read_dtensors
 from nanotrain_core.layout.gradients import AllReduceGradients, LocalGradients
+from nanotrain_core.layout.grid import Grid
 from nanotrain_core.layout.layout import Layout, Span, View
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import PlacedParameter, Placement, place, placed_parameters
@@ -60,6 +62,22 @@ def test_a_dimension_of_another_view_is_refused():
     for change in (lambda: dense.split(0, "ep", 0, 4), lambda: dense.sum_over("edp")):
         with pytest.raises(ValueError, match=r"w is not replicated along 'ed?p', only along cp, dp, tp"):
             change()
+
+
+def test_a_dimension_is_divided_as_a_view_of_the_layout_does():
+    """Shards of neighbors, of which replicas sum gradients themselves."""
+    layout = Grid(GridConfig(dp_shard=2, tp=2)).layout(8)
+    dense = Placement.whole("w", (8, 4), layout).split(1, "tp", 1, 2)
+    found = dense.divide("dp", ("dp_replicate", "dp_shard"), layout)
+    assert (found.view, found.sync_span(layout)) == ("dense_shard", Span(("dp_replicate", "dp_shard")))
+    shard = found.complete_over("dp_replicate").cut(0, "dp_shard", 4, 8)
+    assert (shard.shape, shard.offset, shard.sharded) == ((4, 2), (4, 2), {"tp", "dp_shard"})
+    assert (shard.sync_span(layout), shard.replicas(layout)) == (Span(), 2)
+    assert layout.members(3, shard.replica_span(layout)) == (3, 7)
+    with pytest.raises(ValueError, match="w: the layout has no view along pp, a, b, cp, tp"):
+        dense.divide("dp", ("a", "b"), layout)
+    with pytest.raises(ValueError, match="w is not replicated along 'dp'"):
+        found.complete_over("dp")
 
 
 def test_sum_over_makes_a_dimension_partial():

@@ -87,6 +87,9 @@ def _parallel(component: Component) -> Iterator[Wanted]:
     here = {"use": component.name}
     if "gradient_sync" in component.provides:
         yield from _sync("parallel", [here], OF_SYNC)
+        if "dp_shard" in component.mesh_dims:
+            hybrid = {"dp": 4, "dp_shard": 2}
+            yield Wanted("dp4-dp_shard2", hybrid, {"parallel": [here]}, extra=OF_SYNC, needs=("dp_shard",))
     elif own:
         for dim in own:
             data, model = ({"dp": 2}, EXPERTS) if dim in ("ep", "etp") else ({}, {})
@@ -115,7 +118,7 @@ def _parallel(component: Component) -> Iterator[Wanted]:
         yield Wanted("tp2-sp", {"tp": 2}, {"parallel": [SLICED_TOKENS, here, SUMMED]})
         yield Wanted("pp2", {"pp": 2}, {**STAGED, "parallel": [here, SUMMED]}, needs=("pp",))
         yield from _models("dp2", {"dp": 2}, {"parallel": [here, SUMMED]})
-    for dim in sorted(component.mesh_dims.difference(KNOWN_DIMS, ("dp", "edp"))):
+    for dim in sorted(component.mesh_dims.difference(KNOWN_DIMS, ("dp", "edp", "dp_shard"))):
         around = {"parallel": [here, SUMMED]}
         # Not all checks: some know what a rank has of a layer only along the dimensions above.
         for name, degrees in ((f"{dim}2", {dim: 2}), (f"dp2-{dim}2", {"dp": 2, dim: 2})):

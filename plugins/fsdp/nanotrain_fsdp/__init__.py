@@ -30,7 +30,12 @@ class FSDP2Config:
 
 
 def check(recipe: Recipe, config: FSDP2Config, layout: Layout) -> Iterator[Problem]:
-    """Check torch's version: earlier ones lack ``FSDPModule.set_reduce_scatter_unused_params``."""
+    """Check the ranks of a shard, and torch: others lack ``FSDPModule.set_reduce_scatter_unused_params``."""
+    if layout.degree("dp") > 1 == layout.degree("dp_shard") and "dp_shard" in layout.dims:
+        yield Problem(
+            "topology.dp_shard",
+            "fsdp2: dp_shard = 1 shards nothing; expected 2 or more, none to shard over all of dp, or ddp",
+        )
     try:
         found = version("torch")
     except PackageNotFoundError:

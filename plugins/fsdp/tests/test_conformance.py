@@ -35,5 +35,6 @@ test_exhaustively = pytest.mark.full(
         case({"dp": 4}),
         case({"dp": 2}, KEPT, "kept"),
         case({"dp": 2}, name="recompute", **RECOMPUTED),
+        case({"dp": 4, "dp_shard": 2}),
     )
 )
