@@ -80,7 +80,7 @@ def test_degree_that_does_not_divide_is_named():
 
 
 def test_hybrid_sharding_by_hand():
-    """Stages of 8 ranks: dp 4, of which neighbors share a copy of the weights, and tp 2; ep 2 within these."""
+    """Stages of 8 ranks: dp 4, of which neighbors share a copy of the weights, and tp 2; ep 2 in these."""
     layout = Grid(GridConfig(pp=2, dp_shard=2, tp=2, ep=2)).layout(16)
     assert layout.sizes["dense_shard"] == {"pp": 2, "dp_replicate": 2, "dp_shard": 2, "cp": 1, "tp": 2}
     assert layout.sizes["expert_shard"] == {"pp": 2, "edp_replicate": 2, "edp_shard": 2, "ep": 2, "etp": 1}

@@ -6,7 +6,7 @@ that take no memory; a buffer of their size stands for them from their all-gathe
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from enum import Enum
 from math import prod
 from typing import Any
@@ -47,10 +47,6 @@ class DryPart:
         """What the last reduce-scatter sends."""
         self.in_backward = False
         self.all_reduces = False
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """Yield this rank's shards, and what is not sharded."""
-        return self.part.parameters()
 
     def set_requires_all_reduce(self, wanted: bool) -> None:
         """Choose whether backward passes all-reduce gradients over the replicas of shards."""

@@ -34,6 +34,8 @@ class FSDP2(AllReduceGradients, Parallel):
         """Whether a step is in progress: if it is interrupted, torch keeps part of it."""
         self.sharded: set[str] = set()
         self.parts: list[FSDPModule | DryPart] = []
+        self.part_of: dict[torch.Tensor, FSDPModule | DryPart] = {}
+        """Of shards: while weights are gathered, modules have others."""
 
     def shard(self, part: nn.Module, placements: Placements, mesh: Mesh) -> None:
         """Shard the parameters of each unit along its dimension of the mesh.
@@ -92,10 +94,8 @@ class FSDP2(AllReduceGradients, Parallel):
     def last_microbatch(self, parameters: Collection[nn.Parameter]) -> None:
         """Have the replicas of shards all-reduce gradients, which accumulated until now, in these parts."""
         super().last_microbatch(parameters)
-        ending = {*parameters}
-        for part in self.parts:
-            if not ending.isdisjoint(part.parameters()):
-                part.set_requires_all_reduce(True)
+        for part in {self.part_of[each] for each in parameters if each in self.part_of}:
+            part.set_requires_all_reduce(True)
 
     def microbatch_done(self, parameters: Collection[nn.Parameter]) -> None:
         """Add the shards' gradients of a microbatch to those before."""
@@ -134,8 +134,11 @@ class FSDP2(AllReduceGradients, Parallel):
             )
         for placed in self.placed:
             name = placed.placement.name
-            if name in self.sharded and isinstance(placed.parameter, PackedWeight):  # in a dry run
-                raise NanotrainError(f"fsdp2: {name} cannot be packed: set precision.packed = false")
+            if name in self.sharded:
+                if isinstance(placed.parameter, PackedWeight):  # in a dry run
+                    raise NanotrainError(f"fsdp2: {name} cannot be packed: set precision.packed = false")
+                own = placed.parameter if placed.dtensor is None else placed.dtensor
+                self.part_of[own] = self.parts[placed.parts[0]]
 
 
 def as_sharded(module: nn.Module) -> FSDPModule:

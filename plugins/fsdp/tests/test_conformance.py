@@ -36,5 +36,6 @@ test_exhaustively = pytest.mark.full(
         case({"dp": 2}, KEPT, "kept"),
         case({"dp": 2}, name="recompute", **RECOMPUTED),
         case({"dp": 4, "dp_shard": 2}),
+        case({"dp": 4, "dp_shard": 2}, KEPT, "hybrid-kept"),
     )
 )
