@@ -16,7 +16,7 @@ from test_docs import failed
 from test_example_torch_wrappers import STAGED, goes_on, update
 from test_plan_truth import case as small
 
-from nanotrain_core.api import Exit
+from nanotrain_core.api import Exit, NanotrainError, Selection
 from nanotrain_core.cli import main
 from nanotrain_core.layout.dtensors import is_dtensor
 from nanotrain_core.testing import Case, RankFailure, run_ranks
@@ -61,18 +61,46 @@ def test_each_rank_holds_its_share_of_weights_and_of_their_state():
     assert max(share for each in shares for share in each) < 0.3 * whole_model[0]
 
 
-def test_shards_beside_packed_weights_are_refused_by_name():
-    with pytest.raises(RankFailure, match=r"layers\.0\..* is a DTensor.*: .* precision.packed = false"):
-        run_ranks(update, 2, fsdp2({"dp": 2}, precision={"use": "fp4_master"}), {})
+PACKED = ["--set", 'precision={use="fp4_master"}']
+DEFERRED = ["--set", 'schedule={use="zb_h1"}', "--set", "topology.pp=2"]
 
 
-def test_plans_of_what_a_run_refuses_are_refused(capsys):
-    told = ["plan", "laptop", "--ranks", "4", "--set", 'parallel=[{use="fsdp2"}]']
-    packed = ["--set", 'precision={use="fp4_master"}']
-    split = ["--set", 'schedule={use="zb_h1"}', "--set", "topology.pp=2"]
-    for more, text in ((packed, r"cannot be packed: set .* = false"), (split, "no W passes: take .* 1f1b")):
-        assert main([*told, *more]) == Exit.USER
-        assert re.fullmatch(rf"nanotrain: fsdp2: .*{text}\n", capsys.readouterr().err)
+@pytest.mark.parametrize(
+    ("more", "text"),
+    [
+        (PACKED, r"precision: fsdp2: .* DTensors, which 'fp4_master' .*: .* set packed = false, .*"),
+        (DEFERRED, "schedule: 'zb_h1' has W passes, which parallel 'fsdp2' .*; expected .* such as 1F1B"),
+    ],
+)
+def test_what_a_run_refuses_is_refused_before_a_process_starts(more, text, capsys):
+    told = ["laptop", "--set", 'parallel=[{use="fsdp2"}]', *more]
+    for command in (["check", "--nproc", "4"], ["plan", "--ranks", "4"]):
+        assert main([command[0], *told, *command[1:]]) == Exit.USER
+        assert re.search(text, capsys.readouterr().err)
+
+
+def test_what_a_run_takes_is_not_refused(capsys):
+    whole_weights = ["--set", 'precision={use="fp4_master",packed=false}', "--nproc", "4"]
+    staged = ["--set", 'schedule={use="1f1b"}', "--set", "topology.pp=2", "--nproc", "4"]
+    for more in (whole_weights, staged, [*PACKED, "--nproc", "1"]):  # one process shards nothing
+        assert main(["check", "laptop", "--set", 'parallel=[{use="fsdp2"}]', *more]) == Exit.DONE
+
+
+@pytest.mark.parametrize(
+    ("kind", "use", "text"),
+    [
+        ("precision", "fp4_master", r"cannot be packed: set precision.packed = false"),
+        ("schedule", "zb_h1", "there are no W passes: take a schedule without them"),
+    ],
+)
+def test_ranks_refuse_what_no_declaration_says(kind, use, text):
+    """A precision or a schedule need not say what it does."""
+    case = small({"dp": 2, "pp": 2}, "transformer", "1f1b", [SHARDED], {})
+    recipe, registry = case.recipe(), case.registry()
+    selection = Selection(kind, use, registry.get(kind, use).config())
+    layout = registry.build(recipe.topology).layout(4)
+    with pytest.raises(NanotrainError, match=f"fsdp2: .*{text}"):
+        dry_stages(attrs.evolve(recipe, **{kind: selection}), registry, layout, host=True)
 
 
 def test_a_monitor_that_replays_is_refused_before_the_first_step():
@@ -200,12 +228,6 @@ def test_a_checkpoint_of_shards_opens_on_any_layout(tmp_path, saver, loader, che
 )
 def test_shards_beside_other_wrappers_pass_every_check(topology, beside, around):
     assert failed(fsdp2(topology, *beside, **around)) == {}
-
-
-@pytest.mark.full
-def test_shards_beside_w_passes_are_refused_by_name():
-    with pytest.raises(RankFailure, match=r"fsdp2: .* no W passes"):
-        run_ranks(update, 4, fsdp2({"dp": 2, "pp": 2}, schedule={"use": "zb_h1"}), {})
 
 
 def test_shards_refuse_to_go_on_after_a_step_that_was_broken_off():

@@ -202,6 +202,14 @@ def _stages(
         raise PluginError(f"schedule '{recipe.schedule.use}' raised {describe(error)}") from error
     if wrong is not None:
         yield Problem("schedule", f"'{recipe.schedule.use}': {wrong}")
+        return
+    for each in (each for each in recipe.selections() if "w_passes" in each.unsupported):
+        if any(action.kind == "W" for rank in schedule.actions(pp, microbatches) for action in rank):
+            text = (
+                f"'{recipe.schedule.use}' has W passes, which {each.kind} '{each.use}' declares that it does "
+                "not support; expected a schedule without, such as 1F1B"
+            )
+            yield Problem("schedule", text)
 
 
 @lru_cache(4096)  # a sweep requests the same actions of one schedule at many degrees

@@ -94,12 +94,15 @@ def check(recipe: Recipe, config: FP4MasterConfig, layout: Layout) -> Iterator[P
 
 
 def supports_for(config: FP4MasterConfig) -> Mapping[str, Support]:
-    """Return the properties, by their names in the conformance harness, that the variant does not have."""
+    """Return the properties, most by their names in the conformance harness, that it does not have."""
+    lacks = set()
+    if config.packed and config.form != "bf16":  # a wrapper cannot shard the rows of packed weights
+        lacks.add("dtensors")
     if config.variant == "naive":  # the baseline for comparison: rounding errors are lost
-        return {"keeps_small_updates": Support.UNSUPPORTED}
+        lacks.add("keeps_small_updates")
     if config.variant == "eco" and config.form != "bf16":  # at random, so that errors are zero in the mean
-        return {"rounds_to_nearest": Support.UNSUPPORTED}
-    return {}
+        lacks.add("rounds_to_nearest")
+    return dict.fromkeys(lacks, Support.UNSUPPORTED)
 
 
 def stays_eager(recipe: Recipe, config: FP4MasterConfig, layout: Layout) -> Iterator[StaysEager]:

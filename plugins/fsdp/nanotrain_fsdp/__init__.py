@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from nanotrain_core.api import Component, Problem, Register, hookimpl
+from nanotrain_core.api import Component, Problem, Register, Support, hookimpl
 
 if TYPE_CHECKING:
     from nanotrain_core.api import Layout, Recipe
@@ -30,11 +30,17 @@ class FSDP2Config:
 
 
 def check(recipe: Recipe, config: FSDP2Config, layout: Layout) -> Iterator[Problem]:
-    """Check the ranks of a shard, and torch: others lack ``FSDPModule.set_reduce_scatter_unused_params``."""
+    """Check who shares weights, and torch: others lack ``FSDPModule.set_reduce_scatter_unused_params``."""
     if layout.degree("dp") > 1 == layout.degree("dp_shard") and "dp_shard" in layout.dims:
         yield Problem(
             "topology.dp_shard",
             "fsdp2: dp_shard = 1 shards nothing; expected 2 or more, none to shard over all of dp, or ddp",
+        )
+    if layout.degree("dp") > 1 and "dtensors" in recipe.precision.unsupported:
+        yield Problem(
+            "precision",
+            f"fsdp2: shards of weights are DTensors, which '{recipe.precision.use}' with these keys declares "
+            "that it does not support: packed weights cannot be, so set packed = false, or take another",
         )
     try:
         found = version("torch")
@@ -61,6 +67,8 @@ def nanotrain_register_parallel(register: Register) -> None:
             summary="parameters sharded by torch's fully_shard (ZeRO-3)",
             provides={"gradient_sync"},
             mesh_dims={"dp", "dp_shard"},
+            # A layer's gradients are sent when its backward pass ends.
+            supports={"w_passes": Support.UNSUPPORTED},
             check=check,
         )
     )
