@@ -135,6 +135,24 @@ class Exchange:
         work = dist.all_to_all_single(received, sent, *rows, group=self.group, async_op=async_op)
         return _result(work, received, sent)
 
+    def shift(self, received: torch.Tensor, sent: torch.Tensor, *, async_op: bool = False) -> Pending:
+        """Begin to send to the next rank of the group, and to receive from the one before: a ring.
+
+        Args:
+            received: contiguous, of the shape that the rank before this one sends.
+            sent: contiguous.
+            async_op: see the class.
+        """
+        after, before = ((self.rank + by) % self.size for by in (1, -1))
+        ops = [
+            dist.P2POp(dist.isend, sent, group=self.group, group_peer=after),
+            dist.P2POp(dist.irecv, received, group=self.group, group_peer=before),
+        ]
+        pending = partial(_wait, dist.batch_isend_irecv(ops), received, sent)
+        if not async_op:
+            pending()
+        return pending
+
 
 class GlooExchange(Exchange):
     """An :class:`Exchange` on a CPU, through sockets.

@@ -17,6 +17,7 @@ COLLECTIVES = (
     "all_gather_into",
     "reduce_scatter_into",
     "all_to_all",
+    "shift",
 )
 
 

@@ -31,15 +31,15 @@ __version__ = "0.1.0"
 class ContextParallelConfig:
     """``[[parallel]] use = "cp"``, with ``[topology] cp``."""
 
-    communication: Literal["all_to_all", "all_gather"] = "all_to_all"
+    communication: Literal["all_to_all", "all_gather", "ring"] = "all_to_all"
     """What ranks exchange around attention: ``all_to_all``, tokens for heads, which ``cp`` must divide;
-    ``all_gather``, keys and values, for any number of heads."""
+    ``all_gather``, keys and values, for any number of heads; ``ring``, the same, a block at a time."""
 
 
 def check(recipe: Recipe, config: ContextParallelConfig, layout: Layout) -> Iterator[Problem]:
     """Check that the heads which tensor parallelism leaves each rank, or repeats there, divide."""
     cp, tp = layout.degree("cp"), layout.degree("tp")
-    if config.communication == "all_gather":
+    if config.communication != "all_to_all":
         return
     for extent in divisibility_of(recipe.model.config) or ():
         heads = (lcm(extent.units, tp) if extent.grouped else extent.units) // tp
@@ -63,7 +63,7 @@ def nanotrain_register_parallel(register: Register) -> None:
             name="cp",
             config=ContextParallelConfig,
             factory="nanotrain_cp.context_parallel:ContextParallel",
-            summary="shares sequences over ranks, by all-to-all or all-gather around attention",
+            summary="shares sequences over ranks, by all-to-all, all-gather or a ring around attention",
             mesh_dims={"cp"},
             check=check,
             stays_eager=stays_eager,

@@ -15,11 +15,11 @@ from torch import nn
 
 from nanotrain_core.api import NanotrainError, Role, tagged, take_over
 from nanotrain_core.api.torch import Batch, Mesh, Parallel, Placements, Routing, count_of
-from nanotrain_cp import ContextParallelConfig, all_gather, all_to_all
+from nanotrain_cp import ContextParallelConfig, all_gather, all_to_all, ring
 from nanotrain_cp.collectives import Gather, Ranks
 
 #: How attention communicates, by the name in the recipe.
-ATTEND = {"all_to_all": all_to_all.attend, "all_gather": all_gather.attend}
+ATTEND = {"all_to_all": all_to_all.attend, "all_gather": all_gather.attend, "ring": ring.attend}
 
 
 class ContextParallel(Parallel):
