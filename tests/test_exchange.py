@@ -92,6 +92,26 @@ def test_rows_reach_the_rank_they_are_sent_to(transport):
             assert torch.equal(torch.as_tensor(got), want)
 
 
+def around(transport):
+    """Return what two messages to the next rank bring, both begun before the first is awaited."""
+    exchange = exchange_of(transport)
+    rank, before = exchange.rank, (exchange.rank - 1) % exchange.size
+    begun = [
+        exchange.shift(torch.empty(before + more, 4, dtype=torch.float64), numbers(rank, rank + more, 4))
+        for more in (1, 2)
+    ]
+    return [pending() for pending in begun]
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.full)])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_messages_go_to_the_next_rank_in_order(transport, ranks):
+    for rank, found in enumerate(run_ranks(around, ranks, transport, check_collectives=False)):
+        before = (rank - 1) % ranks
+        for more, got in zip((1, 2), found, strict=True):
+            assert torch.equal(torch.as_tensor(got), numbers(before, before + more, 4))
+
+
 def buffers_twice(transport):
     """Return sums of two buffers, filled twice, begun together and awaited in one order."""
     exchange, found = exchange_of(transport), []

@@ -20,6 +20,7 @@ DDP = [{"use": "ddp", "bucket_mb": 0.01}]
 TP, SP = [{"use": "tp", "sequence_parallel": False}], [{"use": "tp", "sequence_parallel": True}]
 EP = [{"use": "ep_deepseek"}]
 CP_GATHER = {"use": "cp", "communication": "all_gather"}
+CP_RING = {"use": "cp", "communication": "ring"}
 ZERO = {"use": "zero12", "bucket_mb": 0.01}
 
 CASES = {
@@ -47,6 +48,9 @@ MORE = {
     "phases": ({"dp": 2}, "transformer", "accumulate", DDP, {}),
     "cp": ({"cp": 2}, "transformer", "accumulate", [{"use": "cp"}, *DDP], {}),
     "cp_gather": ({"cp": 2}, "transformer", "accumulate", [CP_GATHER, *DDP], {}),
+    "cp_ring": ({"cp": 3}, "transformer", "accumulate", [CP_RING, *DDP], {}),
+    "cp_ring_experts": ({"cp": 2, "ep": 2}, "deepseek_v3", "accumulate", [CP_RING, *EP, *DDP], {}),
+    "cp_ring_pipeline": ({"cp": 2, "pp": 2}, "transformer", "1f1b", [CP_RING, *DDP], {}),
     "cp_gather_experts": ({"cp": 2, "ep": 2}, "deepseek_v3", "accumulate", [CP_GATHER, *EP, *DDP], {}),
 }
 #: A plan is of the largest batch, which the second step has: the first takes one sequence on each rank.

@@ -24,6 +24,7 @@ CASES = {
     "tp": Case("parallel", use="tp", config={"sequence_parallel": True}, topology={"tp": 2}),
     "ep": Case("parallel", use="ep_deepseek", topology={"dp": 2, "ep": 2}, overrides=ROUTED),
     "etp": Case("parallel", use="ep_deepseek", topology={"dp": 2, "etp": 2}, overrides=ROUTED),
+    "cp": Case("parallel", use="cp", config={"communication": "ring"}, topology={"cp": 2}),
     "pp": Case("schedule", use="1f1b", topology={"pp": 2}),
     "ddp": Case("parallel", use="ddp", topology={"dp": 2}),
     "zero12": Case("optimizer", use="zero12", config={"stage": 2, "lr": 0.01}, topology={"dp": 2}),
@@ -55,7 +56,7 @@ def assert_as_one_process(case, ranks, alone):
         assert_same(found, whole([getattr(alone, part)]), part, atol=TOLERANCE)
 
 
-@pytest.mark.full_cases("tp", "ep", "ddp")
+@pytest.mark.full_cases("tp", "ep", "ddp", "cp")
 @pytest.mark.parametrize("name", CASES)
 def test_staged_ranks_train_as_one_process(name):
     case, changes = CASES[name], {"kernels": {"use": "torch"}}

@@ -111,6 +111,7 @@ def seconds_in_exchanges(case, late):
         "all_gather": lambda: exchange.all_gather(x, async_op=True),
         "reduce_scatter": lambda: exchange.reduce_scatter(x.view(2, 2)),
         "all_to_all": lambda: exchange.all_to_all(torch.empty(4), x),
+        "shift": lambda: exchange.shift(torch.empty(4), x),
         "buffer": buffer.all_reduce,
         "buckets": lambda: (buckets.reduce_scatter(8, lambda flat: None, x, add=False), buckets.drain()),
     }

@@ -135,23 +135,20 @@ class Exchange:
         work = dist.all_to_all_single(received, sent, *rows, group=self.group, async_op=async_op)
         return _result(work, received, sent)
 
-    def shift(self, received: torch.Tensor, sent: torch.Tensor, *, async_op: bool = False) -> Pending:
+    def shift(self, received: torch.Tensor, sent: torch.Tensor) -> Pending:
         """Begin to send to the next rank of the group, and to receive from the one before: a ring.
+
+        As one operation: NCCL, which works through operations in order, would wait for the first of two.
 
         Args:
             received: contiguous, of the shape that the rank before this one sends.
             sent: contiguous.
-            async_op: see the class.
         """
-        after, before = ((self.rank + by) % self.size for by in (1, -1))
         ops = [
-            dist.P2POp(dist.isend, sent, group=self.group, group_peer=after),
-            dist.P2POp(dist.irecv, received, group=self.group, group_peer=before),
+            dist.P2POp(dist.isend, sent, group=self.group, group_peer=(self.rank + 1) % self.size),
+            dist.P2POp(dist.irecv, received, group=self.group, group_peer=(self.rank - 1) % self.size),
         ]
-        pending = partial(_wait, dist.batch_isend_irecv(ops), received, sent)
-        if not async_op:
-            pending()
-        return pending
+        return partial(_wait, dist.batch_isend_irecv(ops), received, sent)
 
 
 class GlooExchange(Exchange):
@@ -181,6 +178,14 @@ class GlooExchange(Exchange):
         """All-to-all: each rank receives one part from every rank and sums them."""
         work = dist.all_to_all_single(received, shares, group=self.group, async_op=async_op)
         return _result(work, received, shares)
+
+    def shift(self, received: torch.Tensor, sent: torch.Tensor) -> Pending:
+        """Send and receive: gloo has no order of operations."""
+        works = (
+            dist.isend(sent, group=self.group, group_dst=(self.rank + 1) % self.size),
+            dist.irecv(received, group=self.group, group_src=(self.rank - 1) % self.size),
+        )
+        return partial(_wait, works, received, sent)
 
 
 class GroupBuffer(Buffer):

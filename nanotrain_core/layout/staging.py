@@ -101,10 +101,10 @@ class StagedExchange(Exchange):
         pending = self.host.all_to_all(coming, self.down(sent), *rows, async_op=async_op)
         return lambda: received.copy_(pending())
 
-    def shift(self, received: torch.Tensor, sent: torch.Tensor, *, async_op: bool = False) -> Pending:
+    def shift(self, received: torch.Tensor, sent: torch.Tensor) -> Pending:
         """Begin to send a copy to the next rank."""
         coming = torch.empty(received.shape, dtype=received.dtype)
-        pending = self.host.shift(coming, self.down(sent), async_op=async_op)
+        pending = self.host.shift(coming, self.down(sent))
         return lambda: received.copy_(pending())
 
 

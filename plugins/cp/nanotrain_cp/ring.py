@@ -139,7 +139,7 @@ class Ring:
         The call that waits for it lets go of what was sent.
         """
         tokens = sum(map(len, self.chunks(self.source(step + 1))))
-        begun = [self.ranks.exchange.shift(x.new_empty(len(x), tokens, *x.shape[2:]), x, async_op=True)]
+        begun = [self.ranks.exchange.shift(x.new_empty(len(x), tokens, *x.shape[2:]), x)]
 
         def arrived() -> Tensor:
             return begun.pop()()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import attrs
 
 from nanotrain_core.api import Layout
 from nanotrain_plan.dry.collectives import Collective
+from nanotrain_plan.dry.cost import ATTENTION
 from nanotrain_plan.dry.phase import Phase
 from nanotrain_plan.hardware import Hardware
 from nanotrain_plan.stages import Stages
@@ -31,12 +32,16 @@ class AxisTraffic:
     short for gradient sync."""
 
 
-def axis_of(ranks: Sequence[int], layout: Layout, *, of_experts: bool = False) -> str:
+#: Operations between two ranks.
+MESSAGES = ("send", "recv")
+
+
+def axis_of(ranks: Sequence[int], op: str, layout: Layout, *, of_experts: bool = False) -> str:
     """Return along which mesh dimensions ranks differ: ``tp``, ``dp``, ``world``, ``pp`` of a message.
 
     A group that is complete along dimensions of the dense view is named by these, otherwise by those of the
-    expert view; two stages that exchange a message or share a tied parameter, by ``pp``. ``of_experts``: try
-    the expert view first.
+    expert view; two ranks that exchange a message, by the dimensions of the dense view along which they
+    differ, and two stages that share a tied parameter, by ``pp``. ``of_experts``: try the expert view first.
     """
     if not of_experts and len(ranks) == layout.world_size:
         several = [dim for dim in layout.views["dense"].dims if layout.size(dim) > 1]
@@ -44,7 +49,7 @@ def axis_of(ranks: Sequence[int], layout: Layout, *, of_experts: bool = False) -
     for view in reversed(layout.views.values()) if of_experts else layout.views.values():
         spread = {dim: {view.coordinate(rank, dim) for rank in ranks} for dim in view.dims}
         varying = [dim for dim in view.dims if len(spread[dim]) > 1]
-        whole = all(len(spread[dim]) == view.size(dim) for dim in varying if dim != "pp")
+        whole = op in MESSAGES or all(len(spread[dim]) == view.size(dim) for dim in varying if dim != "pp")
         if whole and math.prod(len(spread[dim]) for dim in varying) == len(ranks):
             return "+".join(varying)
     return "other"
@@ -53,15 +58,16 @@ def axis_of(ranks: Sequence[int], layout: Layout, *, of_experts: bool = False) -
 def ranks_along(axis: str, op: str, layout: Layout) -> tuple[int, ...]:
     """Return the ranks of rank 0's group for a collective along ``axis``: the inverse of :func:`axis_of`.
 
-    Along ``pp``, a message involves two neighboring stages, and a sum the first and the last stage.
+    Along ``pp``, a message involves two neighboring stages, and a sum the first and the last stage; along
+    other dimensions a message goes to the next rank.
     """
     if axis in ("world", "other"):
         return tuple(range(layout.world_size))
     dims = [dim for dim in axis.split("+") if dim]
     own = layout.ranks(0, *(dim for dim in dims if dim != "pp"))
     if "pp" not in dims or layout.size("pp") == 1:
-        return own
-    stages = 1 if op in ("send", "recv") else layout.size("pp") - 1
+        return own[:2] if op in MESSAGES else own
+    stages = 1 if op in MESSAGES else layout.size("pp") - 1
     stride = layout.view(["pp"]).stride("pp") * stages
     return (*own, *(rank + stride for rank in own))
 
@@ -76,6 +82,15 @@ SUMS = ("all_reduce", "all_gather", "reduce_scatter")
 
 #: Collectives that NCCL runs as rings (or trees), one for each NIC of a node.
 RINGS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce")
+
+
+def attention_seconds(gemm_flops: Mapping[str, float], hardware: Hardware) -> float:
+    """Return the seconds of attention among FLOPs of a phase: half of the scores are masked, and left out."""
+    return sum(
+        flops / 2 / hardware.attention_rate(kind.removeprefix(ATTENTION))
+        for kind, flops in gemm_flops.items()
+        if kind.startswith(ATTENTION)
+    )
 
 
 @attrs.define(frozen=True, kw_only=True)
@@ -98,7 +113,7 @@ class Links:
 
     def __init__(self, hardware: Hardware, layout: Layout) -> None:
         self.hardware, self.layout = hardware, layout
-        self._axes: dict[tuple[tuple[int, ...], bool], str] = {}
+        self._axes: dict[tuple[tuple[int, ...], bool, bool], str] = {}
         self._seconds: dict[Collective, float] = {}
         self._locals: dict[tuple[tuple[int, ...], str, bool], int] = {}
 
@@ -110,10 +125,10 @@ class Links:
         also split sequences, the all-to-all may belong to either: ``cp+ep``.
         """
         of_experts = found.op == "all_to_all" and not self.hardware.gloo
-        key = found.ranks, of_experts
+        key = found.ranks, of_experts, found.op in MESSAGES
         if key not in self._axes:
-            self._axes[key] = axis = axis_of(found.ranks, self.layout)
-            spread = axis_of(found.ranks, self.layout, of_experts=True) if of_experts else axis
+            self._axes[key] = axis = axis_of(found.ranks, found.op, self.layout)
+            spread = axis_of(found.ranks, found.op, self.layout, of_experts=True) if of_experts else axis
             if {"ep", "etp"} & {*spread.split("+")}:
                 both = axis != spread and axis in self.layout.sequence_dims
                 self._axes[key] = f"{axis}+{spread}" if both else spread
@@ -151,7 +166,7 @@ class Links:
         Groups that are moved along the other dimensions may lie otherwise on nodes, and all ranks wait for
         the slowest: with tp 6 on nodes of 8 the ranks 0 to 5 share a node, and 6 to 11 do not.
         """
-        key = found.ranks, self.axis(found), found.op in ("send", "recv")
+        key = found.ranks, self.axis(found), found.op in MESSAGES
         if key not in self._locals:
             node = self.hardware.devices_per_node
             places = (Counter((rank + by) // node for rank in found.ranks) for by in self._moves(*key))
@@ -161,7 +176,8 @@ class Links:
     def _moves(self, ranks: Sequence[int], axis: str, message: bool) -> set[int]:
         """Return by how much a group is moved to become any other along its axis, modulo a node's ranks.
 
-        A ``message`` goes from any pipeline stage to the next; a sum along ``pp`` is over the same stages.
+        A ``message`` goes from any rank along its axis to the one as far from it; a sum along ``pp`` is over
+        the same stages.
         """
         dims, node = axis.split("+"), self.hardware.devices_per_node
         try:
@@ -170,10 +186,10 @@ class Links:
             return {0}
         moves = {0}
         for dim in view.dims:
-            along = dim in dims
-            if along and not (dim == "pp" and message):
+            first, last = (view.coordinate(ranks[end], dim) for end in (0, -1))
+            if dim in dims and not message:
                 continue
-            first, places = view.coordinate(ranks[0], dim), range(view.size(dim) - along)
+            places = range(view.size(dim) - abs(last - first))
             moves = {(by + (place - first) * view.stride(dim)) % node for by in moves for place in places}
         return moves
 
@@ -213,6 +229,18 @@ class Links:
         of_data = any(OVERLAP.get(dim) == "dp" for dim in dims)
         return of_data or dims == ["pp"] or ("cp" in dims and "dp" not in spread)
 
+    def is_ring(self, axis: str, op: str) -> bool:
+        """Return whether an operation sends to another rank that shares sequences, as ring attention does."""
+        return op == "send" and axis in self.layout.sequence_dims
+
+    def hidden_of_ring(self, seconds: float, gemm_flops: Mapping[str, float]) -> float:
+        """Return how much of the time of a ring's messages attention hides: that of the same phase."""
+        return min(seconds, attention_seconds(gemm_flops, self.hardware)) if seconds else 0.0
+
+    def ring(self, phase: Phase) -> float:
+        """Return the seconds that the messages of a ring take, less the share of ``[overlap]``."""
+        return sum(self.exposed(each) for each in phase.collectives if self.is_ring(self.axis(each), each.op))
+
     def time(self, phase: Phase) -> CollectiveTime:
         """Return what the collectives of a recorded phase take.
 
@@ -220,10 +248,13 @@ class Links:
         """
         sync = filter(self.is_sync, phase.collectives)
         sends = (
-            self.seconds(found) - self.exposed(found) for found in phase.collectives if found.op == "send"
+            self.seconds(found) - self.exposed(found)
+            for found in phase.collectives
+            if found.op == "send" and self.axis(found) == "pp"
         )
         return CollectiveTime(
-            exposed=sum(self.exposed(found) for found in phase.collectives if found.op != "recv"),
+            exposed=sum(self.exposed(found) for found in phase.collectives if found.op != "recv")
+            - self.hidden_of_ring(self.ring(phase), phase.gemm_flops),
             hidden=sum(map(self.hidden, phase.collectives)),
             sync=sum(map(self.exposed, sync)),
             message=max(sends, default=0.0),
@@ -251,12 +282,17 @@ def traffic(
     for phase, times in Counter(phases_of(stages, pp_rank)).items():
         more = excess(phase)
         share = more / sum(map(links.hidden, phase.collectives)) if more else 0.0
+        ring = links.ring(phase)
+        of_ring = links.hidden_of_ring(ring, phase.gemm_flops) / ring if ring else 0.0
         for found in phase.collectives:
-            sums = total[links.axis(found), found.op, len(found.ranks)]
+            axis = links.axis(found)
+            sums = total[axis, found.op, len(found.ranks)]
+            exposed = links.exposed(found) * (1 - of_ring if links.is_ring(axis, found.op) else 1)
+            exposed = 0.0 if found.op == "recv" else exposed  # see Links.time
             sums[0] += times
             sums[1] += times * found.bytes
             sums[2] += times * links.seconds(found)
-            sums[3] += times * (links.exposed(found) + share * links.hidden(found))
+            sums[3] += times * (exposed + share * links.hidden(found))
     return [
         AxisTraffic(axis=axis, op=op, size=size, count=int(n), bytes=int(b), seconds=seconds, exposed=exposed)
         for (axis, op, size), (n, b, seconds, exposed) in sorted(total.items())

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 import attrs
 
 from nanotrain_core.api import Action, Durations, Timeline, simulate
-from nanotrain_plan.comms import CollectiveTime, Links
+from nanotrain_plan.comms import CollectiveTime, Links, attention_seconds
 from nanotrain_plan.dry.cost import ATTENTION
 from nanotrain_plan.dry.phase import Phase
 from nanotrain_plan.dry.rank import Sort, place_of
@@ -80,15 +80,13 @@ def phase_time(phase: Phase, hardware: Hardware, collectives: CollectiveTime) ->
     Attention is counted over whole score matrices: half is masked, and a kernel leaves it out. Kernels run
     while the host launches the next, so of the two the slower one counts.
     """
-    gemm = attention = 0.0
-    for kind, flops in phase.gemm_flops.items():
-        if kind.startswith(ATTENTION):
-            attention += flops / 2 / hardware.attention_rate(kind.removeprefix(ATTENTION))
-        else:
-            gemm += flops / hardware.rate(kind)
     found = PhaseTime(
-        gemm=gemm,
-        attention=attention,
+        gemm=sum(
+            flops / hardware.rate(kind)
+            for kind, flops in phase.gemm_flops.items()
+            if not kind.startswith(ATTENTION)
+        ),
+        attention=attention_seconds(phase.gemm_flops, hardware),
         memory=(phase.moved - phase.eager) / hardware.traffic + phase.eager / hardware.eager_traffic,
     )
     not_hidden = max(0.0, collectives.hidden - found.total)

@@ -1,7 +1,7 @@
 """Along which mesh dimension a collective is told to be, and which share of it is hidden."""
 
 import pytest
-from nanotrain_plan.comms import Links
+from nanotrain_plan.comms import Links, ranks_along
 from nanotrain_plan.dry.collectives import Collective
 from nanotrain_plan.hardware import find_hardware
 
@@ -30,6 +30,20 @@ def layout(*, pp=1, dp=1, cp=1, ep=1, edp=1):
 def test_an_all_to_all_is_that_of_shared_sequences_or_of_experts(degrees, ranks, axis):
     links = Links(find_hardware("h100"), layout(**degrees))
     assert links.axis(Collective("all_to_all", ranks, 1)) == axis
+
+
+@pytest.mark.parametrize(
+    ("degrees", "ranks", "axis"),
+    [
+        ({"cp": 4, "dp": 2, "ep": 2, "edp": 4}, (0, 1), "cp"),  # ep has the same two ranks
+        ({"cp": 4, "dp": 2, "edp": 8}, (4, 7), "cp"),  # from the last to the first
+        ({"cp": 2, "pp": 2, "edp": 2}, (1, 3), "pp"),
+    ],
+)
+def test_a_message_is_along_the_dimension_that_tells_its_ranks_apart(degrees, ranks, axis):
+    links = Links(find_hardware("h100"), layout(**degrees))
+    assert links.axis(Collective("send", ranks, 1)) == axis
+    assert ranks_along(axis, "send", layout(**degrees)) == ((0, 2) if axis == "pp" else (0, 1))
 
 
 @pytest.mark.parametrize(
@@ -74,3 +88,12 @@ def test_a_message_between_nodes_counts_where_some_stages_share_a_node():
     within = Layout({"dense": View(("pp", "tp"), (2, 4))}, data_dims=(), sequence_dims=())
     found = Links(h100, within).seconds(Collective("send", (0, 4), size))
     assert found == pytest.approx(size / (1e9 * h100.links.achieved * h100.links.intra_gb_s), rel=1e-2)
+
+
+def test_a_ring_is_as_slow_as_its_slowest_link():
+    """Of 4 ranks of cp with tp 4 on nodes of 8, the second and the third are on different nodes."""
+    h100, size = find_hardware("h100"), 10**9
+    layout = Layout({"dense": View(("cp", "tp"), (4, 4))}, data_dims=("cp",), sequence_dims=("cp",))
+    one_nic = 1e9 * h100.links.achieved * h100.links.inter_gb_s
+    found = Links(h100, layout).seconds(Collective("send", (0, 4), size))
+    assert found == pytest.approx(size / one_nic, rel=1e-2)

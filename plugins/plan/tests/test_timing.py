@@ -1,5 +1,7 @@
 """Times of collectives and of phases, against numbers computed by hand."""
 
+from collections import Counter
+
 import attrs
 import pytest
 import torch
@@ -153,3 +155,29 @@ def test_attention_of_a_sequence_in_two_calls_takes_the_flops_of_one():
         return recorder.phase.attention_flops
 
     assert flops(0, 4) + flops(4, 8) == flops(0, 8) > 0
+
+
+def test_attention_to_keys_in_two_blocks_takes_the_flops_of_one():
+    """The second block's queries see all keys of the first, without a mask, as in ring attention."""
+    q, k, v = (torch.empty(2, heads, 8, 16, device="meta", dtype=torch.bfloat16) for heads in (4, 2, 2))
+    one, other = slice(4), slice(4, 8)
+
+    def flops(queries, keys, causal):
+        with Recorder("meta", Values()) as recorder:
+            torch.ops.aten._scaled_dot_product_flash_attention(
+                q[:, :, queries], k[:, :, keys], v[:, :, keys], 0.0, causal
+            )
+        return recorder.phase.attention_flops
+
+    parts = (one, one, True), (other, one, False), (other, other, True)
+    assert sum(flops(*each) for each in parts) == flops(slice(8), slice(8), True) > 0
+
+
+def test_messages_of_a_ring_are_hidden_by_attention_alone():
+    links = Links(H100, Layout({"dense": View(("cp",), (8,))}, sequence_dims=("cp",)))
+    send, recv = Collective("send", (0, 1), 10**9), Collective("recv", (0, 7), 10**9)
+    travels, rate = links.seconds(send), H100.attention_rate("bfloat16")
+    for attends, left in ((0.25, 0.75), (2, 0)):
+        flops = Counter({"attention bfloat16": 2 * rate * travels * attends, "bfloat16": 10**20})
+        found = links.time(Phase("F0.0", 0, 0, collectives=[recv, send], gemm_flops=flops))
+        assert found == CollectiveTime(exposed=pytest.approx(left * travels))

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import attrs
 
+from nanotrain_plan.comms import MESSAGES
 from nanotrain_plan.dry.rank import AROUND, RankStep
 
 #: Axis and operation of a collective.
@@ -63,7 +64,9 @@ class Buffers:
         return total, guessed
 
 
-def find_buffers(step: RankStep, axis: Callable[[tuple[int, ...]], str], synced: Iterable[str]) -> Buffers:
+def find_buffers(
+    step: RankStep, axis: Callable[[tuple[int, ...], str], str], synced: Iterable[str]
+) -> Buffers:
     """Return what a probe's rank shows.
 
     Args:
@@ -79,14 +82,14 @@ def find_buffers(step: RankStep, axis: Callable[[tuple[int, ...]], str], synced:
     for phase in actions:
         own: Counter[tuple[Key, int]] = Counter()
         for each in phase.collectives:
-            key = axis(each.ranks), each.op
-            if key[0] in synced:
+            key = axis(each.ranks, each.op), each.op
+            if key[0] in synced and key[1] not in MESSAGES:
                 own[key, each.bytes] += 1
                 sizes.setdefault(key, []).append(each.bytes)
                 ranks[key] = len(each.ranks)
         several |= {found for found, count in own.items() if count > 1}
     first = [phase for (kind, _, place, _), phase in step.measured.items() if kind != "F" and not place]
-    early = {(axis(each.ranks), each.op) for phase in first for each in phase.collectives}
+    early = {(axis(each.ranks, each.op), each.op) for phase in first for each in phase.collectives}
     needs = sum(needed(found, ranks[key]) for key, found in sizes.items())
     return Buffers(
         sent={key: Sent(max(s), (key, max(s)) in several, key in early) for key, s in sizes.items()},

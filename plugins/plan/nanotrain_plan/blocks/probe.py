@@ -132,8 +132,8 @@ class Probe:
     steps: Sequence[RankStep]
     """Of the rank with embedding and layers, and of the one with the head; of a pipeline of one, one step."""
     parts: Sequence[Part]
-    axis: Callable[[tuple[int, ...]], str]
-    """The mesh dimensions along which ranks differ, remembered."""
+    axis: Callable[[tuple[int, ...], str], str]
+    """The mesh dimensions along which ranks of an operation differ, remembered."""
 
 
 def pipeline_parts(costs: Costs, pieces: Pieces) -> tuple[Part, ...]:

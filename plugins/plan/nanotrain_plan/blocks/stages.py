@@ -50,17 +50,19 @@ class Seconds:
 
     def time(self, work: Work) -> CollectiveTime:
         """Return what the collectives of an action take."""
-        exposed = hidden = sync = message = 0.0
+        exposed = hidden = sync = message = ring = 0.0
         for key, count in work.count.items():
             of_exposed, of_hidden = self._of(key)
             own = of_exposed(count, work.sent[key])
             exposed += own
             sync += own if self._is_sync(key) else 0.0
+            ring += own if self.links.is_ring(*key) else 0.0
             hidden += of_hidden(count, work.sent[key])
-            if key[1] == "send" and count > 0.5:  # not what rounding leaves of a difference
+            if key == ("pp", "send") and count > 0.5:  # not what rounding leaves of a difference
                 ranks = ranks_along(*key, self.links.layout)
                 found = Collective("send", ranks, round(work.sent[key] / count))
                 message = max(message, self.links.seconds(found))
+        exposed -= self.links.hidden_of_ring(ring, work.gemm)
         return CollectiveTime(
             exposed=max(0.0, exposed), hidden=max(0.0, hidden), sync=max(0.0, sync), message=message
         )

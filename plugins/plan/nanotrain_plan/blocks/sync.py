@@ -24,7 +24,7 @@ class GradientSync:
     Not what it sends after all passes only, as sync does that is not overlapped, or that of tied parameters.
     """
 
-    def __init__(self, step: RankStep, axis: Callable[[tuple[int, ...]], str]) -> None:
+    def __init__(self, step: RankStep, axis: Callable[[tuple[int, ...], str], str]) -> None:
         """``axis`` names the mesh dimensions along which ranks differ."""
         sums = Counter[Key](), Counter[Key]()
         overlapped: set[Key] = set()

@@ -52,7 +52,7 @@ class Work:
         counts[key], bytes_[key] = base.count[key] + count, base.sent[key] + sent
 
     @classmethod
-    def of(cls, phase: Phase, axis: Callable[[tuple[int, ...]], str]) -> Work:
+    def of(cls, phase: Phase, axis: Callable[[tuple[int, ...], str], str]) -> Work:
         """Return what was recorded; ``axis`` names the mesh dimensions along which ranks differ."""
         found = cls(
             change=phase.after - phase.before,
@@ -64,7 +64,7 @@ class Work:
             gemm=Counter(phase.gemm_flops),
         )
         for each in phase.collectives:
-            key = axis(each.ranks), each.op
+            key = axis(each.ranks, each.op), each.op
             found.count[key] += 1
             found.sent[key] += each.bytes
         return found

@@ -59,7 +59,7 @@ def cost_of(func: Any, name: str, args: Any, kwargs: Any, out: Any, *, new: bool
     packet = _GEMMS_IN_PLACE.get(name, func._overloadpacket)
     if "_scaled_dot_product" in name and "_attention" in name:
         kind = ATTENTION + str(inputs[0].dtype)[6:]
-        return Cost(kind, _attention_flops(name, args), sum(map(dense, (*inputs, *outputs))))
+        return Cost(kind, _attention_flops(func, args, kwargs), sum(map(dense, (*inputs, *outputs))))
     if name == "aten::_grouped_mm":
         rows, right = args[:2]
         used = min(1.0, rows.shape[0] / right.shape[0]) if rows.dim() < right.dim() else 1.0
@@ -97,17 +97,19 @@ def _written(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(args[number] if number < len(args) else kwargs.get(each.name))
 
 
-def _attention_flops(name: str, args: Any) -> int:
+def _attention_flops(func: Any, args: Any, kwargs: Any) -> int:
     """Return FLOPs of fused attention over the whole score matrix: 2 products forward, 5 backward.
 
     Half of it is masked. Where the queries are the last S of T tokens, it is that of which half is what they
-    see: T - S earlier tokens are seen by all of them.
+    see: T - S earlier tokens are seen by all of them. Without a mask they see all.
     """
-    q, k, v = (t for t in args[1:4]) if "backward" in name else (t for t in args[:3])
-    B, H, S, K = q.shape
-    V, T = v.shape[-1], k.shape[2]
-    products: int = 3 * K + 2 * V if "backward" in name else K + V
-    return int(2 * B * H * S * (2 * T - S) * products)
+    names = (each.name for each in func._schema.arguments)
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    B, H, S, K = given["query"].shape
+    V, T = given["value"].shape[-1], given["key"].shape[2]
+    products: int = 3 * K + 2 * V if "backward" in func._schema.name else K + V
+    masked = given.get("is_causal") or any(given.get(name) is not None for name in ("attn_mask", "attn_bias"))
+    return int(2 * B * H * S * (2 * T - S if masked else 2 * T) * products)
 
 
 def dense(tensor: torch.Tensor) -> int:

@@ -31,6 +31,8 @@ class Values:
         self.messages: dict[tuple[int, ...], tuple[torch.dtype, torch.Size]] = {}
         """What pipeline stages send, by the shape of the batch's tokens: a description of it is all that a
         message says ahead of it."""
+        self._described = False
+        """Whether a pipeline stage has sent the description of a message, which follows."""
         self.tokens: tuple[int, ...] = ()
         """That shape, of the microbatch under way: the last ones of a step may be smaller than others."""
 
@@ -112,8 +114,11 @@ class Values:
                 rank, size = dist.get_rank(group), dist.get_world_size(group)
                 mine = sent.view(size, -1)[rank]
                 self.learn(out, mine.repeat(size).view(out.shape))
-        elif name == "send" and args[0][0].is_floating_point() and args[0][0].dim() > 1:
+        elif name == "send" and args[0][0].dtype == torch.int64:
+            self._described = True
+        elif name == "send" and self._described:
             self.messages[self.tokens] = args[0][0].dtype, args[0][0].shape
+            self._described = False
         elif name == "recv_" and args[0][0].dtype == torch.int64 and self.tokens in self.messages:
             self._describe(args[0][0])
 

@@ -95,9 +95,19 @@ class DeviceTransport(Transport):
     def __init__(self, *, lasting: bool = True) -> None:
         self.lasting = lasting
 
+    def exchange(self, group: dist.ProcessGroup, device: torch.device, timeout: float) -> Exchange:
+        """Return NCCL's collectives."""
+        return DeviceExchange(group, device)
+
     def messages(self, owners: Sequence[int], mesh: Mesh) -> Messages:
         """Return messages along edges of their own."""
         return (LeavingMessages if self.lasting else BriefEdgeMessages)(owners, mesh)
+
+
+class DeviceExchange(Exchange):
+    """NCCL's collectives, recorded on ``meta``, for which torch has no batches of messages."""
+
+    shift = GlooExchange.shift
 
 
 class LeavingMessages(EdgeMessages):

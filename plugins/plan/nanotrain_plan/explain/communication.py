@@ -65,10 +65,11 @@ def exchanges(stages: Stages, pp_rank: int, owners: Owners) -> list[Exchanged]:
     sizes: Counter[Place] = Counter()
     modules: dict[Place, dict[str, None]] = {}
     lines: dict[Place, Origin | None] = {}
-    axes: dict[tuple[int, ...], str] = {}
+    axes: dict[tuple[tuple[int, ...], str], str] = {}
     for when, phase in phases_named(stages, pp_rank):
         for found, origin, module in zip(phase.collectives, phase.origins, phase.callers, strict=True):
-            axis = axes.setdefault(found.ranks, axis_of(found.ranks, stages.layout))
+            key = found.ranks, found.op
+            axis = axes.setdefault(key, axis_of(*key, stages.layout))
             axis = owners.axis(axis, found.ranks, origin, stages.layout)
             at = None if origin is None else attrs.evolve(origin, line=0)
             place = Place(when, found.op, axis, found.ranks, at)

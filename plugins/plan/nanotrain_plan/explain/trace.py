@@ -171,7 +171,7 @@ def section_of(trace: Trace) -> Section:
         sums = _sums(each.predicted), _sums(each.real)
         for op, group in dict.fromkeys([*sums[0], *sums[1]]):
             (a, b), (c, d) = (side.get((op, group), (0, 0)) for side in sums)
-            axis = axis_of(group, trace.layout)
+            axis = axis_of(group, op, trace.layout)
             told = (each.rank, op.replace("_", "-"), axis, Ranks(group), a, c, Bytes(b), Bytes(d))
             rows.append((*told, "same" if (a, b) == (c, d) else "differs"))
         body.append(_verdict(each))
