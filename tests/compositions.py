@@ -32,7 +32,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "experts_first": (False, True),
     "zero": (0, 1, 2),
     "recompute": (False, True),
-    "gather": (False, True),
+    "communication": ("all_to_all", "all_gather", "ring"),
 }
 
 #: 11 sequences a step leave one to six microbatches on a rank, the last of them smaller wherever it can be;
@@ -115,8 +115,8 @@ class Composition:
     recompute: bool = False
     """Whether layers are recomputed in backward (activation checkpointing)."""
     cp: int = 1
-    gather: bool = False
-    """Whether ranks of cp gather keys and values, instead of exchanging heads."""
+    communication: str = "all_to_all"
+    """Of ranks of cp."""
 
     @property
     def ranks(self) -> int:
@@ -129,9 +129,8 @@ class Composition:
 
     @property
     def id(self) -> str:
-        flags = [
-            name for name in ("sp", "tied", "experts_first", "recompute", "gather") if getattr(self, name)
-        ]
+        flags = [name for name in ("sp", "tied", "experts_first", "recompute") if getattr(self, name)]
+        flags += [self.communication] if self.cp > 1 else []
         degrees = [
             f"{dim}{n}" for dim in ("tp", "pp", "cp", "dp", "ep", "etp") if (n := getattr(self, dim)) > 1
         ]
@@ -148,8 +147,8 @@ class Composition:
             and (self.tp > 1 or not self.sp)
             and (experts or (self.ep == self.etp == 1 and not self.experts_first))
             and self.ranks % (self.pp * self.ep * self.etp) == 0
-            and (self.cp > 1 or not self.gather)
-            and (self.gather or HEADS[self.model, self.tp] % self.cp == 0)
+            and (self.cp > 1 or self.communication == "all_to_all")
+            and (self.communication != "all_to_all" or HEADS[self.model, self.tp] % self.cp == 0)
         )
 
     def optimizers(self) -> dict[str, dict[str, Any]]:
@@ -169,8 +168,7 @@ class Composition:
             wrappers.insert(0, {"use": "recompute"})
         model = {**MODELS[self.model], "layers": self.layers, "tied": self.tied}
         if self.cp > 1:
-            communication = "all_gather" if self.gather else "all_to_all"
-            wrappers.insert(self.experts_first, {"use": "cp", "communication": communication})
+            wrappers.insert(self.experts_first, {"use": "cp", "communication": self.communication})
         degrees = {dim: getattr(self, dim) for dim in ("tp", "pp", "cp", "dp", "ep", "etp")}
         overrides = {
             "evaluation": {"sequences": 8},

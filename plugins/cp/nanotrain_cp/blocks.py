@@ -183,8 +183,9 @@ def _on_host(q: Tensor) -> bool:
 
 
 def _padded_size(q: Tensor, v: Tensor) -> int:
-    """Return the size of heads, of queries and values, that operators take: the same, in multiples of 8."""
-    return -(-max(q.shape[-1], v.shape[-1]) // 8) * 8
+    """Return the size of heads that operators take, of queries and values; on GPUs a multiple of 8."""
+    size = max(q.shape[-1], v.shape[-1])
+    return size if _on_host(q) else -(-size // 8) * 8
 
 
 def _padded(each: tuple[Tensor, ...], size: int) -> list[Tensor]:
