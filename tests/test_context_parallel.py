@@ -1,4 +1,4 @@
-"""Context parallelism: what trains as one process, and what is refused, by both ways to communicate."""
+"""Context parallelism: what trains as one process, and what is refused, by all ways to communicate."""
 
 import pytest
 from as_one_process import assert_trains_as_one_process
@@ -64,11 +64,13 @@ def test_a_model_whose_attention_is_its_own_is_refused_in_the_first_step():
     assert run_ranks(refused, 2, case) == ["cp: 2 layers called attention of their ops 0 times"] * 2
 
 
-def test_heads_that_cp_does_not_divide_are_for_all_gather():
-    sharing({"cp": 2}, "all_gather", model={"heads": 6, "width": 48, "kv_heads": 3}).recipe()
+@pytest.mark.parametrize("communication", ["all_gather", "ring"])
+def test_heads_that_cp_does_not_divide_are_for_ways_that_leave_them(communication):
+    sharing({"cp": 2}, communication, model={"heads": 6, "width": 48, "kv_heads": 3}).recipe()
 
 
 LLAMA, TP = MODELS["transformer"], {"use": "tp"}
+SELECTIVE = {"use": "recompute", "granularity": "selective"}
 MORE = {
     "grouped heads of tp": ({"cp": 2, "tp": 2}, {"model": {**LLAMA, "kv_heads": 12}, "parallel": [TP]}),
     "learned positions": ({"cp": 4}, {"model": {"positions": "learned", "max_length": 16, "tied": True}}),
@@ -77,7 +79,7 @@ MORE = {
         {"model": {"rope_scaling": {"type": "dynamic", "factor": 2.0, "original_length": 8}}},
     ),
 }
-GATHERED = {
+ANY_HEADS = {
     "one key head": ({"cp": 4}, {"model": {**LLAMA, "kv_heads": 1}, "batch": {"length": 13}}),
     "heads that do not divide": ({"cp": 3, "tp": 2}, {"model": {**LLAMA, "kv_heads": 4}, "parallel": [TP]}),
     "parts of one or two tokens": ({"cp": 4}, {"batch": {"length": 5}}),
@@ -95,8 +97,12 @@ GATHERED = {
     ("communication", "topology", "around"),
     [
         *(pytest.param("all_to_all", *each, id=name) for name, each in MORE.items()),
-        *(pytest.param("all_gather", *each, id=f"{name}, gathered") for name, each in MORE.items()),
-        *(pytest.param("all_gather", *each, id=name) for name, each in GATHERED.items()),
+        *(
+            pytest.param(communication, *each, id=f"{name}, {communication}")
+            for communication in ("all_gather", "ring")
+            for name, each in {**MORE, **ANY_HEADS}.items()
+        ),
+        pytest.param("ring", {"cp": 2}, {"parallel": [SELECTIVE]}, id="selective, ring"),
     ],
 )
 def test_cp_with_more_models_trains_as_one_process(communication, topology, around):

@@ -151,11 +151,14 @@ def files(tmp_path_factory):
 
 TP, EP = {"use": "tp", "sequence_parallel": True}, {"use": "ep_deepseek"}
 GATHER = {"use": "cp", "communication": "all_gather"}
+RING = {"use": "cp", "communication": "ring"}
 LAYOUTS = {
     "llama-tp2-pp2": (LLAMA, {"tp": 2, "pp": 2}, [TP]),
     "gpt-gather-cp2": (GPT, {"cp": 2}, [GATHER]),
     "llama-gather-cp4": ({**LLAMA, "kv_heads": 1}, {"cp": 4}, [GATHER]),
     "deepseek-gather-cp2": (DEEPSEEK, {"cp": 2}, [GATHER]),
+    "llama-ring-cp3": ({**LLAMA, "kv_heads": 1}, {"cp": 3}, [RING]),
+    "deepseek-ring-cp2-pp2": ({**DEEPSEEK, "mtp": 1}, {"cp": 2, "pp": 2}, [RING]),
     "deepseek-cp2": (DEEPSEEK, {"cp": 2}, [{"use": "cp"}]),
     "gpt-tp2": (GPT, {"tp": 2}, [TP]),
     "gpt-cp2": (GPT, {"cp": 2}, [{"use": "cp"}]),

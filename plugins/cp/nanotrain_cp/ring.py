@@ -160,8 +160,8 @@ class _Ring(torch.autograd.Function):
             queries, keys, mask = ring.seen(step, q.device)
             if _any(queries, keys):
                 out, lse = attend_block(q[:, queries], block[:, keys], ring.scale, mask, causal=step == 0)
-                if step == 0:  # of every query: it sees itself
-                    out_BnHV, lse_BHn = out.to(lse.dtype), lse
+                if step == 0:  # of every query; copies, since selective recomputation stores the results
+                    out_BnHV, lse_BHn = out.to(lse.dtype, copy=True), lse.clone()
                 else:
                     _merge(out_BnHV[:, queries], lse_BHn[..., queries], out, lse)
             if coming is not None:
