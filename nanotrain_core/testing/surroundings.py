@@ -81,11 +81,12 @@ def surroundings_of(case: Case, *, quick: bool = False) -> Iterator[Surrounding 
 
     Args:
         case: the component, and what its author puts around it, which is in every surrounding.
-        quick: only the author's case as it is.
+        quick: only the author's case as it is, beside whatever it requires.
     """
     given = case.config
     case = filled(case)
-    base = case if quick or case.kind == "topology" else _base(case)
+    as_it_is = case.kind == "topology" or (quick and _refusal(case) is None)
+    base = case if as_it_is else _base(case)
     component = base.component()
     fixed = bool(case.topology)  # the author names the layout: there are no others
     twice = base.kind == "checkpoint" and not quick and not fixed  # all of it runs on two ranks
