@@ -18,7 +18,7 @@ from nanotrain_core.testing.probe import Trace, train
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "zb_h1": 1, "interleaved_1f1b": 2, "dualpipe_v": 2}
 
 AXES: dict[str, tuple[Any, ...]] = {
-    "model": ("transformer", "deepseek_v3", "deepseek_v2"),
+    "model": ("transformer", "deepseek_v3", "deepseek_v2", "moe"),
     "tp": (1, 2, 4),
     "pp": (1, 2, 4),
     "cp": (1, 2),
@@ -74,6 +74,21 @@ MODELS: dict[str, dict[str, Any]] = {
         "vocab": VOCAB,
         "init_std": 0.3,
     },
+    "moe": {
+        "use": "moe_transformer",
+        "width": 24,
+        "heads": 12,
+        "kv_heads": 6,
+        "qk_norm": True,
+        "mlp_only_layers": [0],
+        "ffn": 32,
+        "vocab": VOCAB,
+        "experts": 8,
+        "top_k": 3,
+        "expert_ffn": 8,
+        "aux_loss_coeff": 0.1,
+        "init_std": 0.3,
+    },
     "deepseek_v3": _DEEPSEEK
     | {"q_rank": 8, "score": "sigmoid", "bias_update_rate": 0.01, "seq_balance": 0.1},
     "deepseek_v2": _DEEPSEEK
@@ -83,7 +98,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 #: Key and value heads of a rank, by model and degree of tensor parallelism: those that cp shares out.
-HEADS = {("transformer", tp): lcm(6, tp) // tp for tp in AXES["tp"]} | {
+HEADS = {(model, tp): lcm(6, tp) // tp for model in ("transformer", "moe") for tp in AXES["tp"]} | {
     (model, tp): 4 // tp for model in ("deepseek_v3", "deepseek_v2") for tp in AXES["tp"]
 }
 
@@ -205,6 +220,7 @@ def to_compile() -> list[Composition]:
         {"model": "transformer", "pp": 2, "dp": 2, "schedule": "1f1b", "zero": 2},
         {"model": "deepseek_v3", "dp": 2, "ep": 2},
         {"model": "deepseek_v2", "tp": 2, "sp": True, "ep": 2, "zero": 1, "recompute": True},
+        {"model": "moe", "tp": 2, "sp": True, "ep": 2, "recompute": True},
     ]
     return [Composition(**{**plain, **each}) for each in chosen]
 

@@ -13,13 +13,20 @@ import attrs
 import pytest
 
 import nanotrain_core.api
+import nanotrain_core.api.models
 import nanotrain_core.api.ranks
 import nanotrain_core.api.text
 import nanotrain_core.api.torch
 from nanotrain_core.batch import Batch
 
 ROOT = Path(__file__).parents[1]
-DOORS = [nanotrain_core.api, nanotrain_core.api.torch, nanotrain_core.api.ranks, nanotrain_core.api.text]
+DOORS = [
+    nanotrain_core.api,
+    nanotrain_core.api.torch,
+    nanotrain_core.api.models,
+    nanotrain_core.api.ranks,
+    nanotrain_core.api.text,
+]
 
 
 def imports_of_the_core(path):

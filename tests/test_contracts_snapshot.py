@@ -23,6 +23,7 @@ SNAPSHOT = Path(__file__).with_name("contracts.txt")
 DOORS = (
     "nanotrain_core.api",
     "nanotrain_core.api.torch",
+    "nanotrain_core.api.models",
     "nanotrain_core.api.ranks",
     "nanotrain_core.api.text",
 )

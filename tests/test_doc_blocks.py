@@ -34,6 +34,7 @@ from nanotrain_core.testing.checks import distributed
 #: Programs that examples of alerts call, and that a machine need not have.
 STRANGE_PROGRAMS = ("notify-send", "page")
 
+STEP = "[run]\nsteps = 1\n[batch]\nsequences = 4\nmicrobatch = 1\nlength = 16\n"
 #: What a fragment of a recipe is laid over, where that is not the recipe `laptop`: what is missing there.
 SURROUNDINGS = {
     "plugins/ep_deepseek/README.md": (
@@ -44,10 +45,8 @@ SURROUNDINGS = {
     "plugins/inspect/README.md": ('extends = "laptop"\n', ["run.ranks=9", "batch.sequences=36"]),
     "plugins/pp_1f1b/README.md": ('extends = "laptop"\n', ["model.layers=8"]),
     "plugins/zero12/README.md": ('extends = "laptop"\nparallel = []\n', []),
-    "plugins/deepseek/README.md": (
-        "[run]\nsteps = 1\n[batch]\nsequences = 4\nmicrobatch = 1\nlength = 16\n",
-        [],
-    ),
+    "plugins/deepseek/README.md": (STEP, []),
+    "plugins/moe_transformer/README.md": (STEP, []),
 }
 V3 = ('extends = "deepseek_v3_671b"\n', [])  # whose losses the phases of the page change
 MODEL_FROM_WEIGHTS = '[model]\nuse = "transformer"\nlayers = 2\nwidth = 32\nheads = 4\nvocab = 256\n'

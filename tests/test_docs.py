@@ -267,7 +267,7 @@ def test_what_to_import_from_where_is_there():
     table = PLUGINS.partition("\n## What to import from where\n")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| `([\w.]+)` \| [\w` ]+ \| (.*) \|$", table, re.MULTILINE)
     assert [module for module, _ in rows][:2] == list(DOORS)
-    assert len(rows) == 5
+    assert len(rows) == 6
     for module, text in rows:
         outside_links = re.sub(r"\[.*?\]\(.*?\)", "", text)
         for name in re.findall(r"`(\w+)`", outside_links):

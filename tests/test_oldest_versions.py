@@ -21,6 +21,7 @@ PLUGINS = sorted(ROOT.glob("plugins/*/pyproject.toml"))
 DOORS = (
     "nanotrain_core.api",
     "nanotrain_core.api.torch",
+    "nanotrain_core.api.models",
     "nanotrain_core.api.ranks",
     "nanotrain_core.api.text",
 )

@@ -22,6 +22,7 @@ from nanotrain_core.testing.probe import Trace, train
 #: Widths of which every part that a rank may have is a multiple of 16.
 WIDE = {"width": 64, "ffn": 128, "init_std": 0.1}
 WIDE_GPT = {"heads": 4, "kv_heads": 2}
+WIDE_MOE = {**WIDE_GPT, "expert_ffn": 64}
 WIDE_DEEPSEEK = {"kv_rank": 16, "nope_size": 16, "rope_size": 16, "value_size": 16, "expert_ffn": 64}
 #: Cut alike on every layout, into microbatches of 1 or 2: what one holds is rounded together.
 EVEN = {"sequences": 8, "length": 8}
@@ -66,6 +67,8 @@ def case_of(precision: str, composition: Composition) -> Case:
     model = {**grid.overrides["model"], **WIDE}
     if composition.model == "transformer":
         model |= WIDE_GPT
+    elif composition.model == "moe":
+        model |= WIDE_MOE
     else:
         model |= WIDE_DEEPSEEK | ({"q_rank": 16} if "q_rank" in model else {})
     optimizer = composition.optimizers()["adamw"]

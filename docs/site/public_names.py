@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DOORS = (
     "nanotrain_core.api",
     "nanotrain_core.api.torch",
+    "nanotrain_core.api.models",
     "nanotrain_core.api.ranks",
     "nanotrain_core.api.text",
 )

@@ -5,7 +5,7 @@ Files of the core may move; these names stay. Names that need torch are in :mod:
 
 from nanotrain_core import __version__, hookimpl
 from nanotrain_core.builtin.configs import AdamWConfig, SimpleCheckpointConfig
-from nanotrain_core.builtin.transformer_config import yarn_magnitude
+from nanotrain_core.builtin.transformer_config import TransformerConfig, check_transformer, yarn_magnitude
 from nanotrain_core.checkpoint.box_cover import uncovered
 from nanotrain_core.checkpoint.info import DTYPE_BYTES, DTYPE_NAMES, CheckpointInfo, unexpected_kinds
 from nanotrain_core.checkpoint.quarantine import quarantine_checkpoint, set_checkpoints_aside
@@ -60,8 +60,9 @@ from nanotrain_core.hf.mapping import (
     expect_size,
 )
 from nanotrain_core.hf.rope import expect_number, read_rope, write_rope
+from nanotrain_core.hf.transformer_names import TransformerNames
 from nanotrain_core.hookspecs import Register, RegisterCommand
-from nanotrain_core.launch.check_inputs import input_problems, survey_of, surveys
+from nanotrain_core.launch.check_inputs import input_problems, surveys
 from nanotrain_core.layout.layout import Layout, Span, View, above_one
 from nanotrain_core.layout.roles import (
     Role,
@@ -81,6 +82,7 @@ from nanotrain_core.metrics.declared import Names as MetricNames
 from nanotrain_core.metrics.history import Curve, History, Seam, read_metrics
 from nanotrain_core.metrics.patience import PATIENCE, StepKind, is_judged, must_last, step_kind
 from nanotrain_core.metrics.usual import USUAL_KNOWN, Usual, is_relative
+from nanotrain_core.moe.rules import divisible_experts, experts_captured
 from nanotrain_core.optim.moment_groups import check_moments
 from nanotrain_core.phases.timeline import PhaseTimeline
 from nanotrain_core.phases.timeline import Stretch as PhaseStretch
@@ -116,7 +118,7 @@ from nanotrain_core.run.files import (
     write_atomically,
     write_text_atomically,
 )
-from nanotrain_core.run.host_memory import HostMemory, control_groups, host_memory
+from nanotrain_core.run.host_memory import HostMemory, host_memory
 from nanotrain_core.run.host_processors import allowed_processors, cpu_quota, usable_processors
 from nanotrain_core.run.owner import running
 from nanotrain_core.run.plain_json import json_text
@@ -194,6 +196,8 @@ __all__ = [
     "TimedAction",
     "Timeline",
     "TomlSource",
+    "TransformerConfig",
+    "TransformerNames",
     "Usual",
     "Verdict",
     "View",
@@ -208,10 +212,11 @@ __all__ = [
     "cached_token_of",
     "check_combination",
     "check_moments",
-    "control_groups",
+    "check_transformer",
     "cpu_quota",
     "did_you_mean",
     "divisibility_of",
+    "divisible_experts",
     "divisors_near",
     "draw_timeline",
     "either",
@@ -220,6 +225,7 @@ __all__ = [
     "expect_number",
     "expect_real",
     "expect_size",
+    "experts_captured",
     "fewest_machines",
     "find_checkpoint",
     "find_checkpoints",
@@ -278,7 +284,6 @@ __all__ = [
     "state_problems",
     "step_kind",
     "streams_problem",
-    "survey_of",
     "surveys",
     "tag",
     "tagged",

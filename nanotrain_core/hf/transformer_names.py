@@ -12,7 +12,7 @@ from nanotrain_core.hf.mapping import HFError, HFMapping, ParameterMapping
 
 
 class TransformerNames(HFMapping):
-    """See :class:`~nanotrain_core.hf.mapping.HFMapping`."""
+    """The :class:`~nanotrain_core.hf.mapping.HFMapping` of the model ``transformer``."""
 
     model_types = ("llama", "mistral", "ministral", "qwen2", "qwen3", "gpt2")
     #: Rotary frequencies of old Llama files, and GPT-2's causal masks.

@@ -92,29 +92,38 @@ class TransformerPart(ModelPart):
             self.embed = tag(nn.Embedding(config.vocab, config.width), Role.VOCAB)
         if part.has_embedding and config.positions == "learned":
             self.positions = tag(Positions(config), Role.POSITION)
-        windows = {index: config.window_of(index) for index in range(part.first, part.last)}
-        if any(windows.values()):
+        if any(map(config.window_of, range(part.first, part.last))):
             expect_window(ops)
         self.layers = nn.ModuleDict(
-            {str(index): tag(Block(config, ops, window), Role.BLOCK) for index, window in windows.items()}
+            {str(number): tag(self.block(number, ops), Role.BLOCK) for number in range(part.first, part.last)}
         )
         if part.has_head:
             self.norm = _norm(config, ops)
             self.head = tag(Head(config.vocab, config.width, tied=config.tied, ops=ops), Role.HEAD)
 
+    def block(self, number: int, ops: Ops) -> nn.Module:
+        """Return layer ``number``. A model with other layers overrides this, and :meth:`run_layers`."""
+        return Block(self.config, ops, self.config.window_of(number))
+
     def forward(self, inputs: torch.Tensor, batch: Batch) -> PartOutput:
         """Run tokens [B, S], or hidden states [B, S, D] of the previous part, through the layers."""
         x_BSD = self._embed(inputs, batch) if self.part.has_embedding else inputs
-        cos_sin = self._rotation(batch, x_BSD)
-        for number, layer in self.layers.items():
-            x_BSD = layer(x_BSD, cos_sin, batch.cache_of(number), batch.begins)
+        x_BSD, losses = self.run_layers(x_BSD, self._rotation(batch, x_BSD), batch)
         if not self.part.has_head:
-            return PartOutput(x_BSD)
+            return PartOutput(x_BSD, losses)
         # The head receives the table as an argument: `to_empty` would untie a shared Parameter.
         table_VD = self.embed.weight if self.config.tied else None
         # With targets: ops.linear_cross_entropy, which is models/cross_entropy.py.
         output = self.head(self.norm(x_BSD), batch.targets, table_VD)
-        return PartOutput(output) if batch.targets is None else PartOutput(None, {"lm": output})
+        return PartOutput(output) if batch.targets is None else PartOutput(None, {"lm": output, **losses})
+
+    def run_layers(
+        self, x_BSD: torch.Tensor, cos_sin: Rotation | None, batch: Batch
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Return hidden states after the layers, and the sums of further loss terms: here there are none."""
+        for number, layer in self.layers.items():
+            x_BSD = layer(x_BSD, cos_sin, batch.cache_of(number), batch.begins)
+        return x_BSD, {}
 
     def _embed(self, tokens_BS: torch.Tensor, batch: Batch) -> torch.Tensor:
         end, limit = batch.start + tokens_BS.shape[1], self.config.max_length
@@ -160,6 +169,10 @@ class Block(nn.Module):
         self.attn_norm = _norm(config, ops)
         self.attn = Attention(config, ops, window)
         self.ffn_norm = _norm(config, ops)
+        self.add_feed_forward(config, ops)
+
+    def add_feed_forward(self, config: TransformerConfig, ops: Ops) -> None:
+        """Build the feed-forward layer. A layer of another kind overrides this, and ``forward``."""
         swiglu = config.activation == "swiglu"
         self.ffn = (
             SwiGLU(config.width, config.ffn, ops, bias=bool(config.ffn_bias)) if swiglu else GELU(config)

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import nn
@@ -48,6 +48,16 @@ class Routing:
     """Computation of the model that needs none of these experts, such as its shared experts: code that waits
     for tokens may call it, and the model itself requests the result afterwards, so a second call must be
     free."""
+
+
+class Routed(NamedTuple):
+    """The outputs of an MoE layer besides its hidden states. Nothing is counted inside the layer, because
+    activation checkpointing runs it twice."""
+
+    losses: dict[str, torch.Tensor]
+    """Balance losses, summed over sequences."""
+    load: torch.Tensor | None
+    """Tokens of each expert [E], in training."""
 
 
 def sort_by_expert(experts: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -119,6 +129,14 @@ class CountingRouter(nn.Module):
         The state is a buffer, or a frozen parameter, modified in place: if only the device
         knows whether the step is skipped, its values are restored there.
         """
+
+
+def count_routed(routed: Routed, router: CountingRouter, losses: dict[str, torch.Tensor]) -> None:
+    """Add an MoE layer's balance losses to those of its part, and its load to its router's count."""
+    for name, value in routed.losses.items():
+        losses[name] = losses[name] + value if name in losses else value
+    if routed.load is not None:
+        router.add_load(routed.load)
 
 
 def counting_routers(parts: Iterable[nn.Module]) -> dict[str, CountingRouter]:

@@ -3,8 +3,8 @@
 The plugin's entry module: every ``nanotrain`` command imports it, so it never imports torch.
 """
 
-from nanotrain_core.api import Component, Register, hookimpl
-from nanotrain_deepseek.config import DeepSeekConfig, check_deepseek, experts_captured
+from nanotrain_core.api import Component, Register, experts_captured, hookimpl
+from nanotrain_deepseek.config import DeepSeekConfig, check_deepseek
 from nanotrain_deepseek.samples import V3
 
 __version__ = "0.1.0"

@@ -1,6 +1,7 @@
 """Load-balancing losses for experts, each computed per sequence and summed over sequences.
 
-f counts choices and has no gradient; P, the mean score, has. Even load gives f = 1 for every expert.
+f counts choices and has no gradient; P, the mean score, has. Even load gives f = 1 for every expert. V2's
+expert-level loss is that of most models: :func:`~nanotrain_core.api.models.load_balancing_loss`.
 
 Shapes: ... sequences, S tokens of one, E experts, K chosen per token, G groups of consecutive experts.
 
@@ -11,6 +12,8 @@ from __future__ import annotations
 
 import torch
 
+from nanotrain_core.api.models import expert_share
+
 
 def sequence_loss(scores_SE: torch.Tensor, best_SK: torch.Tensor) -> torch.Tensor:
     """Return sum of f P with each token's scores divided by their sum. Source: V3, equations 17 to 20.
@@ -18,21 +21,16 @@ def sequence_loss(scores_SE: torch.Tensor, best_SK: torch.Tensor) -> torch.Tenso
     f counts each token's ``best_SK``, the experts of its best unbiased scores: neither bias nor groups are
     used.
     """
-    f_E = _share(best_SK, scores_SE)
+    f_E = expert_share(scores_SE, best_SK)
     # A token whose scores all underflow to zero must not turn the whole step into NaN.
     total_S1 = scores_SE.sum(-1, keepdim=True).clamp(min=torch.finfo(scores_SE.dtype).tiny)
     p_E = (scores_SE / total_S1).mean(-2)
     return (f_E * p_E).sum()
 
 
-def expert_loss(scores_SE: torch.Tensor, experts_SK: torch.Tensor) -> torch.Tensor:
-    """Return sum of f P, f of the experts that tokens are routed to. Source: V2, equations 23 to 25."""
-    return (_share(experts_SK, scores_SE) * scores_SE.mean(-2)).sum()
-
-
 def device_loss(scores_SE: torch.Tensor, experts_SK: torch.Tensor, devices: int) -> torch.Tensor:
     """Return sum over devices of mean f times summed P of their experts. Source: V2, equations 26 to 28."""
-    f_G = torch.unflatten(_share(experts_SK, scores_SE), -1, (devices, -1)).mean(-1)
+    f_G = torch.unflatten(expert_share(scores_SE, experts_SK), -1, (devices, -1)).mean(-1)
     return (f_G * _device_score(scores_SE, devices)).sum()
 
 
@@ -47,17 +45,6 @@ def communication_loss(
     sent_SG = torch.zeros_like(scores_SE[..., :devices]).scatter(-1, device_SK, 1.0)
     f_G = sent_SG.mean(-2) * (devices / limit)
     return (f_G * _device_score(scores_SE, devices)).sum()
-
-
-def _share(experts_SK: torch.Tensor, scores_SE: torch.Tensor) -> torch.Tensor:
-    """Return f [..., E]: how often each expert was chosen, divided by the mean."""
-    tokens, top_k = experts_SK.shape[-2:]
-    count = scores_SE.shape[-1]
-    choices = experts_SK.flatten(-2)
-    counts_E = torch.zeros_like(scores_SE[..., 0, :]).scatter_add(
-        -1, choices, torch.ones_like(choices, dtype=scores_SE.dtype)
-    )
-    return counts_E * (count / (top_k * tokens))
 
 
 def _device_score(scores_SE: torch.Tensor, devices: int) -> torch.Tensor:

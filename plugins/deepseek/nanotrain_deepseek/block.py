@@ -5,26 +5,15 @@ Shapes: B batch, S sequence, D width, E experts.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import nn
 
 from nanotrain_core.api import Role, tag
+from nanotrain_core.api.models import Routed
 from nanotrain_core.api.torch import LayerCache, Ops, RMSNorm, Rotation, SwiGLU
 from nanotrain_deepseek.config import DeepSeekConfig
 from nanotrain_deepseek.mla import LatentAttention
 from nanotrain_deepseek.moe import MixtureOfExperts
-
-
-class Routed(NamedTuple):
-    """The outputs of an MoE layer besides its hidden states. Nothing is counted inside the layer, because
-    activation checkpointing runs it twice."""
-
-    losses: dict[str, torch.Tensor]
-    """Balance losses, summed over sequences."""
-    load: torch.Tensor | None
-    """Tokens of each expert [E], in training."""
 
 
 class Block(nn.Module):

@@ -15,10 +15,10 @@ from nanotrain_core.api import (
     CachedToken,
     Divisible,
     ModelConfig,
-    NotCaptured,
     Problem,
     Range,
     Role,
+    divisible_experts,
     yarn_magnitude,
 )
 
@@ -193,14 +193,8 @@ class DeepSeekConfig(ModelConfig):
             yield Divisible(
                 split, "model.ffn", self.ffn, "columns of the dense feed-forward layers", row=self.ffn
             )
-        if not self.moe_layers:
-            return
-        yield Divisible((Role.EXPERTS,), "model.experts", self.experts, "experts")
-        width = self.expert_ffn
-        yield Divisible(
-            (Role.EXPERTS,), "model.expert_ffn", width, "columns of an expert", width=True, row=width
-        )
-        if self.shared_experts:
+        yield from divisible_experts(self)
+        if self.moe_layers and self.shared_experts:
             shared = self.shared_experts * self.expert_ffn
             yield Divisible(split, "model.expert_ffn", shared, "columns of the shared experts", row=shared)
 
@@ -229,23 +223,6 @@ def check_deepseek(recipe: Recipe, config: DeepSeekConfig, layout: Layout) -> It
         )
     yield from _check_groups(c)
     yield from _check_losses(c)
-
-
-def experts_captured(recipe: Recipe, config: DeepSeekConfig, layout: Layout) -> Iterator[NotCaptured]:
-    """Yield what is not captured: only bfloat16 has an expert kernel without row counts on the host."""
-    precision = recipe.precision.use
-    if not config.moe_layers:
-        return
-    if precision in ("fp64", "fp32", "fp16"):
-        yield NotCaptured(
-            f"in precision '{precision}' the host reads how many rows each expert got", expected="'bf16'"
-        )
-    for name, size in (("width", config.width), ("expert_ffn", config.expert_ffn)):
-        if size % 8:
-            yield NotCaptured(
-                f"with {name} = {size} the host reads how many rows each expert got",
-                expected=f"a multiple of 8, such as model.{name} = {-(-size // 8) * 8}",
-            )
 
 
 def _check_groups(c: DeepSeekConfig) -> Iterator[Problem]:

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from nanotrain_core.api import Role, tag
+from nanotrain_core.api.models import Experts
 from nanotrain_core.api.torch import Ops, Routing, SwiGLU
 from nanotrain_deepseek.config import DeepSeekConfig
-from nanotrain_deepseek.experts import Experts
 from nanotrain_deepseek.router import Router
 
 
@@ -39,7 +39,7 @@ class MixtureOfExperts(nn.Module):
     def __init__(self, config: DeepSeekConfig, ops: Ops) -> None:
         super().__init__()
         self.router = tag(Router(config), Role.ROUTER)
-        self.experts = Experts(config, ops)
+        self.experts = Experts(config.experts, config.width, config.expert_ffn, ops)
         self.shared = None
         if config.shared_experts:
             self.shared = SwiGLU(config.width, config.shared_experts * config.expert_ffn, ops)

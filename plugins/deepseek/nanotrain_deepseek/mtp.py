@@ -15,8 +15,9 @@ import torch
 from torch import nn
 
 from nanotrain_core.api import Role, tag
+from nanotrain_core.api.models import Routed
 from nanotrain_core.api.torch import Ops, Rotation
-from nanotrain_deepseek.block import Block, Routed, norm
+from nanotrain_deepseek.block import Block, norm
 from nanotrain_deepseek.config import DeepSeekConfig
 
 

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from nanotrain_core.api import Part, Role, tag
+from nanotrain_core.api.models import Routed, count_routed
 from nanotrain_core.api.torch import Batch, Head, Initializer, ModelPart, Ops, PartOutput, Rotation
-from nanotrain_deepseek.block import Block, Routed, norm
+from nanotrain_deepseek.block import Block, norm
 from nanotrain_deepseek.config import DeepSeekConfig
 from nanotrain_deepseek.mtp import Predictor
 from nanotrain_deepseek.yarn import rotation
@@ -60,13 +61,8 @@ class DeepSeekPart(ModelPart):
         return PartOutput(None, {"lm": output, **losses})
 
     def _count(self, layer: nn.Module, routed: Routed | None, losses: dict[str, torch.Tensor]) -> None:
-        """Add a layer's balance losses to ``losses``, and its load to its router's."""
-        if routed is None:
-            return
-        for name, value in routed.losses.items():
-            losses[name] = losses[name] + value if name in losses else value
-        if routed.load is not None:
-            cast(Block, layer).moe.router.add_load(routed.load)
+        if routed is not None:
+            count_routed(routed, cast(Block, layer).moe.router, losses)
 
     def _embed(self, tokens_BS: torch.Tensor, start: int) -> torch.Tensor:
         end, limit = start + tokens_BS.shape[1], self.config.max_length

@@ -9,54 +9,46 @@ section 2.2.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from nanotrain_core.api.torch import CountingRouter, Routing, count_of, keep_dtype
+from nanotrain_core.api.models import TopKRouter, load_balancing_loss
+from nanotrain_core.api.torch import keep_dtype
 from nanotrain_deepseek import balance_losses
 from nanotrain_deepseek.config import DeepSeekConfig
 
-#: Prevents division by 0 when all sigmoids underflow.
-TINY = 1e-20
 
-
-class Router(CountingRouter):
+class Router(TopKRouter):
     """Linear scores, the best K of the best groups, and a count of each expert's tokens."""
 
     bias: nn.Parameter | None
 
     def __init__(self, config: DeepSeekConfig) -> None:
-        super().__init__(config.experts)
+        normalize, scale = config.normalize_weights, config.route_scale
+        super().__init__(config.width, config.experts, config.top_k, normalize=normalize, scale=scale)
         self.config, self.bias_update_rate = config, config.bias_update_rate
-        self.weight = nn.Parameter(torch.empty(config.experts, config.width))
         bias = None
         if config.score == "sigmoid":
             bias = nn.Parameter(torch.empty(config.experts, dtype=torch.float32), requires_grad=False)
         self.register_parameter("bias", bias)
         keep_dtype(self, "bias")
 
-    def forward(self, x_BSD: torch.Tensor) -> Routing:
-        """Return experts and weights of every token, and with :meth:`train` the balance losses."""
-        c, wide = self.config, torch.promote_types(x_BSD.dtype, torch.float32)
-        logits_BSE = F.linear(x_BSD.to(wide), self.weight.to(wide))
-        scores_BSE = logits_BSE.sigmoid() if c.score == "sigmoid" else logits_BSE.softmax(-1)
-        # The bias affects which experts are chosen but never their weights.
-        experts_BSK = self.choose(scores_BSE, self.bias, c.top_k, c.groups, c.chosen_groups)
-        weights_BSK = scores_BSE.gather(-1, experts_BSK)
-        if c.normalize_weights:
-            weights_BSK = weights_BSK / (weights_BSK.sum(-1, keepdim=True) + TINY)
-        if not self.training:
-            return Routing(experts_BSK, weights_BSK * c.route_scale)
-        losses, load = self._losses(scores_BSE, experts_BSK), count_of(experts_BSK, c.experts)
-        return Routing(experts_BSK, weights_BSK * c.route_scale, losses, load)
+    def score(self, logits_BSE: torch.Tensor) -> torch.Tensor:
+        """Return the scores [B, S, E]."""
+        return logits_BSE.sigmoid() if self.config.score == "sigmoid" else super().score(logits_BSE)
 
-    def _losses(self, scores_BSE: torch.Tensor, experts_BSK: torch.Tensor) -> dict[str, torch.Tensor]:
+    def best(self, scores_BSE: torch.Tensor) -> torch.Tensor:
+        """Return each token's experts. The bias affects which are chosen but never their weights."""
+        c = self.config
+        return self.choose(scores_BSE, self.bias, c.top_k, c.groups, c.chosen_groups)
+
+    def losses(self, scores_BSE: torch.Tensor, experts_BSK: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the balance losses that have a weight."""
         c, losses = self.config, {}
         if c.seq_balance:
             best_BSK = self.choose(scores_BSE, None, c.top_k)
             losses["seq_balance"] = balance_losses.sequence_loss(scores_BSE, best_BSK)
         if c.expert_balance:
-            losses["expert_balance"] = balance_losses.expert_loss(scores_BSE, experts_BSK)
+            losses["expert_balance"] = load_balancing_loss(scores_BSE, experts_BSK)
         if c.device_balance:
             losses["device_balance"] = balance_losses.device_loss(scores_BSE, experts_BSK, c.groups)
         if c.comm_balance:

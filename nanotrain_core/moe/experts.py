@@ -9,21 +9,20 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from nanotrain_core.api import Role, tag
-from nanotrain_core.api.torch import Ops, Routing, run_locally
-from nanotrain_deepseek.config import DeepSeekConfig
+from nanotrain_core.layout.roles import Role, tag
+from nanotrain_core.models.ops import TORCH, Ops
+from nanotrain_core.moe.routing import Routing, run_locally
 
 
 class Experts(nn.Module):
-    """SwiGLU experts. Wrappers call ``compute`` with rows that they have permuted."""
+    """SwiGLU experts of a layer, stacked. Wrappers call ``compute`` with rows that they have permuted."""
 
-    def __init__(self, config: DeepSeekConfig, ops: Ops) -> None:
+    def __init__(self, experts: int, width: int, inner: int, ops: Ops = TORCH) -> None:
         super().__init__()
-        E, F, D = config.experts, config.expert_ffn, config.width
-        self.experts, self.ops = E, ops
-        self.gate = nn.Parameter(torch.empty(E, F, D))
-        self.up = nn.Parameter(torch.empty(E, F, D))
-        self.down = nn.Parameter(torch.empty(E, D, F))
+        self.experts, self.ops = experts, ops
+        self.gate = nn.Parameter(torch.empty(experts, inner, width))
+        self.up = nn.Parameter(torch.empty(experts, inner, width))
+        self.down = nn.Parameter(torch.empty(experts, width, inner))
         split = {"gate": 1, "up": 1, "down": 2}
         tag(self, Role.EXPERTS, split=split, gemm_weights=tuple(split))
 

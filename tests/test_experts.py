@@ -3,12 +3,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from nanotrain_deepseek.config import DeepSeekConfig
-from nanotrain_deepseek.experts import Experts
-from nanotrain_deepseek.samples import V3
 from torch import nn
 
-from nanotrain_core.models.ops import TORCH
+from nanotrain_core.moe.experts import Experts
 from nanotrain_core.moe.routing import Routing
 from nanotrain_core.pipeline.passes import Passes
 from nanotrain_core.pipeline.weight_gradients import DeferredGradients
@@ -20,7 +17,7 @@ WEIGHTS = ("gate", "up", "down")
 
 def experts_of(dtype, *, width=32, inner=16):
     torch.manual_seed(0)
-    experts = Experts(DeepSeekConfig(**V3 | {"width": width, "expert_ffn": inner}), TORCH)
+    experts = Experts(8, width, inner)
     for name in WEIGHTS:
         shape = getattr(experts, name).shape
         setattr(experts, name, nn.Parameter((0.3 * torch.randn(shape)).to(dtype)))

@@ -1,0 +1,209 @@
+"""Weights in and out of Hugging Face's files: logits are those of its own implementations."""
+
+import json
+
+import attrs
+import pytest
+import torch
+import transformers
+from nanotrain_moe_transformer.config import MoETransformerConfig
+from nanotrain_moe_transformer.hf_names import names
+from nanotrain_moe_transformer.samples import MIXTRAL, QWEN3
+from safetensors.torch import load_file
+
+from nanotrain_core.batch import Batch
+from nanotrain_core.engine import RuntimeEngine
+from nanotrain_core.errors import NanotrainError
+from nanotrain_core.hf.convert import convert
+from nanotrain_core.hf.open_weights import open_weights
+from nanotrain_core.hf.weights import whole
+from nanotrain_core.pipeline.actions import Part
+from nanotrain_core.registry.registry import load_plugins
+
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
+
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.2,
+    "max_position_embeddings": 64,
+    "attn_implementation": "eager",
+}
+#: Released Mixtral 8x7B and Qwen3-30B-A3B have no more options than these, but for sizes.
+CHOICES = {
+    "mixtral": (
+        transformers.MixtralForCausalLM,
+        {"intermediate_size": 24, "num_local_experts": 6, "num_experts_per_tok": 2},
+    ),
+    "mixtral-tied": (
+        transformers.MixtralForCausalLM,
+        {"intermediate_size": 24, "num_local_experts": 6, "num_experts_per_tok": 3}
+        | {"tie_word_embeddings": True, "head_dim": 16, "rope_parameters": None},
+    ),
+    "qwen3": (
+        transformers.Qwen3MoeForCausalLM,
+        {"moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 3, "head_dim": 16}
+        | {"norm_topk_prob": True, "intermediate_size": 80},
+    ),
+    "qwen3-mixed": (
+        transformers.Qwen3MoeForCausalLM,
+        {"moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 3, "attention_bias": True}
+        | {"intermediate_size": 80, "decoder_sparse_step": 2, "mlp_only_layers": [3]},
+    ),
+}
+
+
+def theirs(choice, folder):
+    """Save a random model in ``folder`` and return it."""
+    model_class, options = CHOICES[choice]
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
+    torch.manual_seed(0)
+    model = model_class(model_class.config_class(**{**SIZES, **rope, **options})).eval()
+    with torch.no_grad():
+        for name, tensor in model.named_parameters():
+            if "norm" in name or name.endswith("bias"):
+                tensor.uniform_(0.5, 1.5)
+    model.save_pretrained(folder)
+    return model
+
+
+def tensors(path):
+    """Return the weights at ``path`` by our names."""
+    reader = open_weights(path, load_plugins()).reader
+    return {name: reader.read(name, whole(shape)) for name, shape in reader.shapes.items()}
+
+
+def tokens():
+    return torch.randint(SIZES["vocab_size"], (3, 40), generator=torch.Generator().manual_seed(1))
+
+
+@torch.no_grad()
+def our_logits(path):
+    registry = load_plugins()
+    model = registry.build(open_weights(path, registry).selection)
+    part = model.build(Part.whole(model.layers)).to_empty(device="cpu")
+    part.load_state_dict(tensors(path), strict=True)
+    return part.eval()(tokens(), Batch(tokens())).value
+
+
+@torch.no_grad()
+def logits(model):
+    return model(tokens()).logits
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_logits_are_those_of_transformers_there_and_back(choice, tmp_path):
+    model = theirs(choice, tmp_path / "theirs")
+    expected = logits(model)
+    assert expected.std() > 0.5
+    convert(tmp_path / "theirs", tmp_path / "ours", load_plugins())
+    convert(tmp_path / "ours", tmp_path / "exported", load_plugins(), shard_bytes=40_000)
+    convert(tmp_path / "exported", tmp_path / "again", load_plugins())
+    for path in ("theirs", "ours"):
+        assert (our_logits(tmp_path / path) - expected).abs().max() < 1e-4
+    exported, loaded = type(model).from_pretrained(
+        tmp_path / "exported", attn_implementation="eager", output_loading_info=True
+    )
+    assert not any(loaded.values()), loaded
+    assert torch.equal(logits(exported), expected)
+    for name in ("model.safetensors", "model.toml"):
+        assert (tmp_path / "ours" / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
+
+
+@pytest.mark.parametrize("choice", ["mixtral", "qwen3"])
+def test_an_export_has_the_tensors_of_the_released_files(choice, tmp_path):
+    theirs(choice, tmp_path / "theirs")
+    convert(tmp_path / "theirs", tmp_path / "ours", load_plugins())
+    convert(tmp_path / "ours", tmp_path / "exported", load_plugins())
+    before, after = (load_file(tmp_path / each / "model.safetensors") for each in ("theirs", "exported"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    expert = {"mixtral": "block_sparse_moe.experts.5.w2.weight", "qwen3": "mlp.experts.5.down_proj.weight"}
+    assert f"model.layers.3.{expert[choice]}" in after
+
+
+@pytest.mark.parametrize("choice", ["mixtral", "qwen3"])
+def test_options_that_are_left_out_mean_what_they_mean_to_transformers(choice, tmp_path):
+    """Released files have them; a file written by hand, or by another version, may not."""
+    model_class, _ = CHOICES[choice]
+    config = model_class.config_class()
+    needed = {"hidden_size": 4096, "num_hidden_layers": 2, "num_attention_heads": 32, "vocab_size": 96}
+    needed |= {"intermediate_size": 64, "num_experts_per_tok": config.num_experts_per_tok}
+    experts = {"num_experts": 8, "moe_intermediate_size": 32}
+    needed |= {"num_local_experts": 8} if choice == "mixtral" else experts
+    table = names.table({"model_type": config.model_type, **needed}, ())
+    found = MoETransformerConfig(**table | {"mlp_only_layers": ()}).resolved()
+    theirs = model_class.config_class(**needed)
+    head_size = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
+    assert found.kv_heads == theirs.num_key_value_heads
+    assert found.head_size == head_size
+    assert found.norm_eps == theirs.rms_norm_eps
+    assert found.rope_theta == theirs.rope_parameters["rope_theta"]
+    assert found.normalize_weights == getattr(theirs, "norm_topk_prob", True)
+    assert found.moe_layers == 2
+
+
+RECIPE = """
+extends = "ours/model.toml"
+run = { steps = 1, device = "cpu", weights = "theirs" }
+batch = { sequences = 2, microbatch = 2, length = 24 }
+evaluation = { sequences = 0 }
+optimizer = { use = "sgd", lr = 0.1 }
+data = { use = "synthetic", vocab = 64 }
+"""
+
+
+def test_what_a_run_makes_of_it_is_what_transformers_computes(tmp_path):
+    model = theirs("qwen3-mixed", tmp_path / "theirs")
+    convert(tmp_path / "theirs", tmp_path / "ours", load_plugins())
+    (tmp_path / "recipe.toml").write_text(RECIPE.replace('"theirs"', f'"{tmp_path / "theirs"}"'))
+    RuntimeEngine.from_recipe(tmp_path / "recipe.toml", folder=tmp_path / "run").fit()
+    convert(tmp_path / "run", tmp_path / "exported", load_plugins())
+    before, after = tensors(tmp_path / "ours"), tensors(tmp_path / "exported")
+    assert before.keys() == after.keys()
+    assert not any(torch.equal(before[name], after[name]) for name in before)
+    exported = type(model).from_pretrained(tmp_path / "exported", attn_implementation="eager")
+    assert (our_logits(tmp_path / "run") - logits(exported)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("choice", "change", "text"),
+    [
+        ("qwen3", {"use_sliding_window": True}, "use_sliding_window is True; only False"),
+        ("qwen3", {"mlp_only_layers": 3}, "mlp_only_layers is 3; expected a list of layers"),
+        ("qwen3", {"num_experts": 5}, "num_local_experts is 8; only 5 can be represented"),
+        ("mixtral", {"num_experts": 5}, "num_experts is 5; only 6 can be represented"),
+        ("mixtral", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ("mixtral", {"num_experts_per_tok": None}, "num_experts_per_tok is missing"),
+    ],
+)
+def test_what_cannot_be_represented_is_refused(choice, change, text, tmp_path):
+    theirs(choice, tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(NanotrainError, match=r"config\.json") as refusal:
+        open_weights(tmp_path, load_plugins())
+    assert text in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"mlp_only_layers": (0,)},
+        {"normalize_weights": False},
+        {"bias": True},
+        {"positions": "learned", "max_length": 64},
+        {"norm": "layernorm"},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_a_model_that_transformers_has_not_is_refused(change):
+    config = attrs.evolve(MoETransformerConfig(**MIXTRAL), **change)
+    with pytest.raises(NanotrainError, match=r"neither a Mixtral|none of these"):
+        names.config(config)
+    qwen3 = MoETransformerConfig(**QWEN3 | {"mlp_only_layers": (0,)})
+    assert names.config(qwen3)["architectures"] == ["Qwen3MoeForCausalLM"]
