@@ -20,6 +20,7 @@ MACHINES = [
     ("llama_70b", 512, "h100"),
     ("long_context", 8, "h100"),
     ("long_context", 16, "h100"),
+    ("qwen3_30b_a3b", 32, "h100"),
     ("deepseek_v2_lite", 8, "h100"),
     ("deepseek_v3_671b", 2048, "h800"),
     ("deepseek_v3_128k", 2048, "h800"),
@@ -58,11 +59,12 @@ GOLDEN = {
     "llama_8b": 8_030_261_248,
     "llama_70b": 70_553_706_496,
     "long_context": 8_030_261_248,
+    "qwen3_30b_a3b": 30_532_122_624,
 }
 
 
 @pytest.mark.parametrize("name", GOLDEN)
-def test_a_llama_has_as_many_parameters_as_the_released_one(name):
+def test_a_model_has_as_many_parameters_as_the_released_one(name):
     found = resolve_recipe(name)
     assert count_parameters(found.recipe, found.registry).total == GOLDEN[name]
 

@@ -25,6 +25,7 @@ DEEPSEEK = {
     "model": "{heads=4,kv_rank=8,nope_size=8,rope_size=4,value_size=8,experts=8,top_k=3,init_std=0.1}",
     "model.expert_ffn": 16,
 }
+MOE = {"model": "{heads=8,kv_heads=4,experts=8,top_k=3,init_std=0.1}", "model.expert_ffn": 16}
 V3 = {"model": "{dense_layers=1,q_rank=8,groups=4,group_limit=2}"}
 #: Ranks, and tables that are laid over the recipe one after the other.
 SMALL = {
@@ -32,6 +33,7 @@ SMALL = {
     "llama_8b": (4, LLAMA),
     "llama_70b": (8, LLAMA, {"topology": "{tp=2,pp=2}"}),
     "long_context": (4, LLAMA, {"topology": "{tp=2}"}),
+    "qwen3_30b_a3b": (4, MOE, {"topology": "{ep=2}", "batch.sequences": 16}),
     # The second step is one of the second phase.
     "deepseek_v2_lite": (
         2,
