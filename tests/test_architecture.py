@@ -32,8 +32,9 @@ LEVELS = (
     ("placement, mesh and matrix products", "layout.* metrics.* moe.* optim.grad_norm precision.*"),
     (
         "contracts",
-        "contracts.* builtin.configs builtin.transformer_config command component hookspecs recipe.frozen "
-        "recipe.locate recipe.phase recipe.range_validator recipe.tree recipe.types phases phases.timeline",
+        "contracts.* builtin.configs builtin.transformer_config command component hookspecs moe.rules "
+        "recipe.frozen recipe.locate recipe.phase recipe.range_validator recipe.tree recipe.types phases "
+        "phases.timeline",
     ),
     (
         "mechanisms",
@@ -224,25 +225,25 @@ ROOMS = {path.parent.name for path in CORE.glob("*/__init__.py")}
 #: What each room of the core may have of code, in lines; "": all that is in none. Not the harness.
 SMALL = {
     "": 940,
-    "api": 664,
-    "builtin": 511,
+    "api": 694,
+    "builtin": 512,
     "checkpoint": 936,
     "cli": 1750,
     "compile": 789,
     "contracts": 696,
     "data": 910,
-    "hf": 1006,
+    "hf": 1049,
     "launch": 2394,
-    "layout": 1221,
-    "models": 799,
-    "moe": 360,
+    "layout": 1275,
+    "models": 810,
+    "moe": 470,
     "metrics": 1360,
     "monitors": 1053,
     "optim": 760,
     "phases": 372,
     "pipeline": 622,
     "precision": 680,
-    "recipe": 1778,
+    "recipe": 1790,
     "registry": 761,
     "run": 3132,
     "script": 815,
