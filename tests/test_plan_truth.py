@@ -46,6 +46,7 @@ MORE = {
     "tied": ({"pp": 2, "dp": 2}, "transformer", "1f1b", DDP, {}),
     "optimizer_offload": ({"dp": 2}, "transformer", "accumulate", [], {**ZERO, "stage": 2, "offload": True}),
     "phases": ({"dp": 2}, "transformer", "accumulate", DDP, {}),
+    "windows": ({"pp": 2}, "windows", "1f1b", [], {}),
     "cp": ({"cp": 2}, "transformer", "accumulate", [{"use": "cp"}, *DDP], {}),
     "cp_gather": ({"cp": 2}, "transformer", "accumulate", [CP_GATHER, *DDP], {}),
     "cp_ring": ({"cp": 3}, "transformer", "accumulate", [CP_RING, *DDP], {}),
@@ -53,6 +54,8 @@ MORE = {
     "cp_ring_pipeline": ({"cp": 2, "pp": 2}, "transformer", "1f1b", [CP_RING, *DDP], {}),
     "cp_gather_experts": ({"cp": 2, "ep": 2}, "deepseek_v3", "accumulate", [CP_GATHER, *EP, *DDP], {}),
 }
+#: Blocks of 64 tokens, of which the second one is shorter.
+WINDOWS = {**MODELS["transformer"], "window": 40, "layer_types": ["sliding_attention", "full_attention"]}
 #: A plan is of the largest batch, which the second step has: the first takes one sequence on each rank.
 PHASES = [
     {"name": "small", "until_tokens": 16, "batch": {"sequences": 2}},
@@ -63,9 +66,10 @@ PHASES = [
 def case(topology, model, schedule, wrappers, optimizer, tied=False, precision="fp32", phases=()):
     uneven = "cp" in topology and "ep" not in topology
     length = 7 if uneven else BATCH["length"]  # the second rank of cp has a token more
+    length = 100 if model == "windows" else length
     overrides = {
         "batch": {**BATCH, "sequences": 3 * topology.get("dp", 1), "length": length},
-        "model": {**MODELS[model], "layers": 4, "tied": tied},
+        "model": {**(WINDOWS if model == "windows" else MODELS[model]), "layers": 4, "tied": tied},
         "data": {"vocab": VOCAB},
         "optimizer": optimizer or OPTIMIZERS["adamw"],
         "schedule": {"use": schedule},

@@ -192,7 +192,10 @@ class TransformerConfig(ModelConfig):
         """Return keys and values of every layer; scores and values of every query head."""
         c = self.resolved()
         return CachedToken(
-            elements=2 * c.layers * c.kv_heads * c.head_size, flops=4.0 * c.layers * c.heads * c.head_size
+            elements=2 * c.layers * c.kv_heads * c.head_size,
+            flops=4.0 * c.layers * c.heads * c.head_size,
+            window=c.window,
+            sliding=sum(c.window_of(layer) is not None for layer in range(c.layers)) / c.layers,
         )
 
 

@@ -18,6 +18,14 @@ class CachedToken:
     """Cached elements: keys and values; for latent attention the latent and the rotary key."""
     flops: float
     """FLOPs for a new token to attend to it: scores and values, 2 for each multiply-add."""
+    window: int = 0
+    """Cached tokens that a new one attends to in layers with sliding-window attention; all are kept."""
+    sliding: float = 0.0
+    """Share of such layers in elements and FLOPs."""
+
+    def attended(self, length: int) -> float:
+        """Return to how many of ``length`` cached tokens a new one attends, on average over layers."""
+        return length - self.sliding * max(0, length - self.window)
 
 
 class ModelConfig:

@@ -37,7 +37,9 @@ class TokenFLOPs:
     head: float
     """Of :attr:`matmul`, the head's."""
     attention: float
-    """Of scores and values, causal: a token attends to half of the sequence on average."""
+    """Of scores and values, causal: a token attends to half of the sequence on average, or to a window."""
+    whole_attention: float
+    """The same if every token attended to the whole sequence."""
     mtp: float
     """Of modules for further tokens, their attention causal."""
 
@@ -49,7 +51,7 @@ class TokenFLOPs:
     @property
     def non_causal(self) -> float:
         """As if every token attended to the whole sequence."""
-        return self.matmul + 2 * self.attention
+        return self.matmul + self.whole_attention
 
     @property
     def model(self) -> float:
@@ -62,6 +64,13 @@ def without_mtp(selection: Selection) -> Selection:
     if not getattr(selection.config, "mtp", 0):
         return selection
     return attrs.evolve(selection, config=attrs.evolve(selection.config, mtp=0))
+
+
+def without_window(selection: Selection) -> Selection:
+    """Return the model without sliding windows, if it has a key ``window``."""
+    if not getattr(selection.config, "window", 0):
+        return selection
+    return attrs.evolve(selection, config=attrs.evolve(selection.config, window=0))
 
 
 def count_parameters(recipe: Recipe, registry: Registry) -> Parameters:
@@ -96,10 +105,12 @@ def count_flops(recipe: Recipe, registry: Registry) -> TokenFLOPs:
     length = recipe.batch.length
     plain: Model = registry.build(without_mtp(recipe.model))
     model: Model = registry.build(recipe.model)
+    full: Model = registry.build(without_window(without_mtp(recipe.model)))
     causal, products = plain.flops(length).total, plain.flops(0)
     return TokenFLOPs(
         matmul=products.total,
         head=products.head,
         attention=causal - products.total,
+        whole_attention=2 * (full.flops(length).total - products.total),
         mtp=model.flops(length).total - causal,
     )

@@ -231,6 +231,11 @@ def assumptions(
             "attention is causal: mask_documents' mask over each sequence's scores, kept where a GPU has no "
             "kernel for documents, and the work that it adds are not counted"
         )
+    if getattr(recipe.model.config, "window", 0) and not hardware.gloo:
+        found.append(
+            "sliding-window attention has FlashAttention's kernel, for 16-bit numbers on Ampere or later; "
+            "elsewhere it computes up to twice as many scores, and is slower"
+        )
     if hardware.cores:
         ranks = min(recipe.run.ranks, hardware.devices_per_node)
         found.append(

@@ -96,6 +96,26 @@ def test_a_decoded_token_reads_the_weights_and_the_cache(found):
     assert embedding.bytes < 0.01 * 1024 * 256 * 2  # four rows of the table
 
 
+def test_windows_count_in_what_layers_compute_and_decoding_reads(tmp_path, found):
+    """512 tokens, of which every second layer sees 100: 100 - 100 ** 2 / 1024 on average."""
+    path = tmp_path / "windows.toml"
+    kinds = 'window = 100\nlayer_types = ["sliding_attention", "full_attention"]\ntied = false'
+    path.write_text(LLAMA.format(tied="false").replace("tied = false", kinds))
+    r = resolve_recipe(path)
+    windows = report(r.recipe, r.registry, r.layout, find_hardware("h100"), batch=4)
+    scores = 3 * 2 * 2 * 256 * 4
+    assert found.flops.attention == scores * 256
+    assert windows.flops.attention == pytest.approx(scores * (256 + 100 - 100**2 / 1024) / 2)
+    assert windows.flops.non_causal == found.flops.non_causal
+    forward = sum(each.number * each.flops for each in windows.layers)
+    assert 3 * forward == pytest.approx(windows.flops.causal, rel=1e-6)
+    assert {"2 of layers 0 to 2", "2 of layers 1 to 3"} < {each.piece for each in windows.layers}
+    read, less = (
+        next(each.bytes for each in one.regimes[2].work if each.kind == "cache") for one in (found, windows)
+    )
+    assert less / read == (512 + 100) / 2 / 512
+
+
 @pytest.mark.parametrize(
     ("name", "layers", "width", "heads", "bytes_"),
     [("Qwen-2.5 72B", 80, 8192, 64, 327_680), ("LLaMA-3.1 405B", 126, 16384, 128, 516_096)],

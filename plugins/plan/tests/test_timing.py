@@ -181,3 +181,23 @@ def test_messages_of_a_ring_are_hidden_by_attention_alone():
         flops = Counter({"attention bfloat16": 2 * rate * travels * attends, "bfloat16": 10**20})
         found = links.time(Phase("F0.0", 0, 0, collectives=[recv, send], gemm_flops=flops))
         assert found == CollectiveTime(exposed=pytest.approx(left * travels))
+
+
+def test_attention_in_a_window_takes_the_flops_of_what_it_sees():
+    """Of 8 tokens and a window of 3: a band of 24 scores, less half of the 3 x 3 before its beginning."""
+    q, k, v = (
+        torch.empty(2, 8, heads, 16, device="meta", dtype=torch.bfloat16, requires_grad=True)
+        for heads in (4, 2, 2)
+    )
+
+    def flops(begin, end, backward=False):
+        with Recorder("meta", Values()) as recorder:
+            y = attention(q[:, begin:end], k[:, :end], v[:, :end], None, None, 3)
+            if backward:
+                y.sum().backward()
+        return recorder.phase.attention_flops / 2
+
+    forward = 2 * 2 * 4 * (24 - 4.5) * (16 + 16)
+    assert flops(0, 8) == forward
+    assert flops(0, 4) + flops(4, 8) == forward
+    assert flops(0, 8, backward=True) == forward * (1 + 5 / 2)

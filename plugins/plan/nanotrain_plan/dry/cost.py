@@ -9,6 +9,8 @@ import attrs
 import torch
 from torch.utils.flop_counter import flop_registry
 
+from nanotrain_core.api.torch import tokens_seen
+
 #: Operators that move numbers and compute little.
 OTHER = "other"
 
@@ -60,6 +62,9 @@ def cost_of(func: Any, name: str, args: Any, kwargs: Any, out: Any, *, new: bool
     if "_scaled_dot_product" in name and "_attention" in name:
         kind = ATTENTION + str(inputs[0].dtype)[6:]
         return Cost(kind, _attention_flops(func, args, kwargs), sum(map(dense, (*inputs, *outputs))))
+    if name.startswith("torch_attn::_varlen_attn"):  # of windows
+        kind = ATTENTION + str(inputs[0].dtype)[6:]
+        return Cost(kind, _window_flops(func, args), sum(map(dense, (*inputs, *outputs))))
     if name == "aten::_grouped_mm":
         rows, right = args[:2]
         used = min(1.0, rows.shape[0] / right.shape[0]) if rows.dim() < right.dim() else 1.0
@@ -110,6 +115,16 @@ def _attention_flops(func: Any, args: Any, kwargs: Any) -> int:
     products: int = 3 * K + 2 * V if "backward" in func._schema.name else K + V
     masked = given.get("is_causal") or any(given.get(name) is not None for name in ("attn_mask", "attn_bias"))
     return int(2 * B * H * S * (2 * T - S if masked else 2 * T) * products)
+
+
+def _window_flops(func: Any, args: Any) -> int:
+    """Return twice the FLOPs of fused attention in a window, as if half of it were masked."""
+    given = dict(zip((each.name for each in func._schema.arguments), args, strict=False))
+    window, S, T = given["window_size"][0] + 1, given["max_q"], given["max_k"]
+    _, H, K = given["query"].shape
+    pairs = T * tokens_seen(T, window) - (T - S) * tokens_seen(T - S, window)
+    products = 5 * K if "backward" in func._schema.name else 2 * K
+    return int(2 * (len(given["cu_seq_q"]) - 1) * H * 2 * pairs * products)
 
 
 def dense(tensor: torch.Tensor) -> int:

@@ -13,7 +13,15 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from nanotrain_core.api.torch import TORCH, Kernels, Ops, grouped_linear_on_gpu, plain_ops
+from nanotrain_core.api.torch import (
+    TORCH,
+    Kernels,
+    Ops,
+    grouped_linear_on_gpu,
+    plain_ops,
+    window_attention,
+    window_attention_on_gpu,
+)
 from nanotrain_plan import DryKernelsConfig
 
 Tensor = torch.Tensor
@@ -44,6 +52,7 @@ def attention(
     v_BTGV: Tensor,
     scale: float | None = None,
     begins_BT: Tensor | None = None,
+    window: int | None = None,
 ) -> Tensor:
     """Return what FlashAttention would, or cuDNN's kernel, which takes values of another size than keys.
 
@@ -52,6 +61,10 @@ def attention(
     Both keep q, k, v, the output and a log-sum-exp for each row, and no scores.
     Source: Dao, "FlashAttention-2", arXiv 2307.08691, algorithms 1 and 2.
     """
+    if window is not None and window < k_BTGK.shape[1]:
+        if q_BSHK.shape[-1] != v_BTGV.shape[-1]:
+            return TORCH.attention(q_BSHK, k_BTGK, v_BTGV, scale, begins_BT, window)
+        return window_attention_on_gpu(q_BSHK, k_BTGK, v_BTGV, scale, window)
     q, k, v = (x.transpose(1, 2) for x in (q_BSHK, k_BTGK, v_BTGV))
     if q.shape[-1] == v.shape[-1]:
         out = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, scale=scale)[0]
@@ -67,16 +80,25 @@ def attention_on_host(
     v_BTGV: Tensor,
     scale: float | None = None,
     begins_BT: Tensor | None = None,
+    window: int | None = None,
 ) -> Tensor:
     """Return the same on a CPU, whose kernel takes values as wide as keys: of others torch keeps scores."""
+    if window is not None and window < k_BTGK.shape[1] and q_BSHK.shape[-1] == v_BTGV.shape[-1]:
+        return window_attention(q_BSHK, k_BTGK, v_BTGV, scale, begins_BT, window, _attend_on_host)
     if begins_BT is not None or q_BSHK.shape[-1] != v_BTGV.shape[-1]:
-        return TORCH.attention(q_BSHK, k_BTGK, v_BTGV, scale, begins_BT)
+        return TORCH.attention(q_BSHK, k_BTGK, v_BTGV, scale, begins_BT, window)
     q, k, v = (x.transpose(1, 2) for x in (q_BSHK, k_BTGK, v_BTGV))
     fewer = q.shape[2] != k.shape[2]  # queries than keys: the kernel keeps a mask
     mask_ST = q.new_zeros(q.shape[2], k.shape[2]) if fewer else None
+    return _attend_on_host(q, k, v, mask_ST, scale).transpose(1, 2)
+
+
+def _attend_on_host(
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, scale: float | None, enable_gqa: bool = False
+) -> Tensor:
     kernel = aten._scaled_dot_product_flash_attention_for_cpu
-    out: Tensor = kernel(q, k, v, 0.0, not fewer, attn_mask=mask_ST, scale=scale)[0]
-    return out.transpose(1, 2)
+    out: Tensor = kernel(q, k, v, 0.0, attn_mask is None, attn_mask=attn_mask, scale=scale)[0]
+    return out
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:

@@ -145,6 +145,8 @@ def _parts(model: Model, length: int) -> Iterator[tuple[str, int, Part, float]]:
         first = costs.layers.index(cost)
         last = len(costs.layers) - 1 - costs.layers[::-1].index(cost)
         name = f"layers {first} to {last}" if number > 1 else f"layer {first}"
+        if number <= last - first:  # others are between them
+            name = f"{number} of {name}"
         yield name, number, Part(first=first, last=first + 1, has_embedding=False, has_head=False), cost
     end = len(costs.layers)
     yield "head", 1, Part(first=end, last=end, has_embedding=False, has_head=True), costs.head

@@ -117,10 +117,12 @@ def roofline(
     decode = [each for each in roof.work(batch, 1) if each.kind != "attention"]
     context = "without its context: the model does not say what it caches"
     if cached is not None:
-        size = pieces.dtype.itemsize
-        read = batch * length * cached.elements * size
-        decode.append(roof.made("all layers", "attention", "cache", batch * length * cached.flops, read))
+        size, attended = pieces.dtype.itemsize, cached.attended(length)
+        read = batch * attended * cached.elements * size
+        decode.append(roof.made("all layers", "attention", "cache", batch * attended * cached.flops, read))
         context = f"each after {length:,} tokens, which are read from the cache"
+        if attended < length:
+            context += f": with windows {attended:,.0f} of them, on average over layers"
     told = f"{batch} sequence{'s' if batch > 1 else ''} at once, {context}"
     return [training, prefill, Regime(name="decode", assumes=told, tokens=batch, work=decode)]
 
