@@ -74,7 +74,6 @@ from nanotrain_core.models.head import Head
 from nanotrain_core.models.norms import RMSNorm
 from nanotrain_core.models.ops import TORCH, Ops, attention, ops_of, plain_ops, rms_norm, rope, swiglu
 from nanotrain_core.models.rope import Rotation, rope_frequencies, rope_rotation, yarn_frequencies
-from nanotrain_core.models.window import tokens_seen, window_attention, window_attention_on_gpu
 from nanotrain_core.moe.grouped_mm import grouped_linear_on_gpu
 from nanotrain_core.moe.routing import (
     Compute,
@@ -296,13 +295,10 @@ __all__ = [
     "stream_seed",
     "sum_over_data",
     "swiglu",
-    "tokens_seen",
     "torch_matmul",
     "unquantized",
     "use_dispatch_codec",
     "use_gemm",
-    "window_attention",
-    "window_attention_on_gpu",
     "write_range",
     "yarn_frequencies",
 ]

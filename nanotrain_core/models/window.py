@@ -8,7 +8,6 @@ Sources: Child et al., arXiv 1904.10509 (local attention); Jiang et al., arXiv 2
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache
 from inspect import signature
 from typing import Any
@@ -38,20 +37,12 @@ def window_attention(
     scale: float | None,
     begins_BT: Tensor | None,
     window: int,
-    attend: Callable[..., Tensor] = F.scaled_dot_product_attention,
 ) -> Tensor:
     """Return attention [B, S, H, V] of one block of queries after the other, each to the tokens that it sees.
 
     Memory is that of the queries times twice the window at most, where one mask for all has T columns.
 
-    Args:
-        q_BSHK: queries, and the other arguments: as those of :func:`~nanotrain_core.models.ops.attention`.
-        k_BTGK: keys.
-        v_BTGV: values.
-        scale: of the scores.
-        begins_BT: where documents begin.
-        window: how many tokens one sees.
-        attend: computes a block, as PyTorch's function does.
+    Arguments are those of :func:`~nanotrain_core.models.ops.attention`.
     """
     if begins_BT is None and has_window_kernel(q_BSHK, v_BTGV):
         return window_attention_on_gpu(q_BSHK, k_BTGK, v_BTGV, scale, window)
@@ -71,7 +62,8 @@ def window_attention(
             mask = mask.masked_fill(hidden_BRC.unsqueeze(1), float("-inf"))
         q = q_BSHK[:, begin - before : end - before].transpose(1, 2)
         k, v = (x[:, low:end].transpose(1, 2) for x in (k_BTGK, v_BTGV))
-        found.append(attend(q, k, v, attn_mask=mask, scale=scale, enable_gqa=shared))
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=shared)
+        found.append(y)
     return torch.cat(found, 2).transpose(1, 2)
 
 

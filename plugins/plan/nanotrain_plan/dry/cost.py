@@ -9,8 +9,6 @@ import attrs
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from nanotrain_core.api.torch import tokens_seen
-
 #: Operators that move numbers and compute little.
 OTHER = "other"
 
@@ -118,13 +116,19 @@ def _attention_flops(func: Any, args: Any, kwargs: Any) -> int:
 
 
 def _window_flops(func: Any, args: Any) -> int:
-    """Return twice the FLOPs of fused attention in a window, as if half of it were masked."""
+    """Return twice the FLOPs of fused attention in a window, as if half of them were masked."""
     given = dict(zip((each.name for each in func._schema.arguments), args, strict=False))
     window, S, T = given["window_size"][0] + 1, given["max_q"], given["max_k"]
     _, H, K = given["query"].shape
-    pairs = T * tokens_seen(T, window) - (T - S) * tokens_seen(T - S, window)
     products = 5 * K if "backward" in func._schema.name else 2 * K
-    return int(2 * (len(given["cu_seq_q"]) - 1) * H * 2 * pairs * products)
+    seen = _seen_twice(T, window) - _seen_twice(T - S, window)
+    return int(2 * (len(given["cu_seq_q"]) - 1) * H * seen * products)
+
+
+def _seen_twice(tokens: int, window: int) -> int:
+    """Return twice the number of scores of this many first tokens, the last one of each as a half."""
+    within = min(tokens, window)
+    return within * within + 2 * window * (tokens - within)
 
 
 def dense(tensor: torch.Tensor) -> int:

@@ -11,17 +11,11 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
+from torch.overrides import TorchFunctionMode
 
-from nanotrain_core.api.torch import (
-    TORCH,
-    Kernels,
-    Ops,
-    grouped_linear_on_gpu,
-    plain_ops,
-    window_attention,
-    window_attention_on_gpu,
-)
+from nanotrain_core.api.torch import TORCH, Kernels, Ops, grouped_linear_on_gpu, plain_ops
 from nanotrain_plan import DryKernelsConfig
 
 Tensor = torch.Tensor
@@ -64,7 +58,7 @@ def attention(
     if window is not None and window < k_BTGK.shape[1]:
         if q_BSHK.shape[-1] != v_BTGV.shape[-1]:
             return TORCH.attention(q_BSHK, k_BTGK, v_BTGV, scale, begins_BT, window)
-        return window_attention_on_gpu(q_BSHK, k_BTGK, v_BTGV, scale, window)
+        return _window_attention(q_BSHK, k_BTGK, v_BTGV, scale, window)
     q, k, v = (x.transpose(1, 2) for x in (q_BSHK, k_BTGK, v_BTGV))
     if q.shape[-1] == v.shape[-1]:
         out = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, scale=scale)[0]
@@ -72,6 +66,20 @@ def attention(
         out = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True, scale=scale)[0]
     found: Tensor = out.transpose(1, 2)
     return found
+
+
+def _window_attention(
+    q_BSHK: Tensor, k_BTGK: Tensor, v_BTGV: Tensor, scale: float | None, window: int
+) -> Tensor:
+    """Return what FlashAttention's kernel for packed sequences would, which has windows."""
+    import torch.nn.attention.varlen  # defines the operator, and imports torch's compiler
+
+    (batch, S), T = q_BSHK.shape[:2], k_BTGK.shape[1]
+    ends = torch.arange(batch + 1, dtype=torch.int32, device=q_BSHK.device)
+    rows = (x.flatten(0, 1) for x in (q_BSHK, k_BTGK, v_BTGV))
+    kernel = torch.ops.torch_attn._varlen_attn
+    y: Tensor = kernel(*rows, ends * S, ends * T, S, T, False, scale, [window - 1, 0])[0]
+    return y.view_as(q_BSHK)
 
 
 def attention_on_host(
@@ -84,7 +92,8 @@ def attention_on_host(
 ) -> Tensor:
     """Return the same on a CPU, whose kernel takes values as wide as keys: of others torch keeps scores."""
     if window is not None and window < k_BTGK.shape[1] and q_BSHK.shape[-1] == v_BTGV.shape[-1]:
-        return window_attention(q_BSHK, k_BTGK, v_BTGV, scale, begins_BT, window, _attend_on_host)
+        with _KernelOfHost():
+            return TORCH.attention(q_BSHK, k_BTGK, v_BTGV, scale, begins_BT, window)
     if begins_BT is not None or q_BSHK.shape[-1] != v_BTGV.shape[-1]:
         return TORCH.attention(q_BSHK, k_BTGK, v_BTGV, scale, begins_BT, window)
     q, k, v = (x.transpose(1, 2) for x in (q_BSHK, k_BTGK, v_BTGV))
@@ -99,6 +108,14 @@ def _attend_on_host(
     kernel = aten._scaled_dot_product_flash_attention_for_cpu
     out: Tensor = kernel(q, k, v, 0.0, attn_mask is None, attn_mask=attn_mask, scale=scale)[0]
     return out
+
+
+class _KernelOfHost(TorchFunctionMode):
+    """Has the kernel where plain PyTorch asks for attention with a mask: on ``meta`` torch takes it apart."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        function = _attend_on_host if func is F.scaled_dot_product_attention else func
+        return function(*args, **(kwargs or {}))
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
