@@ -245,7 +245,7 @@ SMALL = {
     "precision": 680,
     "recipe": 1790,
     "registry": 761,
-    "run": 3132,
+    "run": 3136,
     "script": 815,
     "watch": 454,
 }

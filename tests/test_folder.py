@@ -215,6 +215,22 @@ def test_a_run_that_has_begun_keeps_its_name_where_only_writable_files_can_be_lo
     first.release()
 
 
+def test_a_lock_of_another_user_that_can_only_be_read_is_seen(monkeypatch):
+    first = RunFolder.claim("a")
+
+    def of_another_user(path, mode, **options):
+        if mode == "r+":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return open(path, mode, **options)
+
+    monkeypatch.setattr(folders, "open", of_another_user, raising=False)
+    with monkeypatch.context() as looking:
+        looking.setattr(folders, "holds_run", lambda path: False)
+        assert folders._is_used(first.path)
+        first.release()
+        assert not folders._is_used(first.path)
+
+
 def test_a_disk_without_space_is_told(tmp_path):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))

@@ -244,12 +244,16 @@ def _owner(text: str) -> str:
 
 def _is_held(lock: Path) -> bool:
     """Return whether a live process has locked a file, without keeping the lock; False without locks."""
-    try:
-        with open(lock, "r+", encoding="utf-8") as file:  # NFS can only lock writable files
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
+    for mode in ("r+", "r"):  # NFS can only lock writable files; that of another user may only be readable
+        try:
+            with open(lock, mode, encoding="utf-8") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except PermissionError:
+            continue
+        except OSError:
+            return False
         return False
     return False
 
