@@ -43,7 +43,7 @@ def conversations(part: Part, field: str) -> Iterator[tuple[Callable[[], str], l
 
 
 def documents(part: Part, field: str, end: str | None = None) -> Iterator[str]:
-    """Yield the texts of a part; those without a character are left out.
+    """Yield the texts of a part; those without a character, and rows whose text is null, are left out.
 
     Args:
         part: of a corpus.
@@ -65,11 +65,13 @@ def documents(part: Part, field: str, end: str | None = None) -> Iterator[str]:
 
 
 def text_of(value: Any, end: str | None = None) -> str:
-    """Return a text that was read.
+    """Return a text that was read; a null of JSON or of a table is an empty one.
 
     Raises:
         ValueError: it is none, or has the character ``end``.
     """
+    if value is None:
+        return ""
     if not isinstance(value, str):
         raise ValueError(f"is of type {type(value).__name__}; expected a string")
     if end is not None and end in value:

@@ -336,7 +336,7 @@ def test_a_line_that_is_wrong_is_named_in_whichever_part_it_is(tmp_path):
         ('["a"]', "expected a JSON object"),
         ('{"txet": "a"}', "no field 'text' (did you mean 'txet'?); it has txet; --field names another"),
         ('{"text": 1}', "field 'text' is of type int; expected a string"),
-        ('{"text": null}', "field 'text' is of type NoneType; expected a string"),
+        ('{"text": ["a"]}', "field 'text' is of type list; expected a string"),
     ):
         path.write_text(good + bad + "\n" + good)
         for unit in (10**6, 700, 300):
@@ -368,10 +368,21 @@ def test_files_that_end_too_early_are_refused(tmp_path):
 
 def test_columns_are_named(tmp_path):
     path = tmp_path / "a.parquet"
-    pq.write_table(pa.table({"content": ["a", None], "id": [1, 2]}), path)
+    pq.write_table(pa.table({"content": ["a", "b"], "id": [1, 2]}), path)
     assert "no column 'text'" in refusal(tmp_path, path)
     assert "it has content, id; --field names another" in refusal(tmp_path, path)
-    assert f"{path}, row 1: column 'content' is of type NoneType" in refusal(tmp_path, path, field="content")
+    assert f"{path}, row 0: column 'id' is of type int" in refusal(tmp_path, path, field="id")
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.jsonl"])
+def test_rows_without_a_text_are_left_out_as_empty_ones_are(tmp_path, name):
+    """One null among a million rows ended the command, and no option left it out."""
+    path, texts = tmp_path / name, ["a", None, "", "b"]
+    if name.endswith(".jsonl"):
+        path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    else:
+        pq.write_table(pa.table({"text": texts}), path)
+    assert prepared(tmp_path / "out", path).manifest.documents == 2
 
 
 def test_sources_that_are_none_are_refused(tmp_path):
