@@ -437,6 +437,17 @@ def test_a_sweep_tells_what_it_leaves_out_and_plans_the_best_whole(dense, monkey
     assert swept.planned == swept.examined - swept.refused - swept.bounded > 0
 
 
+def test_a_sweep_says_why_a_layout_cannot_be_planned(dense, monkeypatch):
+    plan = try_plan(dense.recipe, dense.registry, find_hardware("h100"))
+
+    def fail(self, recipe, layout):
+        raise NotImplementedError("aten::nonzero needs numbers\nmore of it")
+
+    monkeypatch.setattr(Composer, "estimate", fail)
+    swept = sweep(plan, dense.registry, limit=3, processes=1)
+    assert swept.left_out["cannot be planned: aten::nonzero needs numbers"] > 0
+
+
 @pytest.mark.full
 def test_layouts_whose_layers_stay_eager_are_marked(dense):
     plans = [

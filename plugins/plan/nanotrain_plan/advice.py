@@ -9,7 +9,7 @@ from typing import Any
 
 import attrs
 
-from nanotrain_core.api import NanotrainError, Recipe, Registry, Selection, find_problems
+from nanotrain_core.api import NanotrainError, Recipe, Registry, Selection, check_combination
 from nanotrain_plan.hardware import Hardware
 from nanotrain_plan.plan import Plan, make_plan
 
@@ -98,10 +98,7 @@ def _advice(told: str, planned: Plan) -> Advice:
 def try_plan(recipe: Recipe, registry: Registry, hardware: Hardware) -> Plan | None:
     """Return the plan of a recipe, or None if its parts do not fit together."""
     try:
-        layout, problems = find_problems(recipe, registry)
-        if problems or layout is None:
-            return None
-        return make_plan(recipe, registry, layout, hardware)
+        return make_plan(recipe, registry, check_combination(recipe, registry), hardware)
     except (NanotrainError, ValueError):
         return None
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import attrs
 
-from nanotrain_core.api import Layout, NanotrainError, Recipe, find_problems
+from nanotrain_core.api import Layout, NanotrainError, Recipe, check_combination, find_problems
 from nanotrain_plan.advice import find, try_plan
 from nanotrain_plan.blocks.composer import Bound, Composer, Estimate, busy_seconds
 from nanotrain_plan.blocks.probe import NotComposable
 from nanotrain_plan.grid import Family, of_family
 from nanotrain_plan.phase_stages import reached
-from nanotrain_plan.plan import STAY_EAGER, Plan
+from nanotrain_plan.plan import NO_PLAN, STAY_EAGER, Plan, make_plan
 
 #: By how much 1F1B, which holds least activations, may exceed the memory for other schedules to be examined.
 MARGIN = 1.1
@@ -253,17 +253,12 @@ class Comparison:
 
     def _estimate(self, recipe: Recipe, layout: Layout) -> tuple[Candidate, Estimate] | None:
         """Return a layout's candidate, or None if it cannot be planned."""
-        plan, left_out = self.plan, self.found.left_out
+        plan = self.plan
         try:
-            estimate = self.composer.estimate(recipe, layout)
-        except NotComposable:
-            whole = try_plan(recipe, self.registry, plan.hardware)
-            if whole is None:
-                left_out["cannot be planned"] += 1
-                return None
-            estimate = _estimate_of(whole)
-        except (NanotrainError, NotImplementedError, RuntimeError):
-            left_out["cannot be planned"] += 1
+            estimate = self._estimated(recipe, layout)
+        except (NanotrainError, NotImplementedError, RuntimeError, ValueError) as problem:
+            why = (str(problem) or type(problem).__name__).splitlines()[0].removeprefix(NO_PLAN)
+            self.found.left_out[f"cannot be planned: {why}"] += 1
             return None
         rate = plan.data.tokens / estimate.seconds
         found = Candidate(
@@ -279,6 +274,14 @@ class Comparison:
         if held is not None and recipe.schedule.use in PLAIN:
             self.found.held.append(held)
         return found, estimate
+
+    def _estimated(self, recipe: Recipe, layout: Layout) -> Estimate:
+        """Return the estimate of a layout, planned whole if it cannot be put together from blocks."""
+        try:
+            return self.composer.estimate(recipe, layout)
+        except NotComposable:
+            whole = check_combination(recipe, self.registry)
+            return _estimate_of(make_plan(recipe, self.registry, whole, self.plan.hardware))
 
     def _layout(self, recipe: Recipe) -> Layout | None:
         """Return the layout of a recipe that can run, which recomputation decides nothing about."""

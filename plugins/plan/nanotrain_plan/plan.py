@@ -32,6 +32,9 @@ from nanotrain_plan.timing import StepTime, Timer, step_time
 VERSION = "4.2"
 
 
+#: What a message begins with where a recipe cannot be planned; the reason follows.
+NO_PLAN = "this recipe cannot be planned: "
+
 #: An assumption, whose reason follows.
 STAY_EAGER = "layers are timed as compiled, but stay eager"
 
@@ -171,7 +174,7 @@ def make_plan(
         stages = dry_stages(now, registry, layout, host=hardware.gloo, processes=processes)
     except (NotImplementedError, RuntimeError) as problem:
         text = str(problem).splitlines()[0] if str(problem) else type(problem).__name__
-        raise NanotrainError(f"this recipe cannot be planned: {text}") from problem
+        raise NanotrainError(f"{NO_PLAN}{text}") from problem
     phases = PhaseStages(stages, registry, hardware)
     highest = highest_memory(recipe, stages, phases.of, phases.schedule)
     links, timer = Links(hardware, layout), Timer(stages, hardware)
