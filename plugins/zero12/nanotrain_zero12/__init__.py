@@ -4,10 +4,9 @@ The plugin's entry module: every ``nanotrain`` command imports it, so it never i
 """
 
 from collections.abc import Iterator, Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import attrs
-from attrs.validators import in_
 
 from nanotrain_core.api import (
     AdamWConfig,
@@ -24,6 +23,12 @@ from nanotrain_core.api import (
 __version__ = "0.1.0"
 
 
+def _one_or_two(config: Any, field: Any, stage: int) -> None:
+    if stage not in (1, 2):
+        also = "; [[parallel]] use = 'fsdp2' shards weights too" if stage == 3 else ""
+        raise ValueError(f"expected 1 (optimizer state is sharded) or 2 (gradients too), got {stage}{also}")
+
+
 @attrs.define(frozen=True, kw_only=True)
 class Zero12Config(AdamWConfig):
     """``[optimizer] use = "zero12"``."""
@@ -32,7 +37,7 @@ class Zero12Config(AdamWConfig):
         "shared_memory": 'it is kernels.shared_memory, of [kernels] use = "cpu", for the whole run',
     }
 
-    stage: int = attrs.field(default=1, validator=in_((1, 2)))
+    stage: int = attrs.field(default=1, validator=_one_or_two)
     """1 shards optimizer state; 2 also gradients, between microbatches."""
     bucket_mb: float = attrs.field(default=25.0, validator=Range(1e-6, 1e6))
     """Size of a bucket of gradients in MiB (2^20 bytes); a transport may require less."""
@@ -47,7 +52,7 @@ class Zero12Config(AdamWConfig):
 class ShardConfig:
     """``[[parallel]] use = "zero12"``: the same sharding for any optimizer."""
 
-    stage: int = attrs.field(default=1, validator=in_((1, 2)))
+    stage: int = attrs.field(default=1, validator=_one_or_two)
     """1 shards optimizer state; 2 also gradients, between microbatches."""
     bucket_mb: float = attrs.field(default=25.0, validator=Range(1e-6, 1e6))
     """Size of a bucket of gradients in MiB (2^20 bytes); a transport may require less."""

@@ -160,7 +160,10 @@ def test_two_gradient_syncs_are_refused():
 
 
 def test_a_third_stage_is_refused():
-    with pytest.raises(RecipeError, match=r"optimizer\.stage"):
+    told = (
+        r"optimizer\.stage: expected 1 \(.*\) or 2 \(gradients too\), got 3; .* use = 'fsdp2' shards weights"
+    )
+    with pytest.raises(RecipeError, match=told):
         case(stage=3).recipe()
 
 
