@@ -192,6 +192,11 @@ class Component:
     component provides ``changes_length``, it also takes ``longest``, the tokens of the run's longest
     sequence. For ``nanotrain check`` and ``nanotrain run``, before ranks start. Must not import torch."""
 
+    conversations: str | None = None
+    """``"module:attribute"`` of a callable of data of conversations that opens the chat template next to a
+    tokenizer: it takes the tokenizer's path and returns :class:`~nanotrain_core.data.codec.HasConversations`,
+    or None if there is no template. For ``nanotrain sample --chat`` on weights that no run comes with."""
+
     def supported(self, word: str, config: Any) -> Support:
         """Return how the component, with this config, relates to an ability: FULL unless declared."""
         for_config = self.supports_for(config) if self.supports_for else {}
@@ -213,7 +218,9 @@ class Component:
             raise PluginError(f"factory '{self.factory}' cannot be called: it is a {type(found).__name__}")
         return found  # type: ignore[no-any-return]
 
-    def load_optional(self, field: Literal["hf", "weights", "listing", "survey", "example_of_text"]) -> Any:
+    def load_optional(
+        self, field: Literal["hf", "weights", "listing", "survey", "conversations", "example_of_text"]
+    ) -> Any:
         """Import what that field names; None if the component has none.
 
         Raises:

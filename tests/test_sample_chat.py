@@ -3,8 +3,10 @@
 import json
 
 import pytest
+import torch
 from command import nanotrain
 
+from nanotrain_core.cli import main
 from nanotrain_core.errors import Exit
 
 RECIPE = """
@@ -74,6 +76,52 @@ def test_the_system_speaks_first(place):
     done = nanotrain("sample", "runs/chat", *words, cwd=place)
     (text,) = json.loads(done.out)["texts"]
     assert text["prompt"] == "### System\nBe brief.\n\n### User\nHi\n\n### Assistant\n"
+
+
+TEMPLATE = (
+    "{% for m in messages %}<s> {{ m.role }} {{ m.content }} </s>{% endfor %}"
+    "{% if add_generation_prompt %}<s> assistant {% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    "file", ["chat_template.jinja", pytest.param("tokenizer_config.json", marks=pytest.mark.full)]
+)
+def test_a_folder_of_transformers_is_asked_with_the_template_beside_its_tokenizer(tmp_path, capsys, file):
+    """It was refused: no template is known. The tokens are those of transformers' own rendering."""
+    pytest.importorskip("nanotrain_data")
+    transformers, tokenizers = (pytest.importorskip(name) for name in ("transformers", "tokenizers"))
+    theirs = pytest.importorskip("hf_models").llama()
+    theirs.save_pretrained(tmp_path)
+    words = [
+        "<s>",
+        "</s>",
+        "system",
+        "user",
+        "assistant",
+        *(f"w{n}" for n in range(theirs.config.vocab_size - 5)),
+    ]
+    tokenizer = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({word: n for n, word in enumerate(words)}, unk_token="w0")
+    )
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    asked = ["sample", str(tmp_path), "--chat", "--prompt", "w3 w4", "--system", "w9", "--tokens", "3"]
+    asked += ["--temperature", "0", "--json", "--set", "run.device=cpu"]
+    assert main(asked) == Exit.USER
+    assert "there is no chat template next to" in capsys.readouterr().err
+    jinja = file.endswith(".jinja")
+    (tmp_path / file).write_text(TEMPLATE if jinja else json.dumps({"chat_template": TEMPLATE}))
+    assert main(asked) == Exit.DONE
+    (text,) = json.loads(capsys.readouterr().out)["texts"]
+    messages = [{"role": "system", "content": "w9"}, {"role": "user", "content": "w3 w4"}]
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=TEMPLATE)
+    prompt = fast.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")
+    prompt = prompt if isinstance(prompt, torch.Tensor) else prompt["input_ids"]
+    assert text["prompt"].split() == fast.decode(prompt[0], skip_special_tokens=True).split()
+    expected = theirs.generate(prompt, max_new_tokens=3, do_sample=False, eos_token_id=[1])
+    assert text["tokens"] == expected[0, prompt.shape[1] :].tolist()
 
 
 @pytest.mark.parametrize(

@@ -275,7 +275,7 @@ def _check_component(kind: str, component: Component, earlier: list[tuple[str, C
     label, config = f"{kind} '{component.name}'", component.config
     if not re.fullmatch(r"[a-z0-9_]+", component.name):
         raise PluginError(f"{label}: a name has only lower-case letters, digits and underscores")
-    for field in ("factory", "hf", "weights", "listing", "survey"):
+    for field in ("factory", "hf", "weights", "listing", "survey", "conversations"):
         reference = getattr(component, field)
         optional = field != "factory" and reference is None
         if not optional and not re.fullmatch(r"[^:\s]+:[^:\s]+", str(reference)):

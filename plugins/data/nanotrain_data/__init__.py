@@ -45,6 +45,7 @@ def nanotrain_register_data(register: Register) -> None:
             provides={"changes_length"},
             requires_for=lambda config: ["document_masks"] if config.packed else [],
             survey="nanotrain_data.survey:survey_chat",
+            conversations="nanotrain_data.conversations:conversations_beside",
             example_of_text="nanotrain_data.chat_example:example_of_conversations",
         )
     )

@@ -18,7 +18,7 @@ from nanotrain_data.blended import BlendedData
 from nanotrain_data.chat_template import Message
 from nanotrain_data.config import ChatConfig
 from nanotrain_data.conversation_corpus import Conversations, nothing_to_learn
-from nanotrain_data.conversations import ConversationCodec, known_conversations, messages_of
+from nanotrain_data.conversations import Prompts, known_conversations
 from nanotrain_data.corpus import Corpus, OpenShards
 from nanotrain_data.manifest import read_manifest
 from nanotrain_data.packs import Packs
@@ -84,16 +84,13 @@ class Chat(BlendedData):
         Raises:
             DataError: the folder is missing, was prepared without keeping its template, or that refuses them.
         """
-        try:
-            return self._conversations.prompt(messages_of(list(messages)))
-        except ValueError as problem:
-            raise DataError(f"the conversation {problem}") from None
+        return self._conversations.answer_prompt(messages)
 
     @cached_property
-    def _conversations(self) -> ConversationCodec:
+    def _conversations(self) -> Prompts:
         """The first folder's template and tokenizer, read once for all prompts."""
         folder = Path(self.config.paths[0])
-        return known_conversations(folder, read_manifest(folder))
+        return Prompts(known_conversations(folder, read_manifest(folder)))
 
     def counts(self, length: int) -> dict[str, int]:
         """Return how many sequences both splits have.

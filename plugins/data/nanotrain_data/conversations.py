@@ -26,7 +26,7 @@ from nanotrain_data.chat_template import (
     strings_of,
     with_strings,
 )
-from nanotrain_data.codecs import Codec, codec_of, kind_of
+from nanotrain_data.codecs import Codec, codec_of, kind_of, open_codec
 from nanotrain_data.manifest import Manifest
 
 #: The field that says beside the messages which functions the assistant may call.
@@ -114,6 +114,35 @@ def open_conversation_codec(
             "expected a tokenizer.json, or '--chat-template plain'"
         )
     return TemplatedConversations(found, Path(tokenizer))
+
+
+@attrs.define(frozen=True)
+class Prompts:
+    """Prompts for answers, of a tokenizer and the chat template next to it."""
+
+    codec: ConversationCodec
+
+    def answer_prompt(self, messages: Sequence[Message]) -> tuple[list[int], frozenset[int]]:
+        """Return the tokens behind which an answer begins, and those that end it.
+
+        Raises:
+            DataError: the template refuses the messages.
+        """
+        try:
+            return self.codec.prompt(messages_of(list(messages)))
+        except ValueError as problem:
+            raise DataError(f"the conversation {problem}") from None
+
+
+def conversations_beside(tokenizer: str) -> Prompts | None:
+    """Return who makes prompts of conversations with the chat template next to a tokenizer, None without one.
+
+    Raises:
+        DataError: as :func:`open_conversation_codec`.
+    """
+    if find_template(tokenizer, None, None) is None:
+        return None
+    return Prompts(open_conversation_codec(open_codec(tokenizer), tokenizer, None))
 
 
 def known_conversations(folder: Path, manifest: Manifest) -> ConversationCodec:

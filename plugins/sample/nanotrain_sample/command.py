@@ -26,6 +26,7 @@ from nanotrain_sample.options import add_layout_options, add_weights
 if TYPE_CHECKING:
     from nanotrain_core.api.text import TextCodec
     from nanotrain_sample.generate import How
+    from nanotrain_sample.source import Source
 
 #: What is continued where no prompt is given.
 NO_PROMPT = "\n"
@@ -44,7 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--chat",
         action="store_true",
-        help="each prompt is a user's message; the answer ends with its turn (runs on [data] use = 'chat')",
+        help="each prompt is a user's message; the answer ends with its turn (runs on [data] use = 'chat', "
+        "and Hugging Face folders with a chat template)",
     )
     parser.add_argument(
         "--system", metavar="TEXT", help="with --chat: the system's message before each prompt"
@@ -109,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
         codec = fitting_codec(found, source.tokenizer)
         how = how_of(args, found, codec, source.ends)
         if args.chat:
-            data = conversations_of(found, source.tokenizer)
+            data = conversations_of(found, source)
             asked_for = [data.answer_prompt(messages_of(text, args.system)) for text in texts]
             how = attrs.evolve(how, ends=how.ends.union(*(ends for _, ends in asked_for)))
             prompts = tuple(
@@ -245,12 +247,23 @@ def check_chat(args: argparse.Namespace) -> None:
         raise NanotrainError("--system is of a conversation: expected --chat beside it")
 
 
-def conversations_of(found: Resolution, tokenizer: str | None) -> HasConversations:
-    """Return the run's data component, which makes prompts of conversations.
+def conversations_of(found: Resolution, source: Source) -> HasConversations:
+    """Return who makes prompts of conversations: the run's data, or the template beside weights alone.
 
     Raises:
-        NanotrainError: it does not, or another tokenizer is asked for than that of its data.
+        NanotrainError: no template is known, or another tokenizer is asked for than that of the run's data.
     """
+    if "data" not in source.tables:
+        assert source.tokenizer is not None
+        for use in found.registry.names("data"):
+            opened = found.registry.get("data", use).load_optional("conversations")
+            if opened is not None and (beside := opened(source.tokenizer)) is not None:
+                return beside  # type: ignore[no-any-return]
+        raise NanotrainError(
+            f"--chat: there is no chat template next to {source.tokenizer}, as chat_template.jinja or in "
+            "tokenizer_config.json, or no plugin that reads one (nanotrain-data); expected one, or the "
+            "template written out in --prompt with --special-tokens"
+        )
     data = found.registry.build(found.recipe.data)
     if not isinstance(data, HasConversations):
         raise NanotrainError(
@@ -258,7 +271,7 @@ def conversations_of(found: Resolution, tokenizer: str | None) -> HasConversatio
             "expected a run on [data] use = 'chat', or the template written out in --prompt with "
             "--special-tokens"
         )
-    if tokenizer is not None:
+    if source.tokenizer is not None:
         raise NanotrainError(
             "--chat: the template is for the tokenizer of the run's data: leave --tokenizer out"
         )
