@@ -16,7 +16,7 @@ from torch.distributed import DistBackendError, DistNetworkError, DistStoreError
 
 from nanotrain_core.errors import CheckpointError, DataError, Exit, SaveFailed
 from nanotrain_core.launch import host_run
-from nanotrain_core.launch.cause import Cause, first_cause, in_one_line, is_echo, leave_failure
+from nanotrain_core.launch.cause import Cause, error_text, first_cause, is_echo, leave_failure
 from nanotrain_core.launch.signal_forwarding import SignalForwarder
 from nanotrain_core.watch import hang
 from nanotrain_core.watch.beats import read_beats
@@ -342,4 +342,4 @@ def test_an_error_of_its_own_with_the_words_of_a_lost_connection_is_the_cause(tm
     ],
 )
 def test_an_error_that_nobody_meant_is_told_with_its_kind(problem, text):
-    assert in_one_line(problem) == text
+    assert error_text(problem) == text

@@ -10,7 +10,7 @@ from test_before_restore import RECIPE
 from nanotrain_core.contracts import Monitor, TrainState
 from nanotrain_core.engine import RuntimeEngine
 from nanotrain_core.launch import temporary
-from nanotrain_core.launch.recovery import restart_of
+from nanotrain_core.launch.restart_info import restart_of
 from nanotrain_core.launch.restarts import MOST_IN_VAIN, Restarts
 from nanotrain_core.recipe import load_recipe
 from nanotrain_core.registry.registry import load_plugins

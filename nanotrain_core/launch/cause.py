@@ -72,7 +72,7 @@ class AttemptEnded(BaseException):
     """
 
 
-def in_one_line(problem: BaseException) -> str:
+def error_text(problem: BaseException) -> str:
     """Return an error's text: alone if it was raised on purpose, otherwise after its class."""
     kind = "" if isinstance(problem, NanotrainError) else type(problem).__name__
     return f"{kind}: {problem}".strip(": ")
@@ -102,7 +102,7 @@ def leave_failure(scratch: Path, rank: int, problem: BaseException) -> bool:
     failure = {
         "rank": rank,
         "time": time.time(),
-        "text": in_one_line(problem),
+        "text": error_text(problem),
         "echo": echo,
         "names_another": isinstance(problem, PeerLostError),
         "restart_helps": getattr(problem, "restart_helps", True),

@@ -22,7 +22,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from nanotrain_core.errors import Exit, NanotrainError
-from nanotrain_core.launch.cause import AttemptEnded, PeerLostError, exit_code_of, in_one_line, is_echo
+from nanotrain_core.launch.cause import AttemptEnded, PeerLostError, error_text, exit_code_of, is_echo
 from nanotrain_core.run import log
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ class Peers(threading.Thread):
                     if (first := self._first()) is not None:
                         return first
                     time.sleep(0.1)
-            text = f"rank {self.rank} on {socket.gethostname()} failed: {in_one_line(problem)}"
+            text = f"rank {self.rank} on {socket.gethostname()} failed: {error_text(problem)}"
             self._announce(text, exit_code_of(problem))
         except RuntimeError:
             return self._without_store() if echo and not self._rank_0_ended else None

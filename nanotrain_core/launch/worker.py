@@ -24,8 +24,8 @@ from nanotrain_core.launch.device import choose_device
 from nanotrain_core.launch.environment import Ranks, agent_name, agent_serves_store
 from nanotrain_core.launch.peers import watching_peers
 from nanotrain_core.launch.process_groups import ending_process_groups
-from nanotrain_core.launch.recovery import restart_of
 from nanotrain_core.launch.rendezvous import meet_ranks
+from nanotrain_core.launch.restart_info import restart_of
 from nanotrain_core.recipe import Recipe, recipe_hash, resolve_recipe, write_resolved
 from nanotrain_core.recipe.secrets import without_secrets
 from nanotrain_core.recipe.write import explain
