@@ -21,7 +21,7 @@ from nanotrain_core.registry.registry import Registry, cached_version
 LIBRARIES = ("numpy", "safetensors", "tokenizers")
 _CORE = Path(__file__).parents[1]
 #: Tools for tests: no part of a run.
-_NOT_RUN = _CORE / "testing"
+_NOT_RUN = str(_CORE / "testing")
 
 
 def environment_facts(
@@ -111,16 +111,17 @@ def _digest(packages: frozenset[Path]) -> str:
         for name, file in _sources(package):
             # Deleted meanwhile, unreadable, in an archive, or a link that an editor uses as a lock.
             with suppress(OSError):
-                if file.is_file():
-                    text = file.read_bytes()
+                if os.path.isfile(file):
+                    text = Path(file).read_bytes()
                     digest.update(f"{name} {len(text)}\n".encode() + text)
     return digest.hexdigest()
 
 
-def _sources(package: Path) -> Iterator[tuple[Path, Path]]:
+def _sources(package: Path) -> Iterator[tuple[str, str]]:
     """Yield the path of each source file within the parent folder of ``package``, and its path."""
-    walked = (Path(folder, name) for folder, _, names in os.walk(package) for name in names)
-    for file in sorted(path for path in walked if path.suffix == ".py") or [package]:
-        name = file.relative_to(package.parent)
-        if _NOT_RUN not in file.parents and not any(part.startswith(".") for part in name.parts):
-            yield name, file
+    files: list[str] = []
+    for folder, below, names in os.walk(package):
+        below[:] = (each for each in below if each[0] != "." and os.path.join(folder, each) != _NOT_RUN)
+        files += [os.path.join(folder, each) for each in names if each.endswith(".py") and each[0] != "."]
+    for file in sorted(files) or [str(package)]:
+        yield os.path.relpath(file, package.parent), file

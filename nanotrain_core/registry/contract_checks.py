@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from difflib import SequenceMatcher
+from functools import lru_cache
 from typing import Any
 
 from torch import nn
@@ -207,21 +208,24 @@ def expect_spelling(label: str, contract: type, kind: type) -> None:
         )
 
 
-def misspelt_methods(contract: type, kind: type) -> Iterator[tuple[str, str]]:
-    """Yield public methods of ``kind`` that resemble methods of a base class of which it overrides none."""
+@lru_cache(maxsize=1024)  # every run asks about the same classes
+def misspelt_methods(contract: type, kind: type) -> list[tuple[str, str]]:
+    """Return public methods of ``kind`` that resemble methods of a base class of which it overrides none."""
     if getattr(contract, "_is_protocol", False) or contract not in kind.__mro__:
-        return
+        return []
     inherited = {
         name: member
         for name, member in vars(contract).items()
         if callable(member) and not name.startswith("_") and getattr(kind, name) is member
     }
     own = {name for each in kind.__mro__[: kind.__mro__.index(contract)] for name in vars(each)}
+    found = []
     for name in sorted(own):
         if name.startswith("_") or hasattr(contract, name) or not callable(getattr(kind, name)):
             continue
         if near := [other for other in inherited if _alike(name, other)]:
-            yield name, near[0]
+            found.append((name, near[0]))
+    return found
 
 
 def _alike(one: str, other: str) -> bool:

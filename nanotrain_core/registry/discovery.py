@@ -15,7 +15,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import attrs
 import pluggy
@@ -85,6 +87,11 @@ class PluginInfo:
 
 
 Import = Callable[[], Any]
+
+Registered = tuple[list[tuple[str, Component]], list[Command]]
+
+#: What modules registered: their hooks are called once, also for ranks that are forked from this process.
+_registered: WeakKeyDictionary[ModuleType, Registered] = WeakKeyDictionary()
 
 
 def discover(arguments: PluginArguments) -> tuple[PluginInfo, ...]:
@@ -169,7 +176,13 @@ def _load(info: PluginInfo, importer: Import) -> PluginInfo:
     before = "torch" in sys.modules
     try:
         _check_core(info.requires_core)
-        _collect(importer(), components, commands)
+        module = importer()
+        if module in _registered:
+            components, commands = _registered[module]
+        else:
+            _collect(module, components, commands)
+            if isinstance(module, ModuleType):
+                _registered[module] = components, commands
     except PluginError as error:
         problem = str(error)
     except ModuleNotFoundError as error:

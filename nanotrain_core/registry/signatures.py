@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from functools import cached_property
+from functools import cached_property, lru_cache
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -49,15 +49,21 @@ def _problem(built: Any, name: str, wanted: Any, found: Any) -> str | None:
     if isinstance(wanted, property):
         method = isinstance(found, FunctionType)
         return f"{name} is a method; expected a property: write @property above it" if method else None
-    expected = f"expected {_shown(name, inspect.signature(wanted))}"
     if isinstance(found, property | cached_property):  # may return a callable, which the call will tell
         return None
     member = getattr(built, name)
     if not callable(member):
-        return f"{name} is a {type(member).__name__}; {expected}"
+        return f"{name} is a {type(member).__name__}; {_expected(name, wanted)}"
     bound = isinstance(member, MethodType)
     function = _behind(member.__func__ if bound else member)
-    owner = [None] if bound or (isinstance(built, type) and isinstance(found, FunctionType)) else []
+    has_self = bound or (isinstance(built, type) and isinstance(found, FunctionType))
+    compare = _mismatch if isinstance(function, FunctionType) else _mismatch.__wrapped__  # may have no hash
+    return compare(name, wanted, function, has_self)
+
+
+@lru_cache(maxsize=4096)
+def _mismatch(name: str, wanted: FunctionType, function: Any, has_self: bool) -> str | None:
+    """Return why ``function`` cannot be called as ``wanted`` is. Every run asks about the same functions."""
     try:
         signature = inspect.signature(function, follow_wrapped=False)
     except (TypeError, ValueError):  # of a function in C: the call will tell
@@ -71,10 +77,10 @@ def _problem(built: Any, name: str, wanted: Any, found: Any) -> str | None:
         by_place = [None for each in call if each.kind is each.POSITIONAL_OR_KEYWORD]
         by_name = {each.name: None for each in call if each.kind is each.KEYWORD_ONLY}
         try:
-            signature.bind(*owner, *by_place, **by_name)
+            signature.bind(*[None] * has_self, *by_place, **by_name)
         except TypeError as error:
-            place = _place(function)
-            return f"{_shown(name, signature)} cannot be called: {error}{place}; {expected}"
+            found, place = _shown(name, signature), _place(function)
+            return f"{found} cannot be called: {error}{place}; {_expected(name, wanted)}"
     return None
 
 
@@ -86,6 +92,10 @@ def _behind(function: Any) -> Any:
             break
         function = function.__wrapped__
     return function
+
+
+def _expected(name: str, wanted: FunctionType) -> str:
+    return f"expected {_shown(name, inspect.signature(wanted))}"
 
 
 def _shown(name: str, signature: inspect.Signature) -> str:

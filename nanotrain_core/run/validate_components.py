@@ -167,9 +167,8 @@ def check_per_head(parts: Iterable[nn.Module], placements: Placements) -> None:
             if found.role is Role.COLUMN:
                 beside = name.rpartition(".")[0]
                 split[beside] = split.get(beside, frozenset()) | placements[f"{name}.weight"].sharded
-        for name, module, found in tagged(part):
-            tensors = (*module.named_parameters(), *module.named_buffers())
-            for key, _ in tensors if found.role is Role.PER_HEAD else ():
+        for name, module, _ in (each for each in tagged(part) if each[2].role is Role.PER_HEAD):
+            for key, _ in (*module.named_parameters(), *module.named_buffers()):
                 needed = split.get(name.rpartition(".")[0], frozenset())
                 missing = needed - placements[f"{name}.{key}"].sharded
                 if missing:
