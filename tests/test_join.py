@@ -10,7 +10,7 @@ from datetime import timedelta
 from random import Random
 
 import pytest
-from command import COMMAND, finish, nanotrain
+from command import COMMAND, begin, finish, nanotrain
 from test_run import SMALL, metrics
 from torch.distributed import TCPStore
 
@@ -46,13 +46,13 @@ def srun(rank, port):
 def run_both(tmp_path, launcher, *words_of_rank):
     """Start two ranks, each with its own words, and return their outcomes."""
     (tmp_path / "small.toml").write_text(SMALL)
-    port, processes = free_port(), []
+    port, running = free_port(), []
     for rank, words in enumerate(words_of_rank):
-        environment = {**os.environ, **{k: str(v) for k, v in launcher(rank, port).items()}}
-        command = [*COMMAND, "run", "small.toml", "--folder", "here", *words]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        processes.append(subprocess.Popen(command, cwd=tmp_path, env=environment, **pipes))
-    return [finish(process) for process in processes]
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in launcher(rank, port).items():
+                patch.setenv(name, str(value))
+            running.append(begin("run", "small.toml", "--folder", "here", *words, cwd=tmp_path))
+    return [each.end() for each in running]
 
 
 @pytest.mark.parametrize("launcher", [pytest.param(torchrun, marks=pytest.mark.full), srun])

@@ -248,7 +248,11 @@ def test_ten_thousand_steps_stay_small(tmp_path):
 
 def test_the_command_writes_a_file_and_says_where(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    full_run(tmp_path / "runs" / "one", 20)
+    run = MadeUp(tmp_path / "runs" / "one", steps=2, declared=())
+    run.start()
+    run.step(1)
+    run.step(2)
+    run.write()
     assert main(["report", "runs/one"]) == 0
     assert capsys.readouterr().out == "runs/one/report.html\n"
     assert Page((tmp_path / "runs/one/report.html").read_text()).items
