@@ -51,12 +51,12 @@ class Source:
             if not self.path.exists():
                 raise DataError(missing_path(self.path, "data path"))
             return [self.path]
-        files = sorted(_files(self.path, self.skip), key=lambda file: file.relative_to(self.path).parts)
-        chosen = [file for file in files if file.suffix in self.suffixes]
+        files = list(_files(self.path, self.skip))
+        chosen = _sorted(file for file in files if os.path.splitext(file)[1] in self.suffixes)
         if not chosen:
             raise DataError(
                 f"data folder {self.path} has no file with suffix {', '.join(self.suffixes)}: "
-                f"{_suffixes_of(files, self.hint)}"
+                f"{_suffixes_of(_sorted(files), self.hint)}"
             )
         return chosen
 
@@ -114,7 +114,7 @@ def missing_path(path: Path, what: str) -> str:
     return f"{what} {path} does not exist: no {child.name!r} in {parent}{did_you_mean(child.name, names)}"
 
 
-def _files(folder: Path, skip: frozenset[str]) -> Iterator[Path]:
+def _files(folder: Path, skip: frozenset[str]) -> Iterator[str]:
     """Yield the files of a folder, those of folders that are symbolic links too, each folder once.
 
     Links are followed after all else: what is also there without one keeps its name, and loops end.
@@ -131,8 +131,12 @@ def _files(folder: Path, skip: frozenset[str]) -> Iterator[Path]:
                 seen.add(real)
                 folders[:] = [name for name in folders if name not in skip and not name.startswith(".")]
                 links += [path for name in folders if (path := Path(parent, name)).is_symlink()]
-                yield from (Path(parent, name) for name in names if not name.startswith("."))
+                yield from (os.path.join(parent, name) for name in names if not name.startswith("."))
         waiting = links
+
+
+def _sorted(files: Iterable[str]) -> list[Path]:
+    return sorted(map(Path, files), key=lambda file: file.parts)
 
 
 def _suffixes_of(files: Sequence[Path], hint: str) -> str:
