@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache
 from itertools import product
 from math import lcm
+from operator import attrgetter
 from typing import Any
 
 import attrs
@@ -244,7 +245,7 @@ def pairwise() -> list[Composition]:
 @cache
 def choices() -> torch.Tensor:
     """Return, for every composition there is, the number of its value on each of :data:`AXES`."""
-    return numbered([[getattr(found, axis) for axis in AXES] for found in everything()])
+    return numbered([*map(attrgetter(*AXES), everything())])
 
 
 @cache
@@ -253,9 +254,16 @@ def everything() -> tuple[Composition, ...]:
     of_layout, of_run = list(AXES)[:8], list(AXES)[8:]
     plain = {name: AXES[name][0] for name in of_run}
     layouts = [row for row in _rows(of_layout) if Composition(**row, **plain).valid()]
-    runs = _rows(of_run)
-    every = (Composition(**layout, **run) for layout in layouts for run in runs)
-    return tuple(found for found in every if found.valid())
+    runs, fitting = _rows(of_run), dict[tuple[Any, ...], list[dict[str, Any]]]()
+    for layout in layouts:  # which runs there are depends on few properties of a layout
+        if (key := _asked_of(layout)) not in fitting:
+            fitting[key] = [run for run in runs if Composition(**layout, **run).valid()]
+    return tuple(Composition(**layout, **run) for layout in layouts for run in fitting[_asked_of(layout)])
+
+
+def _asked_of(layout: dict[str, Any]) -> tuple[Any, ...]:
+    """Return what :meth:`Composition.valid` asks of a layout where it judges the rest of a run."""
+    return layout["model"], layout["tp"], layout["cp"]
 
 
 def _rows(axes: list[str]) -> list[dict[str, Any]]:

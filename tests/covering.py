@@ -18,8 +18,12 @@ def in_pairs(numbers: torch.Tensor) -> torch.Tensor:
 
 def numbered(rows: Sequence[Sequence[Any]]) -> torch.Tensor:
     """Return a number for each value of each column: equal values of a column have the same, no others."""
-    known: dict[tuple[int, Any], int] = {}
-    return torch.tensor([[known.setdefault(choice, len(known)) for choice in enumerate(row)] for row in rows])
+    columns, first = [], 0
+    for column in zip(*rows, strict=True):
+        known = {value: number for number, value in enumerate(dict.fromkeys(column), first)}
+        columns.append(torch.tensor([known[value] for value in column]))
+        first += len(known)
+    return torch.stack(columns, 1)
 
 
 def cover(choices: torch.Tensor) -> list[int]:
@@ -28,13 +32,17 @@ def cover(choices: torch.Tensor) -> list[int]:
     Greedy: the next one has the most choices that none before it has, and is the first of several.
 
     Args:
-        choices: ``[rows, choices of each]``, numbers of 0 or more.
+        choices: ``[rows, choices of each]``, numbers of 0 or more, each in one column alone.
     """
-    missing = torch.zeros(int(choices.max()) + 1, dtype=torch.uint8)
-    missing[choices] = 1
-    columns, chosen = choices.T.contiguous(), []  # sums over rows of memory are fastest
+    missing = torch.zeros(int(choices.max()) + 1, dtype=torch.bool)
+    missing[choices] = True
+    columns, chosen = choices.T.contiguous(), []
+    gains = torch.full((len(choices),), len(columns), dtype=torch.int16)
     while missing.any():
-        best = int(missing[columns].sum(0, dtype=torch.int16).argmax())
+        best = int(gains.argmax())
         chosen.append(best)
-        missing[choices[best]] = 0
+        for column, choice in zip(columns, choices[best], strict=True):
+            if missing[choice]:
+                missing[choice] = False
+                gains -= (column == choice).to(torch.int16)
     return chosen
