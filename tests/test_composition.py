@@ -13,6 +13,7 @@ from random import Random
 import attrs
 import pytest
 from compositions import (
+    BATCH,
     OPTIMIZERS,
     Composition,
     compiled,
@@ -35,11 +36,14 @@ DRAWN = 120
 
 
 @cache
-def alone(model: str, layers: int, tied: bool, steps: int = 3) -> dict[str, Trace]:
-    """Train in one process. How the batch is cut must not matter, so one run serves all compositions."""
+def alone(model: str, layers: int, tied: bool, optimizer: str, steps: int = 3) -> Trace:
+    """Train in one process, with the batch whole: how it is cut must not matter."""
     any_of_them = next(c for c in everything() if (c.model, c.layers, c.tied) == (model, layers, tied))
-    (traces,) = run_ranks(train_each, 1, of_steps(any_of_them.case(), steps).alone(), OPTIMIZERS)
-    return traces
+    case = of_steps(any_of_them.case(), steps).alone()
+    whole_batch = {**BATCH, "microbatch": BATCH["sequences"]}
+    case = attrs.evolve(case, overrides={**case.overrides, "batch": whole_batch})
+    (traces,) = run_ranks(train_each, 1, case, {optimizer: OPTIMIZERS[optimizer]})
+    return traces[optimizer]
 
 
 def of_steps(case: Case, steps: int) -> Case:
@@ -52,12 +56,11 @@ def assert_trains_the_same(composition: Composition, *of_optimizers: str, steps:
 
     Trained with those of its optimizers, or with all of them.
     """
-    expected = alone(composition.model, composition.layers, composition.tied, steps)
     optimizers = composition.optimizers()
     optimizers = {name: optimizers[name] for name in of_optimizers or optimizers}
     ranks = run_ranks(train_each, composition.ranks, of_steps(composition.case(), steps), optimizers)
     for name in optimizers:
-        want = expected[name]
+        want = alone(composition.model, composition.layers, composition.tied, name, steps)
         traces = [each[name] for each in ranks]
         gradients, weights = (
             whole([getattr(t, part) for t in traces], atol=TOLERANCE) for part in ("gradients", "weights")
@@ -76,7 +79,7 @@ def assert_trains_the_same(composition: Composition, *of_optimizers: str, steps:
 def assert_compiled_trains_the_same(composition: Composition) -> None:
     """Compare a compiled run, with one of its optimizers, with an eager one in one process."""
     name, table = next(iter(composition.optimizers().items()))
-    want = alone(composition.model, composition.layers, composition.tied)[name]
+    want = alone(composition.model, composition.layers, composition.tied, name)
     ranks = run_ranks(train_each, composition.ranks, compiled(composition.case()), {name: table}, timeout=300)
     traces = [each[name] for each in ranks]
     for what in ("gradients", "weights"):
