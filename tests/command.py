@@ -144,6 +144,8 @@ def _be_nanotrain(words: Sequence[str], cwd: Path, environment: dict[str, str], 
     sys.path[:] = [path for path in sys.path if path != str(Path(__file__).parent)]
     sys.argv = ["nanotrain", *words]
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1):  # under nohup one is ignored
+        signal.signal(number, signal.SIG_DFL)
     forkserver.ensure_running = forkserver._forkserver.ensure_running = _fork_a_server
     sys.exit(main())
 

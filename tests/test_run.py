@@ -167,16 +167,10 @@ def test_the_resolved_recipe_of_a_run_repeats_it(recipe, tmp_path):
 )
 def test_a_signal_ends_all_ranks_at_a_checkpointed_step(recipe, tmp_path, number, code, reason, told):
     words = ("run", "small.toml", "--nproc", "2", "--set", "run.steps=100000", "--folder", "here")
-    ignored = signal.signal(number, signal.SIG_DFL)  # tests under nohup would hand on that it is ignored
-    try:
-        process = start(*words, cwd=tmp_path)
-    finally:
-        signal.signal(number, ignored)
-    for line in process.stdout:
-        if line.startswith("step=5/"):
-            break
-    process.send_signal(number)
-    ended = finish(process)
+    running = begin(*words, cwd=tmp_path)
+    running.wait_for("step=5/")
+    running.send_signal(number)
+    ended = running.end()
     assert (ended.code, len(ended.err.splitlines())) == (code, 1 if told else 0)
     assert ended.err.startswith(told)
     (end,) = metrics(tmp_path / "here", "end")
