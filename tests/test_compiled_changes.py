@@ -130,6 +130,7 @@ class Running(TorchGEMM):
         return d_y.T @ kept[0]
 
 
+@pytest.mark.full_cases("only written-True", "only read-True")
 @pytest.mark.parametrize("recomputed", [False, True])
 @pytest.mark.parametrize("how", ["only written", "only read", "read after", "read before"])
 def test_a_layer_that_reads_what_it_writes_is_refused(how, recomputed):

@@ -70,6 +70,8 @@ def assert_same(ours, theirs):
     "llama-fp8_hybrid-kept",
     "deepseek-fp8_deepseek_v3-kept",
     "deepseek-fp8_hybrid-kept",
+    "llama-fp8_deepseek_v3-recomputed",
+    "deepseek-fp8_hybrid-recomputed",
 )
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("precision", ["fp8_deepseek_v3", "fp8_hybrid"])

@@ -83,7 +83,7 @@ def pass_through(owners, way, stages_that_share):
     return seen, one.item()
 
 
-@pytest.mark.full_cases("three-memory")
+@pytest.mark.full_cases("three-memory", "three-tags", "three-groups")
 @pytest.mark.parametrize(("way", "checked"), [("memory", False), ("tags", True), ("groups", True)], ids=WAYS)
 @pytest.mark.parametrize(
     ("owners", "world", "shared"),

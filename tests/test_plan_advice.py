@@ -33,7 +33,7 @@ MOE = (
 
 #: What fills the memory, a recipe, and the share of the peak that what it names must have.
 #: Those of the first tier.
-QUICK = ("logits", "expert buffers")
+QUICK = ("logits",)
 KINDS = {
     "weights": (TRANSFORMER.format(4, 512, 256), 4, 4, 1, 16, "bf16"),
     "activations": (TRANSFORMER.format(8, 64, 256), 1, 16, 8, 512, "bf16"),

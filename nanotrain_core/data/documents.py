@@ -52,11 +52,11 @@ class Source:
                 raise DataError(missing_path(self.path, "data path"))
             return [self.path]
         files = list(_files(self.path, self.skip))
-        chosen = _sorted(file for file in files if os.path.splitext(file)[1] in self.suffixes)
+        chosen = sorted(Path(file) for file in files if os.path.splitext(file)[1] in self.suffixes)
         if not chosen:
             raise DataError(
                 f"data folder {self.path} has no file with suffix {', '.join(self.suffixes)}: "
-                f"{_suffixes_of(_sorted(files), self.hint)}"
+                f"{_suffixes_of(sorted(map(Path, files)), self.hint)}"
             )
         return chosen
 
@@ -133,10 +133,6 @@ def _files(folder: Path, skip: frozenset[str]) -> Iterator[str]:
                 links += [path for name in folders if (path := Path(parent, name)).is_symlink()]
                 yield from (os.path.join(parent, name) for name in names if not name.startswith("."))
         waiting = links
-
-
-def _sorted(files: Iterable[str]) -> list[Path]:
-    return sorted(map(Path, files), key=lambda file: file.parts)
 
 
 def _suffixes_of(files: Sequence[Path], hint: str) -> str:

@@ -168,7 +168,9 @@ def trained(packed, variant):
     return [report.loss for report in found.reports], {b.name: b.tensor for b in found.weights}
 
 
-@pytest.mark.parametrize("variant", ["residual", pytest.param("eco", marks=pytest.mark.full), "naive"])
+@pytest.mark.parametrize(
+    "variant", ["residual", *(pytest.param(v, marks=pytest.mark.full) for v in ("eco", "naive"))]
+)
 def test_a_run_does_not_depend_on_how_weights_are_held(variant):
     """Every loss and every bit of every weight."""
     losses, weights = trained(True, variant)

@@ -36,12 +36,15 @@ AFTER_THE_SUM = (
     "first_step_descends",
     "learning_rate_of_each_step",
     "learning_rate_is_honored",
+    "loss_scale_divides_out",
     "lost_weights_are_carried_or_refused",
+    "no_gradient_no_change",
     "resume_is_bit_equal",
     "resumed_twice_is_the_same_run",
     "small_gradients_are_not_clipped",
     "state_has_a_place",
     "twenty_steps_on_any_layout",
+    "weight_decay_is_for_matrices",
 )
 #: Checks of when a gradient is complete: without overlap it is summed once all are.
 WITHOUT_OVERLAP = (
