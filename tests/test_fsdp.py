@@ -8,6 +8,7 @@ from unittest import mock
 import attrs
 import pytest
 from nanotrain_plan.comms import Links
+from nanotrain_plan.dry.collectives import Collective
 from nanotrain_plan.hardware import find_hardware
 from nanotrain_plan.stages import dry_stages
 from nanotrain_plan.timing import step_time
@@ -25,6 +26,7 @@ from nanotrain_core.testing.probe import make_engine, train
 
 OFFLOAD = {"use": "activation_offload", "min_mb": 0.0, "keep": 0}
 EXPERTS = {"model": {"use": "routed"}, "batch": {"sequences": 8}}
+ALONG_EDP = [{"use": "ep_deepseek"}, {"use": "fsdp2"}]
 HYBRID = {"dp": 4, "dp_shard": 2}
 SHARDED, KEPT = {"use": "fsdp2"}, {"use": "fsdp2", "reshard_after_forward": False}
 
@@ -150,6 +152,15 @@ def test_replicas_of_shards_all_reduce_once_in_a_step(wrapper, gathers):
         assert links.is_sync(each)
 
 
+def test_gathers_within_ranks_that_share_experts_are_those_of_weights():
+    """The group of dp_shard is also one of ep, whose collectives overlap with less."""
+    case = small(HYBRID | {"ep": 2}, "deepseek_v3", "accumulate", ALONG_EDP, {})
+    layout = case.registry().build(case.recipe().topology).layout(4)
+    links = Links(find_hardware("h100"), layout)
+    assert links.is_sync(Collective("all_gather", (0, 1), 1024))
+    assert links.axis(Collective("all_to_all", (0, 1), 1024)) == "ep"
+
+
 @pytest.mark.parametrize(
     ("degrees", "key", "text"),
     [
@@ -239,7 +250,6 @@ def test_shards_refuse_to_go_on_after_a_step_that_was_broken_off():
 # --- plans ----------------------------------------------------------------------------------------
 
 UNEVEN = small({"dp": 2}, "transformer", "accumulate", [SHARDED], {})  # 67 rows of a vocabulary
-ALONG_EDP = [{"use": "ep_deepseek"}, SHARDED]
 
 
 @pytest.mark.parametrize(

@@ -42,15 +42,13 @@ class Grid:
         rest = self._rest(world_size, {"pp": c.pp, **shard, "cp": c.cp, "tp": c.tp})
         edp = self._rest(world_size, {"pp": c.pp, "ep": c.ep, "etp": c.etp})
         dp = rest * (c.dp_shard or 1)
-        views = {
-            "dense": View(("pp", "dp", "cp", "tp"), (c.pp, dp, c.cp, c.tp)),
-            "expert": View(("pp", "edp", "ep", "etp"), (c.pp, edp, c.ep, c.etp)),
-        }
+        views = {"dense": View(("pp", "dp", "cp", "tp"), (c.pp, dp, c.cp, c.tp))}
         data_dims: tuple[str, ...] = ("dp", "cp", "edp", "ep")
         for name, degree in shard.items():
             dims = ("pp", "dp_replicate", name, "cp", "tp")
             views["dense_shard"] = View(dims, (c.pp, rest, degree, c.cp, c.tp))
             data_dims += dims[1:3]
+        views["expert"] = View(("pp", "edp", "ep", "etp"), (c.pp, edp, c.ep, c.etp))
         if shard and c.ep * c.etp > 1:
             dims = ("pp", "edp_replicate", "edp_shard", "ep", "etp")
             views["expert_shard"] = View(dims, (c.pp, *self._copies(world_size, rest, edp), c.ep, c.etp))
