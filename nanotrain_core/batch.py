@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import attrs
 import torch
@@ -33,6 +33,11 @@ class Batch:
     begins: torch.Tensor | None = None
     """For each token of the whole sequences, the position at which its document begins, int64 [B, length]: a
     token attends only to tokens of its own document. None: to all before it."""
+    per_sequence: Mapping[str, torch.Tensor] = attrs.field(factory=dict)
+    """Tensors of the data's own by name, [B, ...] of any dtype: one entry a sequence, such as a reward."""
+    per_token: Mapping[str, torch.Tensor] = attrs.field(factory=dict)
+    """Likewise [B, S, ...], one entry for each token, such as the logits of a teacher. A batch that does not
+    come from the data, as in text generation and ``nanotrain plan``, has neither."""
 
     @property
     def start(self) -> int:
@@ -62,13 +67,15 @@ class Batch:
         return self.tokens.shape[0]
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
-        """Return the batch with ``change`` applied to tokens and targets, also to those of :attr:`whole`."""
+        """Return the batch with ``change`` applied to all its tensors, also to those of :attr:`whole`."""
         return Batch(
             change(self.tokens),
             None if self.targets is None else change(self.targets),
             whole=None if self.whole is None else self.whole._each(change),
             first=self.first,
             begins=None if self.begins is None else change(self.begins),
+            per_sequence={name: change(tensor) for name, tensor in self.per_sequence.items()},
+            per_token={name: change(tensor) for name, tensor in self.per_token.items()},
         )
 
     def to(self, device: torch.device) -> Batch:
@@ -84,6 +91,7 @@ class Batch:
     def tensors(self) -> list[torch.Tensor]:
         """Return all tensors of the batch, including those of :attr:`whole`, always in the same order."""
         own = [each for each in (self.tokens, self.targets, self.begins) if each is not None]
+        own += [named[name] for named in (self.per_sequence, self.per_token) for name in sorted(named)]
         return own if self.whole is None else [*own, *self.whole.tensors()]
 
     def pinned(self) -> Batch:
@@ -98,29 +106,42 @@ class Batch:
         if count == 1:
             return self
         begin, end = share_of(self.tokens.shape[1], index, count)
-        targets = None if self.targets is None else self.targets[:, begin:end].contiguous()
-        part = self.tokens[:, begin:end].contiguous()
-        return Batch(part, targets, whole=self, first=begin, begins=self.begins)
+
+        def cut(whole_BS: torch.Tensor) -> torch.Tensor:
+            return whole_BS[:, begin:end].contiguous()
+
+        return Batch(
+            cut(self.tokens),
+            None if self.targets is None else cut(self.targets),
+            whole=self,
+            first=begin,
+            begins=self.begins,
+            per_sequence=self.per_sequence,
+            per_token={name: cut(tensor) for name, tensor in self.per_token.items()},
+        )
 
     def later(self, depth: int) -> Batch:
         """Return the tokens and targets ``depth`` positions after these, of the same shape.
 
-        Past the end of a sequence: token 0 and :data:`IGNORE`. For a part, those that follow it in its
-        sequence, even if they are on other ranks: a model must not shift a batch by itself. Where documents
-        are masked from one another, also :data:`IGNORE` where the later token belongs to another document.
+        Past the end of a sequence: token 0 and :data:`IGNORE`, and zeros in :attr:`per_token`. For a part,
+        those that follow it in its sequence, even if they are on other ranks: a model must not shift a batch
+        by itself. Where documents are masked from one another, also :data:`IGNORE` where the later token
+        belongs to another document.
         """
         known = self if self.whole is None else self.whole
         begin, size = self.first + depth, self.tokens.shape[1]
 
         def shifted(whole_BS: torch.Tensor, filling: int) -> torch.Tensor:
             there = whole_BS[:, begin : begin + size]
-            return F.pad(there, (0, size - there.shape[1]), value=filling)
+            sides = (0, 0) * (there.dim() - 2) + (0, size - there.shape[1])  # from the last axis to S
+            return F.pad(there, sides, value=filling)
 
         targets = None if known.targets is None else shifted(known.targets, IGNORE)
         if targets is not None and self.begins is not None:
             own_BS = self.begins[:, self.first : self.first + size]
             targets = targets.masked_fill(shifted(self.begins, -1) != own_BS, IGNORE)
-        return Batch(shifted(known.tokens, 0), targets)
+        later = {name: shifted(tensor, 0) for name, tensor in known.per_token.items()}
+        return Batch(shifted(known.tokens, 0), targets, per_sequence=self.per_sequence, per_token=later)
 
     def split(self, size: int, count: int | None = None) -> Iterator[Batch]:
         """Yield consecutive microbatches of ``size`` sequences; the last may be smaller.
@@ -132,6 +153,16 @@ class Batch:
             start, end = end, min(end + size, self.sequences - to_come)
             rows = slice(start, end)
             yield self._each(lambda tensor, rows=rows: tensor[rows])  # type: ignore[misc]
+
+    def padded(self, rows: int) -> Batch:
+        """Return it with this many sequences: those added are zeros, with ignored targets."""
+        missing = rows - self.sequences
+        if missing == 0:
+            return self
+        full = self._each(lambda each: torch.cat((each, each.new_zeros(missing, *each.shape[1:]))))
+        if full.targets is not None:
+            full.targets[-missing:] = IGNORE
+        return full
 
     def target_tokens(self) -> torch.Tensor:
         """Return how many positions are predicted, a scalar on the batch's device."""

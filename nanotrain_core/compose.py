@@ -47,6 +47,7 @@ from nanotrain_core.registry.contract_checks import check_part
 from nanotrain_core.registry.registry import Registry
 from nanotrain_core.run.components import Components
 from nanotrain_core.run.current_device import make_current
+from nanotrain_core.run.evaluation import ValidationSums
 from nanotrain_core.run.feed import DataFeed, Feed
 from nanotrain_core.run.memory import expect_training_to_fit
 from nanotrain_core.run.validate_components import (
@@ -110,6 +111,10 @@ class Run:
     descriptions: Mapping[str, Sequence[str]] = attrs.field(factory=dict)
     """Lines for people, by what they are about: ``schedule`` (how the model is split into stages),
     ``kernels``, ``precision``, ``compile``."""
+
+    def validation_sums(self) -> ValidationSums:
+        """Return sums of every loss term over validation batches, to which nothing was added yet."""
+        return ValidationSums(self.loss_weights, self.mesh)
 
     @property
     def described(self) -> Sequence[str]:

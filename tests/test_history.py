@@ -66,7 +66,8 @@ def test_the_file_has_every_number_that_sinks_are_told(written, tmp_path):
 
 
 def test_every_metric_of_the_core_is_read_from_reports_and_rows(written, tmp_path):
-    assert {*STEP, "losses/{term}", *EVALUATION, *CHECKPOINT} == {metric.name for metric in CORE}
+    terms = {"losses/{term}", "validation/losses/{term}"}
+    assert {*STEP, *terms, *EVALUATION, *CHECKPOINT} == {metric.name for metric in CORE}
     monitor = written()
     monitor.on_step(step(1, 2.0, phase=3))
     assert curve(read_metrics(tmp_path), "phase") == {1: 3.0}

@@ -64,6 +64,8 @@ class EvaluationReport:
     """Tokens of these sequences, predicted or not, without the rows that pad the last batch."""
     seconds: float | None = None
     """How long it took on this rank; None where nobody measured it."""
+    losses: Mapping[str, float] = attrs.field(factory=dict)
+    """Unweighted mean of each term of the loss that the model returned, by name."""
 
 
 @attrs.define(frozen=True)

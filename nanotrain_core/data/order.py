@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from nanotrain_core.batch import IGNORE, Batch, Shard
+from nanotrain_core.batch import Batch, Shard
 from nanotrain_core.checkpoint.run_state import NO_RUN_STATE
 from nanotrain_core.data.prefetch import ReadAhead, Request
 from nanotrain_core.errors import CheckpointError, DataError
@@ -177,7 +177,7 @@ class SequenceData:
             return None
         rows = [first + row for row in shard.rows(sequences)]
         numbers = self._validation_order.at(row for row in rows if row < self.validation)
-        return _padded(self.read_batch(numbers, validation=True), len(rows))
+        return self.read_batch(numbers, validation=True).padded(len(rows))
 
     def meta(self) -> dict[str, Any]:
         """Return sequences consumed so far, their length, the sequences of an epoch, and the fingerprint."""
@@ -221,17 +221,3 @@ def document_begins(sequences: Integers, end: int) -> Integers:
     behind = sequences[:, :-2] == end
     begins[:, 1:] = np.where(behind, np.arange(1, begins.shape[1]), 0)
     return np.maximum.accumulate(begins, axis=1)
-
-
-def _padded(batch: Batch, rows: int) -> Batch:
-    """Add rows of token 0 with ignored targets, so that every shard has as many rows as the others."""
-    missing = rows - batch.sequences
-    if missing == 0:
-        return batch
-    assert batch.targets is not None
-    zeros = batch.tokens.new_zeros(missing, batch.tokens.shape[1])
-    return Batch(
-        torch.cat((batch.tokens, zeros)),
-        torch.cat((batch.targets, torch.full_like(zeros, IGNORE))),
-        begins=None if batch.begins is None else torch.cat((batch.begins, zeros)),
-    )

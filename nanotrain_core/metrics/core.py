@@ -106,6 +106,12 @@ CORE = (
         summary="mean next-token loss over the validation batches",
     ),
     Metric(
+        name="validation/losses/{term}",
+        unit="nats",
+        group="loss",
+        summary="one other term of the loss over the validation batches, its unweighted mean",
+    ),
+    Metric(
         name="validation/bits_per_byte",
         unit="bits",
         group="loss",

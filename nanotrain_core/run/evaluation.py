@@ -1,14 +1,17 @@
-"""Evaluates a run: the mean next-token loss over its validation batches."""
+"""Evaluates a run: the mean of each loss term over its validation batches."""
 
 from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
+import attrs
 import torch
 
 from nanotrain_core.contracts import EvaluationReport
+from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.run.global_metrics import agree_now, sum_over_data
 
 if TYPE_CHECKING:
@@ -16,27 +19,66 @@ if TYPE_CHECKING:
 
 
 def evaluate(engine: RuntimeEngine) -> EvaluationReport | None:
-    """Return the mean next-token loss over the validation batches, None if nothing was predicted. Collective.
+    """Return the mean losses over the validation batches, None if nothing was predicted. Collective.
 
     Nor is there a report if a stop is requested meanwhile: a resumed run evaluates before its first step.
     """
     run, began = engine.run, time.monotonic()
-    loss, counted, seen = torch.zeros(3, 1, dtype=torch.float64, device=run.mesh.device)
+    sums = run.validation_sums()
     for batch, positions in run.feed.validation():
         engine.note("evaluation")
         agree_now(engine.stop, run.mesh)
         engine.reached.evaluation_pending = engine.stop.reason is not None
         if engine.reached.evaluation_pending:  # there is no time for the rest
             return None
-        loss += engine.executor.forward(batch).get("lm", 0.0)
-        counted += run.feed.counts(batch)["lm"]
-        seen += positions
-    total = sum_over_data(loss, run.mesh).item()
-    counts = sum_over_data(torch.cat([counted, seen]), run.mesh, once_per_pipeline=True)
-    count, positions = (int(each) for each in counts.tolist())
-    if not count:
+        sums.add(engine.executor.forward(batch), run.feed.counts(batch), positions)
+    found = sums.total()
+    if found is None:
         return None
-    per_token = run.feed.bytes_per_token
-    bits = total / count / per_token / math.log(2) if per_token else None
+    loss, per_token = found.losses.get("lm", 0.0), run.feed.bytes_per_token
+    bits = loss / per_token / math.log(2) if per_token else None
     # The device has computed everything by now: its sums have been read.
-    return EvaluationReport(engine.step, total / count, bits, count, positions, time.monotonic() - began)
+    seconds = time.monotonic() - began
+    return EvaluationReport(engine.step, loss, bits, found.tokens, found.positions, seconds, found.losses)
+
+
+@attrs.define(frozen=True)
+class Validation:
+    """What a model loses in validation batches."""
+
+    losses: Mapping[str, float]
+    """Unweighted mean of each loss term that the model returned, ``"lm"`` among them."""
+    tokens: int
+    """The predicted tokens."""
+    positions: int
+    """Tokens, predicted or not, without padding."""
+
+
+class ValidationSums:
+    """This rank's sums of every loss term over validation batches, and the counts that divide them."""
+
+    def __init__(self, terms: Iterable[str], mesh: Mesh) -> None:
+        self._terms, self._mesh, self._found = [*terms], mesh, set[str]()
+        self._losses = torch.zeros(len(self._terms), dtype=torch.float64, device=mesh.device)
+        self._counts = torch.zeros(len(self._terms) + 1, dtype=torch.float64, device=mesh.device)
+
+    def add(
+        self, losses: Mapping[str, torch.Tensor], counts: Mapping[str, torch.Tensor], positions: int
+    ) -> None:
+        """Add the loss sums that this rank's stages returned for a batch, its counts and its tokens."""
+        for place, term in enumerate(self._terms):
+            self._counts[place] += counts[term]
+            if term in losses:
+                self._losses[place] += losses[term].detach().reshape(())
+                self._found.add(term)
+        self._counts[-1] += positions
+
+    def total(self) -> Validation | None:
+        """Return the means over the batches of all ranks; None if no token was predicted. Collective."""
+        found = [float(term in self._found) for term in self._terms]
+        sums = sum_over_data(self._losses, self._mesh, extra_sums=found).tolist()
+        *counts, positions = sum_over_data(self._counts, self._mesh, once_per_pipeline=True).tolist()
+        each = zip(self._terms, sums, sums[len(counts) :], counts, strict=False)
+        losses = {term: total / count for term, total, returned, count in each if returned and count}
+        tokens = int(counts[self._terms.index("lm")])
+        return Validation(losses, tokens, int(positions)) if tokens else None

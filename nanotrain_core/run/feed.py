@@ -231,6 +231,13 @@ class DataFeed(SkipsRanges):
             if form != f"torch.int64 {list(wanted)}":
                 text = f"{type(self.data).__name__}.{what} returned {name} {form} in a {type(batch).__name__}"
                 raise PluginError(f"{text}; expected a Batch of torch.int64 {list(wanted)}, this rank's rows")
+        for field, axes in (("per_sequence", wanted[:1]), ("per_token", wanted)):
+            for name, own in getattr(batch, field).items():
+                sizes = list(own.shape) if isinstance(own, torch.Tensor) else []
+                if sizes[: len(axes)] != [*axes]:
+                    form = str(sizes or type(own).__name__)
+                    text = f"{type(self.data).__name__}.{what} returned {field}['{name}'] of {form}"
+                    raise PluginError(f"{text}; expected a tensor [{', '.join(map(str, axes))}, ...]")
         return batch
 
     def size_before(self, position: int) -> int:

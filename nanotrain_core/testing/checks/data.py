@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -39,13 +40,27 @@ def opened(case: Case, *, seed: int = 7) -> Data:
 
 
 def batches(data: Data, count: int, shard: Shard = Shard()) -> torch.Tensor:  # noqa: B008 (frozen)
-    """Return tokens and targets of the next training batches, [count, 2, rows, S]."""
+    """Return tokens, targets and a digest of each further tensor of the next training batches.
+
+    [count, 2 or more, rows, S].
+    """
     return torch.stack([_both(data.train_batch(SEQUENCES, shard)) for _ in range(count)])
 
 
 def _both(batch: Batch) -> torch.Tensor:
     assert batch.targets is not None, "a training batch has no targets"
-    return torch.stack([batch.tokens, batch.targets])
+    return torch.stack([batch.tokens, batch.targets, *_digests(batch)])
+
+
+def _digests(batch: Batch) -> Iterator[torch.Tensor]:
+    """Yield for each of the data's own tensors, by name, a number for the values of each row, [rows, S]."""
+    for field, axes in (("per_sequence", 1), ("per_token", 2)):
+        for name, tensor in sorted(getattr(batch, field).items()):
+            shape = batch.tokens.shape[:axes]
+            found = tuple(tensor.shape[:axes])
+            assert found == shape, f"{field}['{name}'] is {list(tensor.shape)}, expected {[*shape]} and more"
+            rows = [zlib.crc32(f"{name} {row.tolist()}".encode()) for row in tensor]
+            yield torch.tensor(rows, dtype=torch.int64)[:, None].expand(batch.tokens.shape)
 
 
 def validation(data: Data, sequences: int, shard: Shard = Shard()) -> list[Batch]:  # noqa: B008 (frozen)
@@ -74,7 +89,7 @@ def assert_equal(actual: torch.Tensor, expected: torch.Tensor, what: str) -> Non
 def targets_are_the_next_tokens(case: Case) -> None:
     """Tokens are int64 [B, S] below ``vocab_size``; a position's target is the token after it, or ignored."""
     data, length = opened(case), case.recipe().batch.length
-    tokens, targets = batches(data, 1)[0]
+    tokens, targets = batches(data, 1)[0, :2]
     assert tokens.shape == (SEQUENCES, length), (
         f"tokens {tuple(tokens.shape)}, expected {(SEQUENCES, length)}"
     )
@@ -247,7 +262,7 @@ def length_can_change(case: Case) -> None:
     data = opened_for(case, (first, second))
     batches(data, 2)
     data.set_length(second)
-    tokens, targets = batches(data, 1)[0]
+    tokens, targets = batches(data, 1)[0, :2]
     assert tokens.shape == (SEQUENCES, second), f"tokens {tuple(tokens.shape)} after set_length({second})"
     predicted = targets[:, :-1] != IGNORE
     assert_equal(targets[:, :-1][predicted], tokens[:, 1:][predicted], "targets against the tokens after")
@@ -296,7 +311,7 @@ def what_is_held_out_at_one_length_is_trained_on_at_none(case: Case) -> None:
     for length in (first, second):
         data.set_length(length)
         held[length] = {row for batch in validation(data, 4) for row in cut(batch.tokens, first) if any(row)}
-        trained[length] = {row for tokens, _ in batches(data, 32) for row in cut(tokens, first)}
+        trained[length] = {row for tokens in batches(data, 32)[:, 0] for row in cut(tokens, first)}
     for one, other in ((first, second), (second, first)):
         shared = held[one] & trained[other]
         text = f"{len(shared)} of {len(held[one])} stretches of {first} tokens"

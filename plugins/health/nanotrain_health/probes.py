@@ -126,7 +126,10 @@ def cut(batch: Batch, length: int) -> Batch:
         return None if whole_BS is None else whole_BS[:, :length].contiguous()
 
     tokens = batch.tokens[:, :length].contiguous()
-    return attrs.evolve(batch, tokens=tokens, targets=first(batch.targets), begins=first(batch.begins))
+    own = {name: tensor[:, :length].contiguous() for name, tensor in batch.per_token.items()}
+    return attrs.evolve(
+        batch, tokens=tokens, targets=first(batch.targets), begins=first(batch.begins), per_token=own
+    )
 
 
 def fixed_batch(run: RunInfo, sequences: int) -> Batch:

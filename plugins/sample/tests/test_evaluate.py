@@ -75,6 +75,7 @@ def test_a_validation_loss_is_that_of_the_run(trained, capsys):
     assert text["tokens"] == last["tokens"]
     assert text["loss"] == pytest.approx(last["loss"], abs=1e-12)
     assert text["bits_per_byte"] == pytest.approx(last["bits_per_byte"], abs=1e-12)
+    assert text["losses"] == pytest.approx(last["losses"], abs=1e-12)
 
 
 @pytest.mark.parametrize("width", [40, 200])
@@ -83,10 +84,11 @@ def test_a_narrow_terminal_cuts_no_number_and_no_name(monkeypatch, capsys, width
     monkeypatch.setattr(output, "Console", lambda width=None, w=width: Console(width=w))
     name = "a/very/long/name/of/a/file/that/no/column/holds[1].txt"
     scores = {"results": {"task": {"acc,none": 0.25, "acc_stderr,none": 0.1}}}
-    measured = Measured(name=name, tokens=123456, loss=2.34567, bits_per_byte=1.23456)
+    terms = {"lm": 2.34567, "preference": 0.43211}
+    measured = Measured(name=name, tokens=123456, loss=2.34567, bits_per_byte=1.23456, losses=terms)
     output.tell("run", "m", [measured], scores, json=False)
     out = capsys.readouterr().out
-    for text in (name, "123,456", "2.3457", "10.44", "1.2346", "0.2500"):
+    for text in (name, "123,456", "2.3457", "10.44", "1.2346", "0.2500", "preference", "0.4321"):
         assert text in out
     assert ("  perplexity: 10.44\n" in out) == (width == 40)
 

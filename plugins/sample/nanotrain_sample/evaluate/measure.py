@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import attrs
@@ -11,7 +11,7 @@ import torch
 
 from nanotrain_core.api import DataError, NanotrainError, Recipe
 from nanotrain_core.api.text import TextCodec
-from nanotrain_core.api.torch import ChangesLength, Data, Executor, Run, sum_over_data
+from nanotrain_core.api.torch import ChangesLength, Data, Executor, Run
 from nanotrain_sample.evaluate.scorer import Score
 from nanotrain_sample.evaluate.windows import Request, windows
 
@@ -27,6 +27,8 @@ class Measured:
     """Mean negative logarithm of a token's probability."""
     bits_per_byte: float | None
     """Of the text; None where its bytes are not known."""
+    losses: Mapping[str, float] = attrs.field(factory=dict)
+    """Unweighted mean of each term of the model's loss, by name: of the validation split alone."""
 
     @property
     def perplexity(self) -> float:
@@ -67,23 +69,22 @@ def validation(run: Run) -> Measured:
         NanotrainError: the recipe holds nothing out.
     """
     executor = Executor(run.stages, run.gradients, run.mesh, run.owners, run.passes)
-    mine, counted = torch.zeros(2, 1, dtype=torch.float64, device=run.mesh.device)
-    for batch, _ in run.feed.validation():
-        mine += executor.forward(batch).get("lm", 0.0)
-        counted += run.feed.counts(batch)["lm"]
-    loss = sum_over_data(mine, run.mesh).item()
-    count = int(sum_over_data(counted, run.mesh, once_per_pipeline=True).item())
-    if not count:
+    sums = run.validation_sums()
+    for batch, positions in run.feed.validation():
+        sums.add(executor.forward(batch), run.feed.counts(batch), positions)
+    found = sums.total()
+    if found is None:
         raise NanotrainError(
             "the run's recipe evaluates nothing: --set evaluation.sequences=N, or name files with --text"
         )
     per_token = run.feed.bytes_per_token
-    mean = loss / count
+    mean = found.losses.get("lm", 0.0)
     return Measured(
         name="validation",
-        tokens=count,
+        tokens=found.tokens,
         loss=mean,
         bits_per_byte=mean / per_token / math.log(2) if per_token else None,
+        losses=found.losses,
     )
 
 

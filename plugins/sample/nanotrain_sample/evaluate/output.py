@@ -36,6 +36,7 @@ def tell(
                 "loss": each.loss,
                 "perplexity": each.perplexity,
                 "bits_per_byte": each.bits_per_byte,
+                "losses": dict(each.losses),
             }
             for each in measured
         ]
@@ -55,6 +56,10 @@ def tell(
             for each in measured
         ]
         _print(console, weights, ("text", "tokens", "loss", "perplexity", "bits per byte"), rows)
+    losses = {name: value for each in measured for name, value in each.losses.items() if name != "lm"}
+    if losses:
+        terms = [(name, f"{value:.4f}") for name, value in losses.items()]
+        _print(console, weights, ("other term of the loss", "mean"), terms)
     if scores:
         columns = ("task", "metric", "filter", "value")
         _print(console, weights, columns, [(*score[:3], f"{score[3]:.4f}") for score in scores])
