@@ -24,7 +24,7 @@ from nanotrain_core.contracts import (
     Monitor,
     Optimizer,
 )
-from nanotrain_core.errors import PluginError
+from nanotrain_core.errors import PluginError, expect_result
 from nanotrain_core.hf.open_weights import load_weights
 from nanotrain_core.layout.gradients import AllReduceGradients
 from nanotrain_core.layout.initialization import equalize
@@ -222,7 +222,9 @@ def compose(
         descriptions={
             "schedule": [describe_stages(parts, costs)] if pp > 1 else [],
             "kernels": [f"kernels: {built.kernels_name}"] if recipe.kernels.use != built.kernels_name else [],
-            "precision": built.precision.describe(),
+            "precision": expect_result(
+                f"precision '{recipe.precision.use}'", "describe", built.precision.describe(), Sequence
+            ),
             "compile": compiled,
         },
     )
@@ -250,7 +252,12 @@ def _wrapped_stages(
 ) -> tuple[dict[int, nn.Module], Placements]:
     """Build this rank's parts of the model with the functions of the kernels, and let the wrappers transform
     them. Collective."""
-    ops = wrap_ops(built.kernels.ops(mesh.device), *(wrapper.around(mesh) for _, wrapper in built.wrappers))
+    ops = expect_result(f"kernels '{built.kernels_name}'", "ops", built.kernels.ops(mesh.device), Ops)
+    around = [
+        expect_result(f"parallel '{chosen.use}'", "around", wrapper.around(mesh), Mapping)
+        for chosen, wrapper in built.wrappers
+    ]
+    ops = wrap_ops(ops, *around)
     stages = build_stages(built.model, parts, mesh, ops)
     for part in stages.values():
         check_part(f"model '{recipe.model.use}'", part)

@@ -7,9 +7,11 @@ import traceback
 from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Self
+from typing import Any, Self, TypeVar
 
 import attrs
+
+T = TypeVar("T")
 
 
 class Exit:
@@ -110,6 +112,19 @@ class RecipeError(NanotrainError):
     def __init__(self, lines: Sequence[str]) -> None:
         self.lines = tuple(lines)
         super().__init__("\n".join(lines))
+
+
+def expect_result(who: str, method: str, found: Any, wanted: type[T]) -> T:
+    """Return what a method of a component returned.
+
+    Raises:
+        PluginError: it is of another type, such as None for lack of a ``return``, or text where a list of
+            texts is expected.
+    """
+    if isinstance(found, wanted) and not isinstance(found, str):
+        return found
+    what = "None" if found is None else f"a {type(found).__name__}"
+    raise PluginError(f"{who}: its {method} returned {what}; expected {wanted.__name__}")
 
 
 def shortened(text: str) -> str:

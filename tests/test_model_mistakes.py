@@ -42,9 +42,17 @@ forward = TransformerPart.forward
             lambda found: PartOutput(None, {"lmm": found.losses["lm"]}),
             r"stage 0 returned no loss 'lm', and lmm; expected .* next-token losses \(did you mean 'lmm'\?\)",
         ),
+        (
+            lambda found: PartOutput(None, [*found.losses.values()]),
+            "stage 0 returned losses that are a list; expected a dict of each by its name",
+        ),
+        (
+            lambda found: PartOutput(None, {"lm": found.losses["lm"].item()}),
+            "stage 0 returned a float for the loss 'lm'; expected a tensor",
+        ),
         (lambda found: PartOutput(None), "stage 0 returned no loss 'lm', and no other; expected the sum"),
     ],
-    ids=["tensor", "none", "of tokens", "unknown", "misspelt", "without any"],
+    ids=["tensor", "none", "of tokens", "unknown", "misspelt", "list", "number", "without any"],
 )
 def test_a_part_that_returns_something_else(wrong, text):
     with (

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 import attrs
 import structlog
 
 from nanotrain_core.contracts import Checkpoint, CheckpointReport, FailedSaveReport, TrainState
-from nanotrain_core.errors import CheckpointError, SaveFailed
+from nanotrain_core.errors import CheckpointError, SaveFailed, expect_result
 from nanotrain_core.watch.progress import Progress
 
 #: Maximum consecutive failed saves before a run is ended: it would lose more with every step.
@@ -68,7 +68,8 @@ class CheckpointSaver:
             self._attempt(lambda: self._report(checkpoint.advance(wait=wait)), last=last)
 
     def _report(self, reports: Sequence[CheckpointReport]) -> None:
-        for report in reports:
+        name = f"checkpoint {type(self.checkpoint).__name__}"
+        for report in expect_result(name, "advance", reports, Iterable):
             self._failed = 0
             self._on_saved(attrs.evolve(report, **self._retention))
 

@@ -170,6 +170,10 @@ class Executor:
             found = f"a {type(output).__name__}; expected PartOutput(value, losses)"
         elif stage != self.final and not isinstance(output.value, torch.Tensor):
             found = "no value; expected the hidden states for the next stage"
+        elif not isinstance(output.losses, Mapping):
+            found = f"losses that are a {type(output.losses).__name__}; expected a dict of each by its name"
+        elif other := [n for n, loss in output.losses.items() if not isinstance(loss, torch.Tensor)]:
+            found = f"a {type(output.losses[other[0]]).__name__} for the loss '{other[0]}'; expected a tensor"
         elif many := [name for name, loss in output.losses.items() if loss.numel() != 1]:
             found = f"several numbers for the loss '{many[0]}'; expected one, their sum"
         elif stage == self.final and batch.targets is not None and "lm" not in output.losses:

@@ -13,7 +13,7 @@ import attrs
 from nanotrain_core.compile.cuda_graphs import not_captured
 from nanotrain_core.compile.eager import kept_eager, refused
 from nanotrain_core.component import EXCLUSIVE_CAPABILITIES, LISTED_KINDS, Component
-from nanotrain_core.errors import NanotrainError, PluginError, Problem, RecipeError, describe
+from nanotrain_core.errors import NanotrainError, PluginError, Problem, RecipeError, describe, expect_result
 from nanotrain_core.layout.layout import Layout
 from nanotrain_core.phases.tables import key_in_force
 from nanotrain_core.phases.timeline import PhaseTimeline
@@ -73,7 +73,9 @@ def find_problems(recipe: Recipe, registry: Registry) -> tuple[Layout | None, li
         return None, [*absent, *problems]
     topology = registry.build(recipe.topology)
     try:
-        layout: Layout = topology.layout(recipe.run.ranks)
+        layout = expect_result(
+            f"topology '{recipe.topology.use}'", "layout", topology.layout(recipe.run.ranks), Layout
+        )
     except ValueError as error:
         text = f"{recipe.run.ranks} ranks do not fit [topology]: {error}"
         problems += [Problem("run.ranks", text), *_lr_schedule(recipe)]

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from nanotrain_core.contracts import GradientSync, Optimizer, Precision
-from nanotrain_core.errors import NanotrainError, in_one_line
+from nanotrain_core.errors import NanotrainError, expect_result, in_one_line
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import PlacedParameter, Placements
 from nanotrain_core.recipe.tree import Recipe
@@ -61,7 +61,8 @@ def expect_training_to_fit(
     for piece in gradients.pieces():
         first, end = piece.span or (0, prod(piece.placement.shape))
         needed += (end - first) * (precision.gradient_dtype or piece.parameter.dtype).itemsize
-    state = (block.tensor for block in optimizer.blocks())
+    name = f"optimizer {type(optimizer).__name__}"
+    state = (block.tensor for block in expect_result(name, "blocks", optimizer.blocks(), Iterable))
     needed += sum(tensor.nbytes for tensor in state if tensor.device == mesh.device)
     _expect_room(needed, "weights, gradients and optimizer state", recipe, mesh)
 
