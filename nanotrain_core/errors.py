@@ -114,7 +114,7 @@ class RecipeError(NanotrainError):
         super().__init__("\n".join(lines))
 
 
-def expect_result(who: str, method: str, found: Any, wanted: type[T]) -> T:
+def expect_result(who: str, method: str, found: T, wanted: type[Any]) -> T:
     """Return what a method of a component returned.
 
     Raises:
