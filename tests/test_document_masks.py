@@ -43,6 +43,7 @@ DEEPSEEK = {
     "dense_layers": 1,
 }
 LLAMA = {"use": "transformer", "layers": 2, "width": 32, "heads": 4, "kv_heads": 2, "vocab": 256}
+MOE = {**LLAMA, "use": "moe_transformer", "experts": 4, "top_k": 2, "expert_ffn": 16, "aux_loss_coeff": 0.0}
 GPT = {**LLAMA, "kv_heads": 4, "positions": "learned", "max_length": 64, "norm": "layernorm", "bias": True}
 
 
@@ -99,7 +100,9 @@ def packed_and_alone(model):
 
 
 @pytest.mark.parametrize(
-    "model", [GPT, LLAMA, DEEPSEEK, DEEPSEEK | {"mtp": 2}], ids=["gpt", "llama", "deepseek", "mtp"]
+    "model",
+    [GPT, LLAMA, MOE, DEEPSEEK, DEEPSEEK | {"mtp": 2}],
+    ids=["gpt", "llama", "moe", "deepseek", "mtp"],
 )
 def test_documents_in_one_sequence_train_as_each_by_itself(model):
     (loss, packed), (expected, alone) = packed_and_alone(model)
@@ -166,6 +169,7 @@ LAYOUTS = {
     "llama-cp2-tp2": ({**LLAMA, "kv_heads": 4}, {"cp": 2, "tp": 2}, [TP, {"use": "cp"}]),
     "deepseek-pp2-tp2": (DEEPSEEK, {"pp": 2, "tp": 2}, [TP]),
     "deepseek-dp2-ep2": (DEEPSEEK, {"dp": 2, "ep": 2}, [EP]),
+    "moe-cp2-ep2": (MOE | {"aux_loss_coeff": 0.1}, {"cp": 2, "ep": 2}, [{"use": "cp"}, EP]),
     "gpt-pp2": (GPT, {"pp": 2}, []),
     "deepseek-cp2-pp2": ({**DEEPSEEK, "mtp": 1}, {"cp": 2, "pp": 2}, [{"use": "cp"}]),
 }

@@ -7,6 +7,7 @@ from unittest import mock
 
 import attrs
 import pytest
+from nanotrain_moe_transformer.samples import QWEN3
 from nanotrain_plan.comms import Links
 from nanotrain_plan.dry.collectives import Collective
 from nanotrain_plan.hardware import find_hardware
@@ -28,6 +29,7 @@ OFFLOAD = {"use": "activation_offload", "min_mb": 0.0, "keep": 0}
 EXPERTS = {"model": {"use": "routed"}, "batch": {"sequences": 8}}
 ALONG_EDP = [{"use": "ep_deepseek"}, {"use": "fsdp2"}]
 HYBRID = {"dp": 4, "dp_shard": 2}
+MOE = {"model": {"use": "moe_transformer", **QWEN3}, "batch": {"sequences": 8}}
 SHARDED, KEPT = {"use": "fsdp2"}, {"use": "fsdp2", "reshard_after_forward": False}
 
 
@@ -235,6 +237,7 @@ def test_a_checkpoint_of_shards_opens_on_any_layout(tmp_path, saver, loader, che
         "hybrid, tied across stages",
         "hybrid, experts whole",
         "hybrid, experts in shards",
+        "moe",
     ],
 )
 def test_shards_beside_other_wrappers_pass_every_check(topology, beside, around):
@@ -271,6 +274,7 @@ UNEVEN = small({"dp": 2}, "transformer", "accumulate", [SHARDED], {})  # 67 rows
                 ((HYBRID, "transformer", "accumulate", [KEPT], {}), {"precision": "bf16"}),
                 ((HYBRID | {"pp": 2}, "transformer", "1f1b", [SHARDED], {}), {}),
                 ((HYBRID | {"ep": 2}, "deepseek_v3", "accumulate", ALONG_EDP, {}), {}),
+                (({"dp": 4, "ep": 2}, "moe", "accumulate", ALONG_EDP, {}), {}),
             )
         ),
     ],

@@ -52,6 +52,7 @@ MORE = {
     "cp_ring": ({"cp": 3}, "transformer", "accumulate", [CP_RING, *DDP], {}),
     "cp_ring_experts": ({"cp": 2, "ep": 2}, "deepseek_v3", "accumulate", [CP_RING, *EP, *DDP], {}),
     "cp_ring_pipeline": ({"cp": 2, "pp": 2}, "transformer", "1f1b", [CP_RING, *DDP], {}),
+    "moe": ({"pp": 2, "tp": 2, "ep": 2}, "moe", "1f1b", [*SP, *EP, *DDP], {}),
     "cp_gather_experts": ({"cp": 2, "ep": 2}, "deepseek_v3", "accumulate", [CP_GATHER, *EP, *DDP], {}),
 }
 #: Blocks of 64 tokens, of which the second one is shorter.

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from nanotrain_deepseek.samples import V2, V3
+from nanotrain_moe_transformer.samples import QWEN3
 from nanotrain_sample.generate import How, Prompt, Writer
 
 from nanotrain_core.batch import Batch
@@ -27,6 +28,7 @@ LLAMA = {
     "rope_scaling": {"type": "yarn", "original_length": 8},
 }
 DEEPSEEK_V3, DEEPSEEK_V2 = ({"use": "deepseek", **table, "init_std": 0.3} for table in (V3, V2))
+MOE = {"use": "moe_transformer", **QWEN3, "init_std": 0.3}
 
 PIPELINE = {"pp": 2, "tp": 2}
 CASES = {
@@ -43,6 +45,7 @@ OTHERS = {
     "v3-tp2": (DEEPSEEK_V3, {"tp": 2}),
     "v3-dp2-pp2-ep2": (DEEPSEEK_V3, {"dp": 2, "pp": 2, "ep": 2}),
     "v2-tp4-etp2": (DEEPSEEK_V2, {"tp": 4, "etp": 2}),
+    "moe-pp2-tp2-ep2": (MOE, PIPELINE | {"ep": 2}),
 }
 HOW = How(tokens=9, temperature=0.9, top_p=0.95, seed=5, vocab=31)
 PROMPTS = [Prompt(tokens, HOW) for tokens in ((3, 1, 4, 1, 5, 9, 2), (6, 5), (3, 5, 8))]

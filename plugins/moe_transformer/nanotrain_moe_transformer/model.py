@@ -93,7 +93,7 @@ class MoETransformerPart(TransformerPart):
 
 
 class MoEBlock(TransformerBlock):
-    """One layer with experts."""
+    """One layer: attention, then routed experts, each adding to the residual stream."""
 
     def add_feed_forward(self, config: TransformerConfig, ops: Ops) -> None:
         """Build router and experts."""
