@@ -207,7 +207,7 @@ def with_zero(recipe: Recipe, registry: Registry, stage: int) -> Recipe:
     return attrs.evolve(recipe, parallel=kept, optimizer=Selection("optimizer", "zero12", config))
 
 
-#: The component that a degree above 1 needs, if the recipe has none.
+#: The component that a degree above 1 needs, if the recipe has none. Other degrees are changed where it has.
 HANDLERS = {"tp": ("parallel", "tp"), "ep": ("parallel", "ep_deepseek"), "pp": ("schedule", "1f1b")}
 
 
@@ -232,9 +232,9 @@ def _with_its_component(recipe: Recipe, registry: Registry, dim: str) -> str:
 def with_degree(recipe: Recipe, registry: Registry, dim: str, degree: int) -> Recipe:
     """Return the recipe with another degree, and with the component that handles it."""
     recipe = with_config(recipe, "topology", **{dim: degree})
-    kind, use = HANDLERS[dim]
-    if degree == 1 or not _lacks(recipe, registry, dim):
+    if degree == 1 or dim not in HANDLERS or not _lacks(recipe, registry, dim):
         return recipe
+    kind, use = HANDLERS[dim]
     if kind == "schedule":
         return with_component(recipe, registry, "schedule", use)
     wrapper = Selection(kind, use, registry.get(kind, use).config())
