@@ -89,9 +89,11 @@ def with_phases(tmp_path):
     return resolve_recipe(str(path))
 
 
-def changed(found, pp=None, tp=None, ep=None, microbatch=None, recompute="", stage=None, schedule=None):
+def changed(
+    found, pp=None, tp=None, ep=None, cp=None, microbatch=None, recompute="", stage=None, schedule=None
+):
     recipe, registry = found.recipe, found.registry
-    for dim, degree in (("pp", pp), ("tp", tp), ("ep", ep)):
+    for dim, degree in (("pp", pp), ("tp", tp), ("ep", ep), ("cp", cp)):
         recipe = with_degree(recipe, registry, dim, degree) if degree else recipe
     recipe = with_microbatch(recipe, microbatch) if microbatch else recipe
     recipe = with_recompute(recipe, registry, recompute) if recompute != "" else recipe
@@ -113,6 +115,23 @@ def assert_as_planned_whole(found, hardware, changes, tolerance=0.015):
 
 def test_blocks_make_the_layouts_that_are_planned_whole(dense):
     assert_as_planned_whole(dense, "h100", [{}, {"pp": 4, "schedule": "zb_h1"}], SMALL)
+
+
+@pytest.fixture
+def ring(dense):
+    config = dense.registry.get("parallel", "cp").config(communication="ring")
+    wrappers = (*dense.recipe.parallel, Selection("parallel", "cp", config))
+    return attrs.evolve(dense, recipe=attrs.evolve(dense.recipe, parallel=wrappers))
+
+
+def test_more_ranks_share_sequences_by_the_wrapper_that_a_recipe_has(ring):
+    recipe = with_degree(ring.recipe, ring.registry, "cp", 4)
+    assert (recipe.topology.config.cp, recipe.parallel) == (4, ring.recipe.parallel)
+
+
+@pytest.mark.full
+def test_blocks_of_ring_attention_make_the_layouts_that_are_planned_whole(ring):
+    assert_as_planned_whole(ring, "h100", [{"cp": 2}, {"cp": 4, "pp": 1, "schedule": "accumulate"}], SMALL)
 
 
 DDP = """

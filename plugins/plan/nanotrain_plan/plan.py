@@ -222,7 +222,10 @@ def assumptions(
         f"{hardware.reserved_gb:g} GB of {hardware.memory_gb:g} are not the run's; tensors without an "
         "allocator's rounding and fragmentation",
     ]
-    moved = max(phase.host for step in stages.steps.values() for phase in step.measured.values())
+    passes = [phase for step in stages.steps.values() for phase in step.measured.values()]
+    if any(map(Links(hardware, stages.layout).ring, passes)):
+        found.append("messages between ranks that share sequences are hidden while a pass computes attention")
+    moved = max(phase.host for phase in passes)
     if moved:
         found.append(
             f"{size(moved)} of a microbatch's activations go to the host and back beside the computation"

@@ -52,6 +52,8 @@ class Seconds:
         """Return what the collectives of an action take."""
         exposed = hidden = sync = message = ring = 0.0
         for key, count in work.count.items():
+            if key[1] == "recv":  # a message counts where it is sent
+                continue
             of_exposed, of_hidden = self._of(key)
             own = of_exposed(count, work.sent[key])
             exposed += own
