@@ -4,6 +4,7 @@ import pytest
 from as_one_process import assert_trains_as_one_process
 from compositions import MODELS
 from examples_of_plugins import ALIBI, PLUGINS
+from nanotrain_plan.stages import dry_stages
 
 from nanotrain_core.errors import NanotrainError, RecipeError
 from nanotrain_core.testing import Case, run_ranks
@@ -67,6 +68,21 @@ def test_a_model_whose_attention_is_its_own_is_refused_in_the_first_step():
 @pytest.mark.parametrize("communication", ["all_gather", "ring"])
 def test_heads_that_cp_does_not_divide_are_for_ways_that_leave_them(communication):
     sharing({"cp": 2}, communication, model={"heads": 6, "width": 48, "kv_heads": 3}).recipe()
+
+
+def planned_attention(communication):
+    """Return the FLOPs of attention that are planned for rank 0, by pass."""
+    sizes = {"width": 64, "heads": 8, "kv_heads": 4}
+    case = sharing({"cp": 4}, communication, model=sizes, batch={"length": 16}, precision={"use": "bf16"})
+    recipe, registry = case.recipe(), case.registry()
+    stages = dry_stages(recipe, registry, registry.build(recipe.topology).layout(4), host=False)
+    return {action.kind: stages.phase(0, action).attention_flops for action in stages.actions[0]}
+
+
+def test_attention_is_planned_to_take_as_many_flops_by_all_ways():
+    wanted = planned_attention("all_to_all")
+    assert wanted["B"] == 2.5 * wanted["F"] > 0
+    assert planned_attention("all_gather") == planned_attention("ring") == wanted
 
 
 LLAMA, TP = MODELS["transformer"], {"use": "tp"}
