@@ -225,6 +225,7 @@ def test_a_checkpoint_of_shards_opens_on_any_layout(tmp_path, saver, loader, che
         (HYBRID | {"pp": 2}, [], STAGED),
         (HYBRID | {"ep": 2}, [{"use": "ep_deepseek"}], EXPERTS),
         ({"dp": 8, "dp_shard": 4, "ep": 2}, [{"use": "ep_deepseek"}], EXPERTS),
+        ({"dp": 4, "ep": 2}, [{"use": "ep_deepseek"}], MOE),
     ],
     ids=[
         "tp",
