@@ -139,10 +139,10 @@ class Evaluated(Monitor):
         self.values = {**getattr(self, "values", {}), **report.values}
 
 
-def test_an_evaluation_reports_every_term_of_the_loss():
+def test_an_evaluation_reports_every_term_of_the_loss(capsys):
     """Also of an uneven number of held-out sequences: padding counts for no term."""
     monitor = Evaluated()
-    changes = {"run": {"steps": 1}, "evaluation": {"sequences": 100}}
+    changes = {"run": {"steps": 1}, "evaluation": {"sequences": 100}, "monitor": [{"use": "console"}]}
     case = Case("data", use="scored", plugins=(PLUGIN,), overrides={"model": {"use": "weighted"}})
     make_engine(case, changes, callbacks=[monitor]).fit()
     ((part,), total, counted) = monitor.parts, 0.0, 0.0
@@ -157,3 +157,4 @@ def test_an_evaluation_reports_every_term_of_the_loss():
     }
     assert monitor.values["validation/losses/weighted"] == monitor.report.losses["weighted"]
     assert "validation/losses/lm" not in monitor.values
+    assert f" validation_weighted={monitor.report.losses['weighted']:.4f}" in capsys.readouterr().out

@@ -125,6 +125,7 @@ class Console(Monitor):
         fields: dict[str, Any] = {"step": report.step, "validation_loss": f"{report.loss:.4f}"}
         if report.bits_per_byte is not None:
             fields["bits_per_byte"] = f"{report.bits_per_byte:.4f}"
+        fields |= {f"validation_{n}": f"{v:.4f}" for n, v in report.losses.items() if n != "lm"}
         self._line(pairs(fields))
 
     def on_checkpoint(self, report: CheckpointReport) -> None:
