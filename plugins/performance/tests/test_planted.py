@@ -44,11 +44,18 @@ def broken_rules(plant, amount):
 @pytest.mark.parametrize(
     ("plant", "amount", "metric", "says"),
     [
-        (slow_data, 0.15, "time/data_fraction", "input-bound"),
-        (slow_rank, 0.12, "pipeline/skew", "one rank computes for over twice as long"),
-        (growing_memory, 2**21, "memory/host_growth/max", "something keeps tensors"),
+        pytest.param(
+            *(slow_data, 0.15, "time/data_fraction", "input-bound"), id="slow-data", marks=pytest.mark.full
+        ),
+        pytest.param(
+            *(slow_rank, 0.12, "pipeline/skew", "one rank computes for over twice as long"), id="slow-rank"
+        ),
+        pytest.param(
+            *(growing_memory, 2**21, "memory/host_growth/max", "something keeps tensors"),
+            id="growing-memory",
+            marks=pytest.mark.full,
+        ),
     ],
-    ids=["slow-data", "slow-rank", "growing-memory"],
 )
 def test_a_planted_trouble_is_named_within_20_steps(plant, amount, metric, says):
     for broken in run_ranks(broken_rules, 2, plant, amount):

@@ -31,32 +31,9 @@ test_conformance = conformance(
     },
 )
 
-#: Checks of a share whose gradients are summed already: the transport is the same to them.
-AFTER_THE_SUM = (
-    "first_step_descends",
-    "learning_rate_of_each_step",
-    "learning_rate_is_honored",
-    "loss_scale_divides_out",
-    "lost_weights_are_carried_or_refused",
-    "no_gradient_no_change",
-    "resume_is_bit_equal",
-    "resumed_twice_is_the_same_run",
-    "small_gradients_are_not_clipped",
-    "state_has_a_place",
-    "twenty_steps_on_any_layout",
-    "weight_decay_is_for_matrices",
-)
-#: Checks of when a gradient is complete: without overlap it is summed once all are.
-WITHOUT_OVERLAP = (
-    "a_parameter_may_be_used_later[from_the_second_step]",
-    "a_parameter_may_be_used_later[in_the_first_step]",
-    "any_number_of_microbatches",
-    "clips_to_the_global_norm",
-)
-test_sockets = conformance(
-    case(2, {**SMALL, "overlap": False}, {"dp": 2}, "sockets", SOCKETS),
-    slow=pytest.mark.full,
-    marks=dict.fromkeys(AFTER_THE_SUM + WITHOUT_OVERLAP, pytest.mark.full),
+# The first tier has its gradients through sockets in test_parallel_checks.py.
+test_sockets = pytest.mark.full(
+    conformance(case(2, {**SMALL, "overlap": False}, {"dp": 2}, "sockets", SOCKETS))
 )
 
 #: Around the optimizers of others, here the harness's plain SGD.
