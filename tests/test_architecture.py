@@ -238,7 +238,7 @@ SMALL = {
     "models": 810,
     "moe": 470,
     "metrics": 1369,
-    "monitors": 1053,
+    "monitors": 1056,
     "optim": 760,
     "phases": 372,
     "pipeline": 627,

@@ -42,6 +42,7 @@ SURROUNDINGS = {
         ["run.ranks=4", "topology.tp=1", "topology.pp=1", "schedule.use=accumulate"],
     ),
     "plugins/fp8_deepseek_v3/README.md": ('extends = "laptop"\n', ["precision.use=fp8_deepseek_v3"]),
+    "plugins/fsdp/README.md": ('extends = "laptop"\n', ["run.ranks=16", "batch.sequences=64"]),
     "plugins/inspect/README.md": ('extends = "laptop"\n', ["run.ranks=9", "batch.sequences=36"]),
     "plugins/pp_1f1b/README.md": ('extends = "laptop"\n', ["model.layers=8"]),
     "plugins/zero12/README.md": ('extends = "laptop"\nparallel = []\n', []),
@@ -326,7 +327,7 @@ def test_fragments_of_python_run(block, tmp_path, monkeypatch):
 def test_what_cannot_run_here_says_why_and_who_runs_it():
     """A marker before a block names the test that does what the block shows."""
     marked = [block for block in blocks("python") if block.marked("cannot run here") is not None]
-    assert len(marked) <= 1
+    assert len(marked) <= 2
     for block in marked:
         (where,) = re.findall(r"(tests/\w+\.py)", block.marker)
         assert (ROOT / where).is_file()
