@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Iterable, Mapping
-from functools import lru_cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -220,18 +218,13 @@ class Case:
         Raises:
             RecipeError: the case does not make a recipe that can run.
         """
-        try:
-            recipe = _recipe(os.getpid(), tomli_w.dumps(self.tables(**changes)), self.local)
-        except RecipeError as error:
-            lines = [line.partition(": ")[2] for line in error.lines]  # the file is gone by then
-            raise RecipeError([f"the recipe of case {self.id} is refused", *lines, REMEDY]) from None
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "case.toml")
+            path.write_text(tomli_w.dumps(self.tables(**changes)))
+            try:
+                recipe = load_recipe(path, plugins=self.local)
+            except RecipeError as error:
+                lines = [line.partition(": ")[2] for line in error.lines]  # the file is gone by then
+                raise RecipeError([f"the recipe of case {self.id} is refused", *lines, REMEDY]) from None
         self.degrees().check(self.world_size)
         return recipe
-
-
-@lru_cache(maxsize=256)  # the checks of a case ask for few recipes, again and again
-def _recipe(pid: int, text: str, plugins: PluginArguments) -> Recipe:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "case.toml")
-        path.write_text(text)
-        return load_recipe(path, plugins=plugins)
