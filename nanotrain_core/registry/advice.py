@@ -20,7 +20,7 @@ FIRST_PARTY = {
         ("data", "data", "shards streaming chat"),
         ("kernels", "", "cpu cuda"),
         ("kernels", "plan", "dry"),
-        ("model", "", "deepseek"),
+        ("model", "", "deepseek moe_transformer"),
         ("monitor", "", "alerts health memory_snapshots object_store replay tensorboard wandb"),
         ("monitor", "fp8_deepseek_v3", "fp8"),
         ("monitor", "health", "moe probes"),
