@@ -65,6 +65,35 @@ def test_registered_component_is_found_with_its_owner(site):
     assert registry.versions()["alpha"] == "2.5"
 
 
+def test_a_module_that_is_loaded_again_registers_anew(site):
+    """As one that is edited beside a notebook."""
+    install(site, "alpha")
+    before = load().get("monitor", "alpha").config
+    exec(PLUGIN.format(name="beta"), vars(sys.modules["alpha"]))
+    registry = load()
+    assert "alpha" not in registry.names("monitor")
+    assert registry.get("monitor", "beta").config is not before
+
+
+OBJECT = """
+class Hooks:
+    __hash__ = None
+
+    @hookimpl
+    def nanotrain_register_monitor(self, register):
+        nanotrain_register_monitor(register)
+
+plugin = Hooks()
+"""
+
+
+def test_a_plugin_may_be_an_object_without_a_hash(site):
+    install(site, "alpha", PLUGIN.format(name="alpha") + OBJECT)
+    entries = next(site.glob("alpha-*/entry_points.txt"))
+    entries.write_text(entries.read_text().rstrip() + ":plugin\n")
+    assert load().get("monitor", "alpha").name == "alpha"
+
+
 @pytest.mark.parametrize(
     ("source", "reason"),
     [

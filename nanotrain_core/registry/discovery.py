@@ -88,10 +88,9 @@ class PluginInfo:
 
 Import = Callable[[], Any]
 
-Registered = tuple[list[tuple[str, Component]], list[Command]]
-
-#: What modules registered: their hooks are called once, also for ranks that are forked from this process.
-_registered: WeakKeyDictionary[ModuleType, Registered] = WeakKeyDictionary()
+#: The hooks of modules, and what they registered: each is called once, also for ranks that are forked from
+#: this process. A module that is loaded again, as in a notebook, has others.
+_registered: WeakKeyDictionary[ModuleType, tuple[list[Any], ...]] = WeakKeyDictionary()
 
 
 def discover(arguments: PluginArguments) -> tuple[PluginInfo, ...]:
@@ -177,12 +176,14 @@ def _load(info: PluginInfo, importer: Import) -> PluginInfo:
     try:
         _check_core(info.requires_core)
         module = importer()
-        if module in _registered:
-            components, commands = _registered[module]
+        hooks = [getattr(module, name, None) for name in _hooks()]
+        known = _registered.get(module) if isinstance(module, ModuleType) else None  # others may have no hash
+        if known is not None and known[0] == hooks:
+            components, commands = known[1:]
         else:
             _collect(module, components, commands)
             if isinstance(module, ModuleType):
-                _registered[module] = components, commands
+                _registered[module] = hooks, components, commands
     except PluginError as error:
         problem = str(error)
     except ModuleNotFoundError as error:
