@@ -334,13 +334,24 @@ def test_a_pipeline_with_offloaded_activations_is_planned_whole(dense):
         Composer(dense.registry, find_hardware("h100")).estimate(recipe, layout)
 
 
-def test_weights_in_shards_are_planned_whole(dense):
+@pytest.mark.parametrize(
+    ("shard", "why"),
+    [
+        (None, "weights are sharded over data-parallel ranks"),
+        (2, "weights are sharded over data-parallel ranks"),
+        (4, "do not fit .topology.: .* dp_shard 4"),
+    ],
+)
+def test_weights_in_shards_are_planned_whole(dense, shard, why):
     sharded = Selection("parallel", "fsdp2", dense.registry.get("parallel", "fsdp2").config())
     adamw = Selection("optimizer", "adamw", dense.registry.get("optimizer", "adamw").config())
-    recipe = attrs.evolve(dense.recipe, parallel=(*dense.recipe.parallel, sharded), optimizer=adamw)
+    config = attrs.evolve(dense.recipe.topology.config, dp_shard=shard)
+    topology = attrs.evolve(dense.recipe.topology, config=config)
+    parallel = (*dense.recipe.parallel, sharded)
+    recipe = attrs.evolve(dense.recipe, parallel=parallel, optimizer=adamw, topology=topology)
     layout, problems = find_problems(recipe, dense.registry)
     assert not problems
-    with pytest.raises(NotComposable, match="weights are sharded over data-parallel ranks"):
+    with pytest.raises(NotComposable, match=why):
         Composer(dense.registry, find_hardware("h100")).estimate(recipe, layout)
 
 

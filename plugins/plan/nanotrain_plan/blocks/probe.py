@@ -170,9 +170,13 @@ def take_probe(
         host: whether ranks are CPUs.
 
     Raises:
-        NotComposable: weights are sharded over data-parallel ranks, of which a layout has as many as it has.
+        NotComposable: weights are sharded over data-parallel ranks, of which a layout has as many as it has,
+            or the topology does not have so few ranks.
     """
-    layout = registry.build(recipe.topology).layout(recipe.run.ranks)
+    try:
+        layout = registry.build(recipe.topology).layout(recipe.run.ranks)
+    except ValueError as error:
+        raise NotComposable(f"the ranks that tell the same do not fit [topology]: {error}") from None
     probing: Any = ReplacedSchedule(registry, ProbeSchedule(parts, halves))
     pp = 1 + max(part.rank for part in parts)
     ranks = pipeline_of_most_tokens(layout, pp, recipe.batch.length)

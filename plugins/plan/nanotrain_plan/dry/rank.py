@@ -266,7 +266,7 @@ def dry_rank(
         descriptions=run.descriptions,
         shares=shares,
         owned=owned,
-        sharded=any(placed.placement.sharded & {*layout.row_dims} for placed in run.placed),
+        sharded=any(placed.placement.sharded & _dims_of_rows(layout) for placed in run.placed),
         copied=sum(each.weights for each in owned.values()),
         phases=recorder.phases[first:-1],
         overlapped=run.gradients.needs_gradient_hooks,
@@ -284,6 +284,16 @@ def _product(shape: Iterable[int]) -> int:
     for size in shape:
         total *= size
     return total
+
+
+def _dims_of_rows(layout: Layout) -> set[str]:
+    """Return the dimensions along which ranks read different sequences, or into which a view divides them.
+
+    Those of experts alone are not among them.
+    """
+    views = layout.views
+    experts = {*views.get("expert", views["dense"]).dims} - {*views["dense"].dims}
+    return {*layout.data_dims} - {*layout.sequence_dims} - experts
 
 
 class _Step:
