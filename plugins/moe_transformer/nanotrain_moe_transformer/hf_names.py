@@ -60,7 +60,6 @@ class MoETransformerNames(HFMapping):
                 "experts": _experts(f, "num_local_experts", "num_experts"),
                 "expert_ffn": expect_size(f, "intermediate_size"),
             }
-        expect(f, "use_sliding_window", False)
         return table | {
             "experts": _experts(f, "num_experts", "num_local_experts"),
             "expert_ffn": expect_size(f, "moe_intermediate_size"),
@@ -105,7 +104,8 @@ class MoETransformerNames(HFMapping):
 
 
 def _with_defaults(hf: Mapping[str, Any], kind: str) -> dict[str, Any]:
-    f = {**_DEFAULTS[kind], **hf}
+    # A window is that of every layer: the classes of both models read neither of the last two.
+    f = {**_DEFAULTS[kind], **hf, "layer_types": None, "max_window_layers": 0}
     if f["num_key_value_heads"] is None:
         f["num_key_value_heads"] = f.get("num_attention_heads")
     if f.get("head_dim") is None:  # the dense Qwen3 has another default
@@ -139,6 +139,8 @@ def _kind(c: MoETransformerConfig) -> str:
         HFError: there is none.
     """
     dense, biased = _dense.config(c)["model_type"], bool(c.resolved().attention_bias)
+    if len({c.type_of(layer) for layer in range(c.layers)}) > 1:
+        raise HFError("some of its layers have a window; of Mixtral and Qwen3-MoE, all or none have it")
     if dense == "qwen3":
         return _QWEN3
     everywhere = c.moe_layers == c.layers

@@ -55,6 +55,11 @@ CHOICES = {
         | {"intermediate_size": 80, "decoder_sparse_step": 2, "mlp_only_layers": [3]},
     ),
 }
+#: Their classes have it in every layer, whatever these files say of layers, as released ones do.
+WINDOWS = {"sliding_window": 7, "use_sliding_window": True, "max_window_layers": 4}
+CHOICES |= {
+    f"{choice}-window": (CHOICES[choice][0], CHOICES[choice][1] | WINDOWS) for choice in ("mixtral", "qwen3")
+}
 
 
 def theirs(choice, folder):
@@ -126,6 +131,16 @@ def test_an_export_has_the_tensors_of_the_released_files(choice, tmp_path):
     assert f"model.layers.3.{expert[choice]}" in after
 
 
+def test_a_file_that_says_which_layers_have_a_window_is_read_as_transformers_reads_it(tmp_path):
+    for choice in ("mixtral-window", "qwen3-window"):
+        theirs(choice, tmp_path / choice)
+        path = tmp_path / choice / "config.json"
+        kinds = ["full_attention", "sliding_attention"] * 2
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"layer_types": kinds}))
+        model = CHOICES[choice][0].from_pretrained(tmp_path / choice, attn_implementation="eager")
+        assert (our_logits(tmp_path / choice) - logits(model)).abs().max() < 1e-4
+
+
 @pytest.mark.parametrize("choice", ["mixtral", "qwen3"])
 def test_options_that_are_left_out_mean_what_they_mean_to_transformers(choice, tmp_path):
     """Released files have them; a file written by hand, or by another version, may not."""
@@ -173,7 +188,7 @@ def test_what_a_run_makes_of_it_is_what_transformers_computes(tmp_path):
 @pytest.mark.parametrize(
     ("choice", "change", "text"),
     [
-        ("qwen3", {"use_sliding_window": True}, "use_sliding_window is True; only False"),
+        ("qwen3", {"use_sliding_window": "yes"}, "use_sliding_window is 'yes'"),
         ("qwen3", {"mlp_only_layers": 3}, "mlp_only_layers is 3; expected a list of layers"),
         ("qwen3", {"num_experts": 5}, "num_local_experts is 8; only 5 can be represented"),
         ("mixtral", {"num_experts": 5}, "num_experts is 5; only 6 can be represented"),
@@ -205,5 +220,15 @@ def test_a_model_that_transformers_has_not_is_refused(change):
     config = attrs.evolve(MoETransformerConfig(**MIXTRAL), **change)
     with pytest.raises(NanotrainError, match=r"neither a Mixtral|none of these"):
         names.config(config)
+
+
+@pytest.mark.parametrize("table", [MIXTRAL, QWEN3], ids=["mixtral", "qwen3"])
+def test_a_window_of_some_layers_is_refused(table):
+    kinds = {"window": 4, "layer_types": ("sliding_attention", "full_attention")}
+    with pytest.raises(NanotrainError, match="some of its layers have a window"):
+        names.config(MoETransformerConfig(**table | kinds | {"mlp_only_layers": ()}))
+
+
+def test_dense_layers_are_those_of_a_qwen3_moe():
     qwen3 = MoETransformerConfig(**QWEN3 | {"mlp_only_layers": (0,)})
     assert names.config(qwen3)["architectures"] == ["Qwen3MoeForCausalLM"]
