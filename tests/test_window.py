@@ -146,6 +146,7 @@ def test_flops_are_those_of_the_tokens_that_one_sees():
 
 SLIDING = {"window": 3, "layer_types": list(ALTERNATE)}
 TP, DDP = {"use": "tp", "sequence_parallel": True}, {"use": "ddp"}
+RING = {"use": "cp", "communication": "ring"}
 GATHER = {"use": "cp", "communication": "all_gather"}
 DOCUMENTS = {"use": "text", "paths": [__file__], "mask_documents": True}
 LAYOUTS = {
@@ -158,6 +159,11 @@ LAYOUTS = {
         {"cp": 2, "pp": 2},
         [{"use": "cp"}, {"use": "recompute", "granularity": "selective"}],
         {"schedule": {"use": "1f1b"}, "data": DOCUMENTS, "model": {"vocab": 256}},
+    ),
+    "ring-cp2-whole-sequence": (
+        {"cp": 2},
+        [{"use": "cp", "communication": "ring"}],
+        {"model": {"window": 16}},
     ),
     "gather-cp2-documents": ({"cp": 2}, [GATHER], {"data": DOCUMENTS, "model": {"vocab": 256}}),
 }

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
+#: Why a model is refused whose windows are smaller than a sequence.
+NO_WINDOW = '"ring" has no sliding window; expected "all_to_all" or "all_gather"'
+
 
 @attrs.define(frozen=True, kw_only=True)
 class ContextParallelConfig:
@@ -37,10 +40,16 @@ class ContextParallelConfig:
 
 
 def check(recipe: Recipe, config: ContextParallelConfig, layout: Layout) -> Iterator[Problem]:
-    """Check that the heads which tensor parallelism leaves each rank, or repeats there, divide."""
+    """Check heads, which all-to-alls divide, and windows, which a ring has not."""
     cp, tp = layout.degree("cp"), layout.degree("tp")
+    if config.communication == "ring" and cp > 1:
+        cached = recipe.model.config.cached_token()
+        if cached and cached.sliding and cached.window < recipe.batch.length:
+            number = next(n for n, each in enumerate(recipe.parallel) if each.config is config)
+            yield Problem(f"parallel.{number}.communication", NO_WINDOW)
     if config.communication != "all_to_all":
         return
+    # Heads are those which tensor parallelism leaves each rank, or repeats there.
     for extent in divisibility_of(recipe.model.config) or ():
         heads = (lcm(extent.units, tp) if extent.grouped else extent.units) // tp
         if extent.heads and heads % cp:

@@ -28,6 +28,7 @@ from torch.autograd.function import once_differentiable
 
 from nanotrain_core.api import NanotrainError
 from nanotrain_core.api.torch import Pending
+from nanotrain_cp import NO_WINDOW
 from nanotrain_cp.all_gather import Halves
 from nanotrain_cp.blocks import Mask, attend_block, block_gradients
 from nanotrain_cp.collectives import Ranks
@@ -50,11 +51,8 @@ def attend(
 
     ``attention`` is not called: it returns no log-sum-exp.
     """
-    if window is not None:
-        raise NanotrainError(
-            'cp: communication = "ring" has no sliding window; write "all_to_all" or "all_gather" in '
-            '[[parallel]] use = "cp"'
-        )
+    if window is not None and window < length:
+        raise NanotrainError(f"cp: communication = {NO_WINDOW}")
     ring = Ring(ranks, length, q.shape[-1] ** -0.5 if scale is None else scale, begins_BS)
     y: Tensor = _Ring.apply(q, k, v, ring)  # type: ignore[no-untyped-call]
     return y

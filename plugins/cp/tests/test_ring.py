@@ -11,9 +11,9 @@ from nanotrain_cp import blocks
 from nanotrain_cp.collectives import Ranks
 from nanotrain_cp.ring import Ring, attend
 
-from nanotrain_core.api import NanotrainError
+from nanotrain_core.api import NanotrainError, RecipeError
 from nanotrain_core.api.torch import GlooExchange, attention, share_of
-from nanotrain_core.testing import run_ranks
+from nanotrain_core.testing import Case, run_ranks
 
 CPU = torch.device("cpu")
 
@@ -135,3 +135,21 @@ def test_a_sliding_window_is_refused():
     q, k, v = leaves_of((1, 4, 2, 8), (1, 4, 2, 8), (1, 4, 2, 8))
     with pytest.raises(NanotrainError, match="has no sliding window"):
         attend(ranks_of(2, 0), 8, attention, q, k, v, None, None, 4)
+
+
+SLIDING = {"layer_types": ["full_attention", "sliding_attention"], "window": 15}
+
+
+def recipe_of(communication, length, **changes):
+    wrappers = [{"use": "cp", "communication": communication}, {"use": "ddp"}]
+    overrides = {"parallel": wrappers, "batch": {"length": length}}
+    case = {"config": SLIDING | changes, "topology": {"cp": 2}, "overrides": overrides}
+    return Case("model", use="transformer", **case).recipe()
+
+
+def test_a_window_smaller_than_a_sequence_is_refused_before_ranks_start():
+    with pytest.raises(RecipeError, match=r"parallel\.0\.communication: .*no sliding window"):
+        recipe_of("ring", 16)
+    recipe_of("all_gather", 16)
+    recipe_of("ring", 16, layer_types=["full_attention"])
+    recipe_of("ring", 15)  # it hides nothing there
