@@ -17,6 +17,7 @@ from nanotrain_core.api import (
     Register,
     Role,
     StaysEager,
+    cached_token_of,
     divisibility_of,
     hookimpl,
 )
@@ -43,7 +44,7 @@ def check(recipe: Recipe, config: ContextParallelConfig, layout: Layout) -> Iter
     """Check heads, which all-to-alls divide, and windows, which a ring has not."""
     cp, tp = layout.degree("cp"), layout.degree("tp")
     if config.communication == "ring" and cp > 1:
-        cached = recipe.model.config.cached_token()
+        cached = cached_token_of(recipe.model.config)
         if cached and cached.sliding and cached.window < recipe.batch.length:
             number = next(n for n, each in enumerate(recipe.parallel) if each.config is config)
             yield Problem(f"parallel.{number}.communication", NO_WINDOW)
