@@ -79,7 +79,7 @@ class Placement:
         """
         if dim in self.sharded:
             raise ValueError(f"{self.name} is already split along {dim!r}")
-        self._check_replicated(dim)
+        self._replicated(dim)
         shape, offset = list(self.shape), list(self.offset)
         shape[axis], offset[axis] = end - begin, offset[axis] + begin
         return attrs.evolve(
@@ -97,9 +97,7 @@ class Placement:
         Raises:
             ValueError: the tensor is sharded along one of them, or it is not of its view.
         """
-        for dim in dims:
-            self._check_replicated(dim)
-        moved = frozenset(dims)
+        moved = self._replicated(*dims)
         return attrs.evolve(self, summed=self.summed | moved, same=self.same - moved)
 
     def complete_over(self, *dims: str) -> Placement:
@@ -108,9 +106,7 @@ class Placement:
         Raises:
             ValueError: as :meth:`sum_over`.
         """
-        for dim in dims:
-            self._check_replicated(dim)
-        moved = frozenset(dims)
+        moved = self._replicated(*dims)
         return attrs.evolve(self, summed=self.summed - moved, same=self.same | moved)
 
     def divide(self, dim: str, into: tuple[str, ...], layout: Layout) -> Placement:
@@ -136,12 +132,15 @@ class Placement:
         """Return the placement of a range of this block, sharded over its ranks with partial gradients."""
         return attrs.evolve(self, sharded=self.sharded | self.summed, summed=frozenset(), stages=())
 
-    def _check_replicated(self, dim: str) -> None:
+    def _replicated(self, *dims: str) -> frozenset[str]:
+        """Return ``dims``, along each of which the tensor must be replicated."""
         known = self.summed | self.same
-        if dim not in known:
-            raise ValueError(
-                f"{self.name} is not replicated along {dim!r}, only along {', '.join(sorted(known))}"
-            )
+        for dim in dims:
+            if dim not in known:
+                raise ValueError(
+                    f"{self.name} is not replicated along {dim!r}, only along {', '.join(sorted(known))}"
+                )
+        return frozenset(dims)
 
     def sync_span(self, layout: Layout) -> Span:
         """Return the ranks to sum a gradient over; falsy if it is already complete."""
