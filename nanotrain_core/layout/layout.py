@@ -87,6 +87,12 @@ class Layout:
         return tuple(dim for dim in self.views["dense"].dims if dim in rows)
 
     @property
+    def expert_dims(self) -> frozenset[str]:
+        """Dimensions that the layout of experts has and the dense view has not; empty without experts."""
+        dense = self.views["dense"]
+        return frozenset(self.views.get("expert", dense).dims).difference(dense.dims)
+
+    @property
     def sizes(self) -> dict[str, dict[str, int]]:
         """View -> dimension -> size."""
         return {name: dict(zip(view.dims, view.sizes, strict=True)) for name, view in self.views.items()}

@@ -17,7 +17,7 @@ from nanotrain_core.registry.registry import Registry
 
 def for_idle_ranks(dim: str, model: Selection, layout: Layout, registry: Registry) -> str:
     """Return a clause with the components that would use the ranks along ``dim``, or that none can."""
-    if dim in {*layout.views.get("expert", layout.views["dense"]).dims} - {*layout.views["dense"].dims}:
+    if dim in layout.expert_dims:
         divisibility = divisibility_of(model.config)
         if divisibility is not None and not any(Role.EXPERTS in extent.roles for extent in divisibility):
             return f"nor has model '{model.use}' experts: set {dim} = 1"

@@ -291,9 +291,7 @@ def _dims_of_rows(layout: Layout) -> set[str]:
 
     Those of experts alone are not among them.
     """
-    views = layout.views
-    experts = {*views.get("expert", views["dense"]).dims} - {*views["dense"].dims}
-    return {*layout.data_dims} - {*layout.sequence_dims} - experts
+    return {*layout.data_dims} - {*layout.sequence_dims} - layout.expert_dims
 
 
 class _Step:
