@@ -33,7 +33,7 @@ def of_step(fields: Mapping[str, Any]) -> dict[str, float]:
 
 def of_evaluation(fields: Mapping[str, Any]) -> dict[str, float]:
     """Return the metrics of an evaluation, the further terms of its loss among them."""
-    found = fields.get("losses", {})  # rows of earlier versions have none
+    found = fields.get("losses", {})  # a row that others wrote may have none
     terms = {f"validation/losses/{term}": float(value) for term, value in found.items() if term != "lm"}
     return {**_values(EVALUATION, fields), **terms}
 
