@@ -109,17 +109,15 @@ def _prepare(args: argparse.Namespace) -> None:
     kept = len(manifest.shards) - done.written
     there = f", {kept} of them there already" if kept > 0 else ""
     what = "conversations" if manifest.chat else "documents"
+    why = "conversations without an answer" if manifest.chat else "rows whose text is empty or null"
+    left_out = f"; {manifest.left_out:,} {why} left out" if manifest.left_out else ""
     print(
         f"{args.out}: {manifest.documents:,} {what}, {manifest.tokens:,} tokens "
-        f"in {len(manifest.shards)} shards{there}"
+        f"in {len(manifest.shards)} shards{there}{left_out}"
     )
-    if manifest.left_out:
-        print(f"conversations left out, since no assistant answers in them: {manifest.left_out:,}")
     if done.changed:
         names = ", ".join(done.changed[:5]) + (" and more" if len(done.changed) > 5 else "")
-        print(
-            f"read again what is made of {names}: it was prepared of other content, or by an earlier version"
-        )
+        print(f"read again what is made of {names}: it was prepared of other content")
 
 
 def _suffixes(given: list[str]) -> tuple[str, ...]:

@@ -53,8 +53,9 @@ def lines(found: dict[str, Any]) -> list[str]:
     of_text = f", {size:,} bytes of text, {found['bytes_per_token']} a token" if size else ""
     chat = found["chat_template"]
     what = "conversations" if chat else "documents"
-    answers = f"{found['answers']:,}; conversations left out, since they have none: {found['left_out']:,}"
-    of_chat = [f"answers    {answers}; template {chat}"] if chat else []
+    of_chat = [f"answers    {found['answers']:,}; template {chat}"] if chat else []
+    why = "conversations without an answer" if chat else "rows whose text is empty or null"
+    left_out = [f"left out   {found['left_out']:,} {why}"] if found["left_out"] else []
     return [
         f"{found['folder']}: {found['documents']:,} {what}, {found['tokens']:,} tokens{of_text}",
         f"tokenizer  {name} ({found['tokenizer']['kind']}), {found['vocab_size']:,} tokens, "
@@ -62,6 +63,7 @@ def lines(found: dict[str, Any]) -> list[str]:
         f"stored as  {found['dtype']} in {found['shards']:,} shards",
         f"lengths    mean {found['length_mean']:g}  {lengths}",
         *of_chat,
+        *left_out,
     ]
 
 

@@ -1,7 +1,7 @@
 """What a prepared folder holds: ``manifest.json``, written last, so that a folder with one is whole.
 
 Its last line is the SHA-256 of all before it, as in checkpoints: a bit that flips in a count or in the token
-that ends documents leaves valid JSON, and would be trained with. Folders prepared before lack that line.
+that ends documents leaves valid JSON, and would be trained with. A manifest without that line is read, too.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class ShardInfo:
     answers_sha256: str | None = None
     """Of that file: int64 [answers, 2], where each begins in the shard, and its end."""
     left_out: int = 0
-    """Conversations that were read, but have no token that is learned; they are not among the documents."""
+    """Rows whose text is empty or null, or conversations without an answer; none is among the documents."""
 
 
 @attrs.define(frozen=True, kw_only=True)
@@ -78,7 +78,7 @@ class ChatInfo:
     sha256: str
     """Of the templates and the special tokens that they were given."""
     source: str | None = None
-    """The template itself; None: the plain form, or prepared before it was kept."""
+    """The template itself; None: the plain form."""
     words: dict[str, str] | None = None
     """The special tokens that it was given, by their names."""
     tool_use: str | None = None
@@ -86,7 +86,7 @@ class ChatInfo:
     date: str | None = None
     """The day that the templates were told; None: they do not ask."""
     end: int | None = None
-    """The token that ends answers of the plain form; None: a template, or prepared before it was kept."""
+    """The token that ends answers of the plain form; None: a template."""
 
 
 @attrs.define(frozen=True, kw_only=True)

@@ -43,7 +43,7 @@ def conversations(part: Part, field: str) -> Iterator[tuple[Callable[[], str], l
 
 
 def documents(part: Part, field: str, end: str | None = None) -> Iterator[str]:
-    """Yield the texts of a part; those without a character, and rows whose text is null, are left out.
+    """Yield the texts of a part; a row whose text is null has an empty one.
 
     Args:
         part: of a corpus.
@@ -59,7 +59,7 @@ def documents(part: Part, field: str, end: str | None = None) -> Iterator[str]:
             texts: Iterator[str] = _of_text(part, end)
         else:
             texts = (text for _, (text,) in _values(part, (field, partial(text_of, end=end))))
-        yield from (_sound(text) for text in texts if text)
+        yield from map(_sound, texts)
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror or error}") from None
 

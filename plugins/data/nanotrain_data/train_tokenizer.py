@@ -76,5 +76,5 @@ def _texts(units: Sequence[Unit], field: str, advance: object) -> Iterator[str]:
     assert callable(advance)
     for unit in units:
         for part in unit.parts:
-            yield from documents(part, field)
+            yield from filter(None, documents(part, field))
             advance(part.size)

@@ -103,20 +103,20 @@ class _Writer:
             raise cannot_write(out, error) from None
         return info
 
-    def _texts(self, part: Part) -> Iterator[Document]:
+    def _texts(self, part: Part) -> Iterator[Document | None]:
         end = "\0" if self.end and self.request.tokenizer == "bytes" else None
         for texts in self._batches(part, documents(part, self.request.field, end), len):
             for text, tokens in zip(texts, self.codec.encode_batch(texts), strict=True):
-                yield Document(tokens + self.end, len(text.encode()))
+                yield Document(tokens + self.end, len(text.encode())) if text else None
 
-    def _conversations(self, part: Part) -> Iterator[Document]:
+    def _conversations(self, part: Part) -> Iterator[Document | None]:
         for some in self._batches(part, conversations(part, self.request.field), _characters):
             for where, messages, tools in some:
                 try:
                     made = self.chat.encode(messages, tools)
                 except ValueError as error:
                     raise DataError(f"{where()}: field '{self.request.field}' {error}") from None
-                yield Document(made.tokens, made.bytes, made.answers)
+                yield Document(made.tokens, made.bytes, made.answers) if made.answers else None
 
     def _batches(self, part: Part, found: Iterable[T], size_of: Callable[[T], int]) -> Iterator[list[T]]:
         """Yield some at a time, and tell how far the part is read."""

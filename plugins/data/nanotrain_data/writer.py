@@ -43,7 +43,7 @@ def shard_name(number: int) -> str:
 
 
 def write_shard(
-    folder: Path, name: str, dtype: str, documents: Iterable[Document], *, chat: bool = False
+    folder: Path, name: str, dtype: str, documents: Iterable[Document | None], *, chat: bool = False
 ) -> ShardInfo:
     """Write a shard, one document after another: no more than one is in memory.
 
@@ -51,8 +51,8 @@ def write_shard(
         folder: there is one.
         name: of the files, without suffix.
         dtype: of the tokens; each fits.
-        documents: each with the token that ends it, if they have one.
-        chat: they are conversations. Those that have nothing to learn are left out, and counted.
+        documents: each with the token that ends it, if they have one. Each None is one that was left out.
+        chat: they are conversations.
     """
     paths = {suffix: folder / f"{name}{suffix}" for suffix in SUFFIXES}
     lengths: list[int] = []
@@ -63,10 +63,11 @@ def write_shard(
     def fill(path: Path) -> None:
         nonlocal size, left_out, place
         with path.open("wb") as file:
-            for tokens, of_text, learned in documents:
-                if chat and not learned:
+            for document in documents:
+                if document is None:
                     left_out += 1
                     continue
+                tokens, of_text, learned = document
                 stored = np.ascontiguousarray(tokens, _little(dtype)).data
                 file.write(stored)
                 meant.update(stored)
@@ -77,13 +78,13 @@ def write_shard(
 
     write_atomically(paths[".tokens"], fill)
     offsets = np.fromiter(itertools.accumulate(lengths, initial=0), "<i8", len(lengths) + 1)
-    info = seal_shard(folder, name, dtype, offsets, size, meant.hexdigest())
+    info = attrs.evolve(seal_shard(folder, name, dtype, offsets, size, meant.hexdigest()), left_out=left_out)
     if not chat:
         return info
     stretches = np.array(answers, "<i8").reshape(-1, 2)
     write_atomically(folder / f"{name}{ANSWERS}", lambda path: path.write_bytes(stretches.data))
     digest = hashlib.sha256(stretches.data).hexdigest()
-    return attrs.evolve(info, answers=len(stretches), answers_sha256=digest, left_out=left_out)
+    return attrs.evolve(info, answers=len(stretches), answers_sha256=digest)
 
 
 def seal_shard(

@@ -18,13 +18,14 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 from corpora import prepared, texts
-from nanotrain_data import prepare, readers, sources
+from nanotrain_data import inspect, prepare, readers, sources
 from nanotrain_data import unit_writer as module
 from nanotrain_data.manifest import read_manifest
 from nanotrain_data.sources import units_of
 from nanotrain_data.verify import damage
 
 from nanotrain_core.api import DataError
+from nanotrain_core.cli import main
 
 TEXTS = texts(300)
 
@@ -180,7 +181,7 @@ def test_an_interrupted_one_goes_on_and_keeps_only_shards_that_are_right(tmp_pat
 
 @pytest.mark.parametrize("edit", [{"documents": 1}, {"bytes": 7}, None])
 def test_a_record_that_was_edited_is_not_believed(tmp_path, monkeypatch, edit):
-    """Its numbers, which no hash of the shard tells, were in the manifest. None: of an earlier version."""
+    """Its numbers, which no hash of the shard tells, were in the manifest. None: its hash is missing."""
     source, out = corpus(tmp_path / "in", "jsonl"), tmp_path / "out"
     with monkeypatch.context() as patched:
         interrupted(patched, after=2)
@@ -235,7 +236,7 @@ def test_what_is_whole_is_verified_and_left(tmp_path):
     before = {path: path.stat().st_mtime_ns for path in out.iterdir() if path.name != ".lock"}
     assert prepared(out, source, unit_bytes=6000).written == 0
     assert {path: path.stat().st_mtime_ns for path in before} == before
-    with pytest.raises(DataError, match="another tokenizer, other options or an earlier version"):
+    with pytest.raises(DataError, match="another tokenizer or other options made"):
         prepared(out, source, unit_bytes=7000)
     content = bytearray((out / "00001.tokens").read_bytes())
     content[0] ^= 1
@@ -375,14 +376,19 @@ def test_columns_are_named(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.jsonl"])
-def test_rows_without_a_text_are_left_out_as_empty_ones_are(tmp_path, name):
-    """One null among a million rows ended the command, and no option left it out."""
+def test_rows_without_a_text_are_left_out_as_empty_ones_are_and_counted(tmp_path, name, capsys):
     path, texts = tmp_path / name, ["a", None, "", "b"]
     if name.endswith(".jsonl"):
         path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     else:
         pq.write_table(pa.table({"text": texts}), path)
-    assert prepared(tmp_path / "out", path).manifest.documents == 2
+    arguments = [str(path), "--tokenizer", "bytes", "--workers", "1", "--out", str(tmp_path / "out")]
+    assert main(["data", "prepare", *arguments]) == 0
+    left_out = "2 rows whose text is empty or null"
+    assert f"2 documents, 4 tokens in 1 shards; {left_out} left out" in capsys.readouterr().out
+    manifest = read_manifest(tmp_path / "out")
+    assert (manifest.documents, manifest.left_out) == (2, 2)
+    assert f"left out   {left_out}" in inspect.lines(inspect.summary(tmp_path / "out", manifest))
 
 
 def test_sources_that_are_none_are_refused(tmp_path):
