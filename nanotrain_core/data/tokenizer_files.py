@@ -28,17 +28,12 @@ def open_tokenizer_file(path: Path, *, as_text: Collection[str] | None = None) -
     return tokenizer if as_text is None else text_only(tokenizer, as_text)
 
 
-def unset(tokenizer: Any) -> str:
-    """Turn off what a file sets for a model's inputs or its training, and return which, for the name."""
-    changed = ""
-    if tokenizer.truncation or tokenizer.padding:  # would cut long documents and pad short ones
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
-        changed += " whole"
+def unset(tokenizer: Any) -> None:
+    """Turn off what a file sets for a model's inputs or its training."""
+    tokenizer.no_truncation()  # long documents would be cut
+    tokenizer.no_padding()
     if getattr(tokenizer.model, "dropout", None):  # other tokens in each process and each time
         tokenizer.model.dropout = None
-        changed += " without dropout"
-    return changed
 
 
 def text_only(tokenizer: Any, words: Collection[str] = ()) -> Any:

@@ -36,10 +36,6 @@ class Tokenizer(TextCodec, Protocol):
 
     name: str
     """Short, and different for different tokenizers."""
-    unlike_earlier: str
-    """What earlier versions did otherwise with the same file, of which the tokens differ: mostly nothing."""
-    ends_unlike_earlier: bool
-    """Whether documents ended with another token in earlier versions."""
 
     def tokenize(self, documents: Sequence[Document], fingerprint: str) -> Tokens | CachedTokens:
         """Return all documents as one array of the smallest unsigned type, each followed by a separator."""
@@ -58,7 +54,6 @@ class Bytes:
     """A token for each of the 256 bytes; byte 0 ends a document."""
 
     name = "bytes"
-    unlike_earlier, ends_unlike_earlier = "", False
     vocab_size = 256
     separator: int | None = 0
 
@@ -100,16 +95,10 @@ class TokenizerFile:
         special = {number for number, token in added.items() if token.special}
         # Ordinary pieces may be called so, too: </s> is a tag of HTML to a tokenizer that has <eos>.
         self.separator = next((token for token in named if token in special), next(iter(named), None))
-        changed = unset(self._tokenizer)
+        unset(self._tokenizer)
         # <|endoftext|> in a document's text does not end it, and a message cannot begin a turn.
         self._text_only = text_only(self._tokenizer)
-        if self._text_only is not self._tokenizer:
-            changed += " without special pieces"
-        self.unlike_earlier = changed.removeprefix(" whole")  # which texts of any length were to `prepare`
-        self.ends_unlike_earlier = bool(named) and self.separator != named[0]
-        end = f" ends with {self.separator}" if self.ends_unlike_earlier else ""
-        # Words behind the hash tell tokens from those that earlier versions made with the same file.
-        self.name = f"{path.name} {hashlib.sha256(content).hexdigest()[:12]}{changed}{end}"
+        self.name = f"{path.name} {hashlib.sha256(content).hexdigest()[:12]}"
 
     def tokenize(self, documents: Sequence[Document], fingerprint: str) -> Tokens | CachedTokens:
         """Return the tokens of all documents, from the cache if present.
@@ -119,8 +108,7 @@ class TokenizerFile:
         Raises:
             DataError: one is not UTF-8.
         """
-        # Another key than in earlier versions, which turned the text of a special token into that token.
-        cache = TokenCache(f"{fingerprint}/{self.name}/special tokens as text", self._dtype)
+        cache = TokenCache(f"{fingerprint}/{self.name}", self._dtype)
         known = cache.read()
         if known is not None:
             return known

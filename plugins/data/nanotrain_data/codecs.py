@@ -10,12 +10,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import attrs
-import numpy as np
 
 from nanotrain_core.api import DataError, did_you_mean
 from nanotrain_core.api.text import TextCodec, make_tokenizer, missing_path
 from nanotrain_data.manifest import NAME, Manifest, TokenizerInfo
-from nanotrain_data.writer import ANSWERS, map_tokens
 
 # Contractions, words, numbers, punctuation, space: how text is cut before its parts become tokens, as
 # tiktoken_ext/openai_public.py has it, which cannot be asked without a download.
@@ -58,10 +56,6 @@ ENCODINGS = {
 class Codec(TextCodec, Protocol):
     """A tokenizer that many texts are given at a time."""
 
-    unlike_earlier: str
-    ends_unlike_earlier: bool
-    """As a :class:`~nanotrain_core.api.text.Tokenizer` has both."""
-
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the tokens of each text, none added."""
         ...
@@ -69,8 +63,6 @@ class Codec(TextCodec, Protocol):
 
 class Tiktoken:
     """An encoding of OpenAI's tiktoken, from a file that was downloaded."""
-
-    unlike_earlier, ends_unlike_earlier = "", False
 
     def __init__(self, path: Path) -> None:
         known = ENCODINGS.get(path.stem)
@@ -128,8 +120,6 @@ def _ranks(content: bytes) -> dict[bytes, int]:
 
 class SentencePiece:
     """A model of SentencePiece."""
-
-    unlike_earlier, ends_unlike_earlier = "", False
 
     def __init__(self, path: Path) -> None:
         try:
@@ -211,25 +201,10 @@ def codec_of(folder: Path, manifest: Manifest) -> Codec:
     if path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() != info.sha256:
         raise DataError(f"{path} is not the tokenizer that the tokens of {folder} were made with")
     codec = open_codec(str(path))
-    end = _end_of_answers(folder, manifest) if manifest.chat else manifest.end_of_document
+    end = manifest.chat.end if manifest.chat else manifest.end_of_document
     if end is not None:
         codec.separator = end  # type: ignore[misc]  # which the protocol lets callers only read
     return codec
-
-
-def _end_of_answers(folder: Path, manifest: Manifest) -> int | None:
-    """Return the token that ends answers of the plain form; None: there is a template, or it is unknown."""
-    assert manifest.chat is not None
-    if manifest.chat.template != "plain" or manifest.chat.source is not None:
-        return None
-    if manifest.chat.end is not None:
-        return manifest.chat.end
-    try:  # prepared before it was kept: it is the last token of an answer
-        path = folder / f"{manifest.shards[0].name}.tokens"
-        answer = np.fromfile(path.with_suffix(ANSWERS), "<i8", 2)
-        return int(map_tokens(path, manifest.dtype)[answer[1] - 1])
-    except (OSError, IndexError):
-        return None
 
 
 def _needs(package: str, path: Path) -> DataError:

@@ -59,11 +59,6 @@ class ConversationCodec(Protocol):
         """None: the plain form."""
         ...
 
-    @property
-    def unflagged(self) -> Sequence[str]:
-        """Added tokens that are text in messages although their tokenizer does not flag them as special."""
-        ...
-
     def encode(self, messages: Sequence[Message], tools: Tools = None) -> Conversation:
         """Return the tokens of a conversation.
 
@@ -209,7 +204,6 @@ class PlainConversations:
     """
 
     template = None
-    unflagged = ()
 
     def __init__(self, codec: Codec) -> None:
         assert codec.separator is not None
@@ -268,7 +262,6 @@ class TemplatedConversations:
         added = self._whole.get_added_tokens_decoder()
         special = {number: token for number, token in added.items() if self._is_control(token, added)}
         self._special = {token.content: number for number, token in special.items()}
-        self.unflagged = sorted(token.content for token in special.values() if not token.special)
         words = sorted(self._special, key=len, reverse=True)
         self._special_text = re.compile("|".join(map(re.escape, words)) or r"(?!)")
         # A tokenizer that reads special tokens as text has stand-ins for them: random, so no message has one.

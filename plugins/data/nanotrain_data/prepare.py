@@ -70,7 +70,6 @@ def prepare(request: Request, workers: int) -> Prepared:
     end = codec.separator if request.end_documents and not chat else None
     form = [tokenizer.sha256, stored_dtype(codec.vocab_size), end, request.field]
     form += [chat.sha256] if chat else []
-    form += _told_apart(codec, conversations)
     made_of = digest_of([form, [[part.identity for part in unit.parts] for unit in units]])
     try:
         request.out.mkdir(parents=True, exist_ok=True)
@@ -124,19 +123,6 @@ def _conversations(request: Request, codec: Codec) -> ConversationCodec | None:
         return None
     date = request.date or _date_of(request.out)
     return open_conversation_codec(codec, request.tokenizer, request.chat_template, date)
-
-
-def _told_apart(codec: Codec, chat: ConversationCodec | None) -> list[str]:
-    """Return what tells tokens from those that earlier versions made with the same file: of most, nothing.
-
-    Shards of both would be in one folder otherwise, since the hash of the file is the same.
-    """
-    told = [codec.unlike_earlier] if codec.unlike_earlier else []
-    if chat is None:
-        return told  # another end of documents is told beside
-    if chat.template is None:
-        return [*told, f"ends with {codec.separator}"] if codec.ends_unlike_earlier else told
-    return [*told, *chat.unflagged]
 
 
 def _chat_info(chat: ConversationCodec | None, codec: Codec) -> ChatInfo | None:
@@ -200,7 +186,7 @@ def _of_manifest(out: Path, made_of: str, tasks: Sequence[Task]) -> dict[Task, S
     manifest = read_manifest(out)
     if manifest.made_of != made_of:
         raise DataError(
-            f"{out} holds what other sources, another tokenizer, other options or an earlier version made; "
+            f"{out} holds what other sources, another tokenizer or other options made; "
             "expected a folder that is new or holds the same: name another, or delete it"
         )
     problems = damage(out, manifest)

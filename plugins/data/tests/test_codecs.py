@@ -170,7 +170,7 @@ def ending_otherwise(name):
     return codec
 
 
-@pytest.mark.parametrize("made", ["text", "text without ends", "chats", "chats of before", "templated"])
+@pytest.mark.parametrize("made", ["text", "text without ends", "chats", "templated"])
 def test_the_end_of_texts_is_that_of_the_folder(corpus, tmp_path, monkeypatch, made):
     """A model has learned that one: with another, it would not stop, nor begin where documents do."""
     path, out = tokenizer_folder(tmp_path), tmp_path / "out"
@@ -185,11 +185,9 @@ def test_the_end_of_texts_is_that_of_the_folder(corpus, tmp_path, monkeypatch, m
     manifest = read_manifest(out)
     if made.startswith("chats"):
         assert manifest.chat.end == 7
-        if made == "chats of before":
-            attrs.evolve(manifest, chat=attrs.evolve(manifest.chat, end=None)).write(out)
         asked = [{"role": "user", "content": "Hi"}]
         assert Chat(ChatConfig(paths=(str(out),))).answer_prompt(asked)[1] == {7}
-    kept = made in ("text", "chats", "chats of before")
+    kept = made in ("text", "chats")
     assert own not in (7, None)
     assert Shards(ShardsConfig(paths=(str(out),))).tokenizer_alone().separator == (7 if kept else own)
 
@@ -200,8 +198,7 @@ def test_a_folder_without_its_shards_still_has_its_tokenizer(tmp_path):
     source = write_chats(tmp_path / "in.jsonl", chats(9))
     found = prepared_chats(out, source, tokenizer=path, chat_template="plain").manifest
     (out / "00000.answers").unlink()
-    before = attrs.evolve(found, chat=attrs.evolve(found.chat, end=None))
-    assert codec_of(out, before).separator == found.chat.end
+    assert codec_of(out, found).separator == found.chat.end
 
 
 def test_a_tokenizer_is_made_of_text_and_reads_any(corpus, tmp_path):

@@ -4,13 +4,10 @@ import json
 
 import numpy as np
 import pytest
-from chats import MARKED, chats, prepared_chats, tokenizer_folder, write_chats
+from chats import prepared_chats
 from corpora import prepared
-from nanotrain_data import prepare, readers, sources
+from nanotrain_data import readers, sources
 from nanotrain_data.manifest import read_manifest
-from tokenizers import AddedToken, Tokenizer
-
-from nanotrain_core.api import DataError
 
 # --- sources that changed and kept their sizes ----------------------------------------------------
 
@@ -79,18 +76,6 @@ def test_a_source_that_no_token_was_made_of_is_compared(tmp_path):
     assert again.manifest == read_manifest(tmp_path / "out")
 
 
-def test_a_folder_from_before_such_sources_were_kept_reads_them_once(tmp_path):
-    path, out = tmp_path / "in.jsonl", tmp_path / "out"
-    path.write_text('{"text": "some text"}\n' + '{"text": ""}\n' * 9)
-    prepared(out, path, unit_bytes=50)
-    found = json.loads((out / "manifest.json").read_text())
-    assert found.pop("empty")
-    del found["sha256"]
-    (out / "manifest.json").write_text(json.dumps(found))
-    again = assert_as_new(tmp_path, path, unit_bytes=50)
-    assert (again.written, again.changed) == (0, ())
-
-
 def test_conversations_left_out_are_counted_where_a_shard_has_no_other(tmp_path):
     path = tmp_path / "in.jsonl"
     said = [{"role": "user", "content": "Is it?"}, {"role": "assistant", "content": "It is."}]
@@ -111,84 +96,3 @@ def test_what_a_command_left_that_was_killed_behind_its_manifest_is_removed(tmp_
     for name in ("notes.json", "notes.tokens"):  # of somebody else
         (tmp_path / "out" / name).unlink()
     assert assert_as_new(tmp_path, path, unit_bytes=50).written == 0
-
-
-# --- folders of earlier versions ------------------------------------------------------------------
-
-
-def as_before(monkeypatch, make, *args, **options):
-    """Make a folder as the versions did that told tokenizers apart by the hash of their file alone."""
-    with monkeypatch.context() as patch:
-        patch.setattr(prepare, "_told_apart", lambda *_: [])
-        return make(*args, **options)
-
-
-def changed_tokenizer(folder, what, template=MARKED):
-    path = tokenizer_folder(folder, template)
-    tokenizer = Tokenizer.from_file(str(path))
-    if what == "cut":
-        tokenizer.enable_truncation(9)
-    elif what == "dropout":
-        tokenizer.model.dropout = 0.5
-    elif what == "end":  # the name that is looked for first is an ordinary piece
-        described = json.loads(tokenizer.to_str())
-        described["added_tokens"][0]["special"] = False
-        tokenizer = Tokenizer.from_str(json.dumps(described))
-        tokenizer.add_special_tokens(["<eos>"])
-    elif what == "unflagged":
-        tokenizer.add_tokens([AddedToken("<user>", normalized=False)])
-    tokenizer.save(str(path))
-    return path
-
-
-@pytest.mark.parametrize(
-    ("what", "options", "refused"),
-    [
-        ("nothing", {}, False),
-        ("cut", {}, False),
-        ("dropout", {}, True),
-        ("end", {"end_documents": False}, False),
-        ("unflagged", {}, False),
-        ("nothing", {"chat": True}, False),
-        ("dropout", {"chat": True}, True),
-        ("unflagged", {"chat": True}, True),
-        ("end", {"chat": True}, False),
-        ("end", {"chat": True, "chat_template": "plain"}, True),
-        ("unflagged", {"chat": True, "chat_template": "plain"}, False),
-    ],
-)
-def test_tokens_of_two_versions_are_not_mixed(tmp_path, monkeypatch, what, options, refused):
-    """One file may give other tokens than with an earlier version; most do not."""
-    template = MARKED + "{# <user> #}" if what == "unflagged" else MARKED
-    tokenizer = changed_tokenizer(tmp_path / "t", what, template)
-    path, out = tmp_path / "in.jsonl", tmp_path / "out"
-    if options.get("chat"):
-        make = prepared_chats
-        write_chats(path, chats(9))
-    else:
-        make = prepared
-        path.write_text('{"text": "alpha beta"}\n' * 9)
-    options = {"tokenizer": tokenizer, "unit_bytes": 400, **options}
-    as_before(monkeypatch, make, out, path, **options)
-    if not refused:
-        assert make(out, path, **options).written == 0
-        return
-    before = files_of(out)
-    with pytest.raises(DataError, match="or an earlier version made; expected a folder that is new"):
-        make(out, path, **options)
-    assert files_of(out) == before
-
-
-def test_shards_that_an_earlier_version_left_unfinished_are_written_again(tmp_path, monkeypatch):
-    tokenizer = changed_tokenizer(tmp_path / "t", "dropout")
-    path, out = tmp_path / "in.jsonl", tmp_path / "out"
-    path.write_text('{"text": "alpha beta"}\n' * 40)
-    options = {"tokenizer": tokenizer, "unit_bytes": 400}
-    with monkeypatch.context() as patch:
-        patch.setattr(prepare.Manifest, "write", lambda *_: None)
-        patch.setattr(prepare, "_remove_records", lambda *_: None)
-        as_before(monkeypatch, prepared, out, path, **options)
-    assert (out / "00000.json").exists()
-    assert not (out / "manifest.json").exists()
-    done = assert_as_new(tmp_path, path, **options)
-    assert done.written == len(done.manifest.shards) > 1
