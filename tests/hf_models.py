@@ -24,11 +24,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from nanotrain_core.batch import Batch
-from nanotrain_core.hf.open_weights import open_weights
-from nanotrain_core.hf.weights import whole
-from nanotrain_core.pipeline.actions import Part
-from nanotrain_core.registry.registry import load_plugins
+from nanotrain_core.testing.converted import logits_at
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
@@ -117,18 +113,6 @@ def logits(model: PreTrainedModel, length: int = 24) -> torch.Tensor:
     return model(tokens(length)).logits
 
 
-def our_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """Return all weights at ``path`` by our names."""
-    reader = open_weights(path, load_plugins()).reader
-    return {name: reader.read(name, whole(shape)) for name, shape in reader.shapes.items()}
-
-
-@torch.no_grad()
 def our_logits(path: Path, length: int = 24, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Return the logits [3, ``length``, V] of our own model with the weights at ``path``."""
-    registry = load_plugins()
-    model = registry.build(open_weights(path, registry).selection)
-    part = model.build(Part.whole(model.layers)).to_empty(device="cpu")
-    for name, tensor in our_tensors(path).items():
-        part.get_parameter(name).copy_(tensor)
-    return part.to(dtype).eval()(tokens(length), Batch(tokens(length))).value
+    return logits_at(path, tokens(length), dtype)

@@ -6,27 +6,17 @@ import re
 import subprocess
 import sys
 from enum import Enum
-from importlib import util
+from importlib import import_module, util
 from pathlib import Path
 
 import attrs
 import pytest
+from doors import DOORS as NAMES
 
-import nanotrain_core.api
-import nanotrain_core.api.models
-import nanotrain_core.api.ranks
-import nanotrain_core.api.text
-import nanotrain_core.api.torch
 from nanotrain_core.batch import Batch
 
 ROOT = Path(__file__).parents[1]
-DOORS = [
-    nanotrain_core.api,
-    nanotrain_core.api.torch,
-    nanotrain_core.api.models,
-    nanotrain_core.api.ranks,
-    nanotrain_core.api.text,
-]
+DOORS = [import_module(name) for name in NAMES]
 
 
 def imports_of_the_core(path):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import attrs
 import pytest
+from doors import DOORS
 
 import nanotrain_core
 from nanotrain_core import contracts, deprecated, hookspecs
@@ -20,13 +21,6 @@ from nanotrain_core.errors import PluginError
 from nanotrain_core.layout.roles import Role
 
 SNAPSHOT = Path(__file__).with_name("contracts.txt")
-DOORS = (
-    "nanotrain_core.api",
-    "nanotrain_core.api.torch",
-    "nanotrain_core.api.models",
-    "nanotrain_core.api.ranks",
-    "nanotrain_core.api.text",
-)
 
 
 def of_class(found):

@@ -5,13 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from hf_models import gpt2, llama, logits, mistral, our_logits, our_tensors, qwen2, qwen3
+from hf_models import gpt2, llama, logits, mistral, our_logits, qwen2, qwen3
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
 from nanotrain_core.cli import main
 from nanotrain_core.hf.convert import convert
 from nanotrain_core.registry.registry import load_plugins
+from nanotrain_core.testing.converted import tensors_at
 
 #: Llama 3.1's, for an original length at which some of 8 pairs keep their frequency and some are slowed down.
 SCALED = {
@@ -132,8 +133,8 @@ def test_weights_are_rounded_if_asked_for(tmp_path):
     model = llama()
     model.save_pretrained(tmp_path / "theirs")
     convert(tmp_path / "theirs", tmp_path / "ours", load_plugins(), dtype=torch.bfloat16)
-    for name, tensor in our_tensors(tmp_path / "ours").items():
-        assert torch.equal(tensor, our_tensors(tmp_path / "theirs")[name].bfloat16()), name
+    for name, tensor in tensors_at(tmp_path / "ours").items():
+        assert torch.equal(tensor, tensors_at(tmp_path / "theirs")[name].bfloat16()), name
     convert(tmp_path / "ours", tmp_path / "back", load_plugins())
     assert json.loads((tmp_path / "back/config.json").read_text())["torch_dtype"] == "bfloat16"
     assert type(model).from_pretrained(tmp_path / "back").dtype == torch.bfloat16
@@ -147,7 +148,7 @@ def test_parameters_of_several_dtypes_in_one_tensor_are_not_rounded(tmp_path):
     weights = load_file(path)
     save_file({**weights, name: weights[name].bfloat16()}, path)
     convert(tmp_path / "ours", tmp_path / "back", load_plugins())
-    for key, tensor in our_tensors(tmp_path / "back").items():
+    for key, tensor in tensors_at(tmp_path / "back").items():
         assert torch.equal(tensor, weights[key].bfloat16().float() if key == name else weights[key]), key
 
 

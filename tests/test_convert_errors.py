@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from hf_models import gpt2, llama, mistral, our_tensors, qwen2, qwen3
+from hf_models import gpt2, llama, mistral, qwen2, qwen3
 from safetensors.torch import load_file, save_file
 
 from nanotrain_core.cli import main
@@ -18,6 +18,7 @@ from nanotrain_core.hf.weights import Atlas
 from nanotrain_core.registry.registry import load_plugins
 from nanotrain_core.testing import Case
 from nanotrain_core.testing.case import HARNESS
+from nanotrain_core.testing.converted import tensors_at
 from nanotrain_core.testing.disaster import end_of_child, kill_at
 from nanotrain_core.testing.probe import make_engine
 
@@ -158,9 +159,9 @@ def test_masks_and_frequencies_of_old_files_are_left_out(tmp_path):
 
 def test_a_tied_head_that_is_stored_too_must_be_the_embedding(tmp_path):
     llama(tie_word_embeddings=True).save_pretrained(tmp_path)
-    before = our_tensors(tmp_path)
+    before = tensors_at(tmp_path)
     change_tensors(tmp_path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
-    after = our_tensors(tmp_path)
+    after = tensors_at(tmp_path)
     assert before.keys() == after.keys()
     assert all(before[name].equal(after[name]) for name in before)
     change_tensors(tmp_path, lambda t: t["lm_head.weight"].mul_(2))
@@ -171,14 +172,14 @@ def test_a_tied_head_that_is_stored_too_must_be_the_embedding(tmp_path):
 
 def test_names_of_a_model_without_its_prefix_are_read_beside_a_head(tmp_path):
     llama().save_pretrained(tmp_path)
-    before = our_tensors(tmp_path)
+    before = tensors_at(tmp_path)
 
     def rename(tensors):
         for name in list(tensors):
             tensors[name.removeprefix("model.")] = tensors.pop(name)
 
     change_tensors(tmp_path, rename)
-    after = our_tensors(tmp_path)
+    after = tensors_at(tmp_path)
     assert all(before[name].equal(after[name]) for name in before)
 
 

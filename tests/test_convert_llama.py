@@ -4,12 +4,13 @@ import json
 
 import pytest
 import torch
-from hf_models import llama, logits, our_logits, our_tensors, recipe_from
+from hf_models import llama, logits, our_logits, recipe_from
 
 from nanotrain_core.engine import RuntimeEngine
 from nanotrain_core.hf.convert import convert
 from nanotrain_core.hf.open_weights import open_weights
 from nanotrain_core.registry.registry import load_plugins
+from nanotrain_core.testing.converted import tensors_at
 
 #: Sequences of 24 tokens are longer.
 ORIGINAL = 12
@@ -77,7 +78,7 @@ def test_what_a_run_makes_of_it_is_what_transformers_computes(theirs, tmp_path):
     (tmp_path / "recipe.toml").write_text(recipe_from(tmp_path / "theirs"))
     RuntimeEngine.from_recipe(tmp_path / "recipe.toml", folder=tmp_path / "run").fit()
     convert(tmp_path / "run", tmp_path / "out", load_plugins())
-    before, after = our_tensors(tmp_path / "ours"), our_tensors(tmp_path / "out")
+    before, after = tensors_at(tmp_path / "ours"), tensors_at(tmp_path / "out")
     assert before.keys() == after.keys()
     assert not any(torch.equal(before[name], after[name]) for name in before)
     trained = type(theirs).from_pretrained(tmp_path / "out")

@@ -5,12 +5,13 @@ import json
 import pytest
 import torch
 from command import nanotrain
-from hf_models import VOCAB, llama, logits, our_tensors
+from hf_models import VOCAB, llama, logits
 from safetensors.torch import load_file
 
 from nanotrain_core.cli import main
 from nanotrain_core.errors import CheckpointError, Exit
 from nanotrain_core.testing import run_ranks
+from nanotrain_core.testing.converted import tensors_at
 
 RECIPE = """
 extends = "ours/model.toml"
@@ -101,9 +102,9 @@ def test_what_a_run_trained_can_be_exported_and_started_from(folder):
     saved = {name: tensor for name, tensor in load_file(checkpoint).items() if "/" not in name}
     for source, target in (("first", "a"), (str(checkpoint), "b")):
         assert main(["convert", source, target]) == 0
-        assert our_tensors(folder / target).keys() == saved.keys()
-        assert all(torch.equal(t, saved[name]) for name, t in our_tensors(folder / target).items())
-    assert not torch.equal(saved["norm.weight"], our_tensors(folder / "ours")["norm.weight"])
+        assert tensors_at(folder / target).keys() == saved.keys()
+        assert all(torch.equal(t, saved[name]) for name, t in tensors_at(folder / target).items())
+    assert not torch.equal(saved["norm.weight"], tensors_at(folder / "ours")["norm.weight"])
     from transformers import AutoModelForCausalLM
 
     assert torch.isfinite(logits(AutoModelForCausalLM.from_pretrained(folder / "a"))).all()

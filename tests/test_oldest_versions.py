@@ -10,6 +10,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from doors import DOORS
 from packaging.requirements import Requirement
 from packaging.version import Version
 
@@ -18,13 +19,6 @@ import nanotrain_core
 ROOT = Path(__file__).parents[1]
 SNAPSHOTS = Path(__file__).parent
 PLUGINS = sorted(ROOT.glob("plugins/*/pyproject.toml"))
-DOORS = (
-    "nanotrain_core.api",
-    "nanotrain_core.api.torch",
-    "nanotrain_core.api.models",
-    "nanotrain_core.api.ranks",
-    "nanotrain_core.api.text",
-)
 
 
 def requirements(path):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
+#: Modules that plugins may import.
 DOORS = (
     "nanotrain_core.api",
     "nanotrain_core.api.torch",

@@ -4,11 +4,7 @@ import pytest
 import torch
 import transformers
 
-from nanotrain_core.batch import Batch
-from nanotrain_core.hf.open_weights import open_weights
-from nanotrain_core.hf.weights import whole
-from nanotrain_core.pipeline.actions import Part
-from nanotrain_core.registry.registry import load_plugins
+from nanotrain_core.testing.converted import logits_at
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
@@ -114,23 +110,12 @@ def theirs(version, folder, rope=None):
     return model
 
 
-def tensors(path):
-    """Return the weights at ``path`` by our names."""
-    reader = open_weights(path, load_plugins()).reader
-    return {name: reader.read(name, whole(shape)) for name, shape in reader.shapes.items()}
-
-
 def tokens():
     return torch.randint(SIZES["vocab_size"], (3, 40), generator=torch.Generator().manual_seed(1))
 
 
-@torch.no_grad()
 def our_logits(path):
-    registry = load_plugins()
-    model = registry.build(open_weights(path, registry).selection)
-    part = model.build(Part.whole(model.layers)).to_empty(device="cpu")
-    part.load_state_dict(tensors(path), strict=True)
-    return part.eval()(tokens(), Batch(tokens())).value
+    return logits_at(path, tokens())
 
 
 @torch.no_grad()

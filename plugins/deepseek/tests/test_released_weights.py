@@ -6,13 +6,14 @@ import shutil
 import pytest
 import torch
 import transformers
-from hf_deepseek import SIZES, logits, our_logits, tensors, theirs
+from hf_deepseek import SIZES, logits, our_logits, theirs
 from safetensors.torch import load_file, save_file
 
 from nanotrain_core.errors import NanotrainError
 from nanotrain_core.hf.convert import convert
 from nanotrain_core.hf.open_weights import open_weights
 from nanotrain_core.registry.registry import load_plugins
+from nanotrain_core.testing.converted import tensors_at
 
 BLOCK = 16
 RELEASED = {
@@ -78,15 +79,15 @@ def test_scales_may_be_narrower_than_float32(dtype, tmp_path):
     weights = load_file(path)
     weights[name + "_scale_inv"] = torch.exp2(weights[name + "_scale_inv"].log2().round())
     save_file(weights, path)
-    expected = tensors(tmp_path)["layers.0.attn.o.weight"]
+    expected = tensors_at(tmp_path)["layers.0.attn.o.weight"]
     save_file({**weights, name + "_scale_inv": weights[name + "_scale_inv"].to(dtype)}, path)
-    assert torch.equal(tensors(tmp_path)["layers.0.attn.o.weight"], expected)
+    assert torch.equal(tensors_at(tmp_path)["layers.0.attn.o.weight"], expected)
 
 
 def test_a_rank_reads_its_block_of_released_weights_where_it_cuts_through_theirs(tmp_path):
     theirs("v3", tmp_path)
     released(tmp_path)
-    reader, full = open_weights(tmp_path, load_plugins()).reader, tensors(tmp_path)
+    reader, full = open_weights(tmp_path, load_plugins()).reader, tensors_at(tmp_path)
     for name, tensor in full.items():
         index = tuple(slice(size // 3, size // 3 + max(1, size // 2)) for size in tensor.shape)
         assert torch.equal(reader.read(name, index), tensor[index]), name

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from hf_deepseek import PAIRS, SIZES, YARN, logits, our_logits, tensors, theirs, tokens
+from hf_deepseek import PAIRS, SIZES, YARN, logits, our_logits, theirs, tokens
 from safetensors.torch import load_file, save_file
 from transformers.modeling_layers import MtpModel
 
@@ -17,6 +17,7 @@ from nanotrain_core.hf.convert import convert
 from nanotrain_core.hf.open_weights import open_weights
 from nanotrain_core.pipeline.actions import Part
 from nanotrain_core.registry.registry import load_plugins
+from nanotrain_core.testing.converted import tensors_at
 
 
 @pytest.mark.parametrize(("version", "rope"), PAIRS)
@@ -115,7 +116,7 @@ def test_what_a_run_makes_of_it_is_what_transformers_computes(version, tmp_path)
     (tmp_path / "recipe.toml").write_text(RECIPE.replace('"theirs"', f'"{tmp_path / "theirs"}"'))
     RuntimeEngine.from_recipe(tmp_path / "recipe.toml", folder=tmp_path / "run").fit()
     convert(tmp_path / "run", tmp_path / "exported", load_plugins())
-    before, after = tensors(tmp_path / "ours"), tensors(tmp_path / "exported")
+    before, after = tensors_at(tmp_path / "ours"), tensors_at(tmp_path / "exported")
     assert before.keys() == after.keys()
     assert not any(torch.equal(before[name], after[name]) for name in before if "router.bias" not in name)
     exported = type(model).from_pretrained(tmp_path / "exported", attn_implementation="eager")
@@ -143,7 +144,7 @@ def test_a_router_s_bias_is_not_rounded_with_the_weights(tmp_path):
     model = theirs("v3", tmp_path / "theirs")
     convert(tmp_path / "theirs", tmp_path / "ours", load_plugins(), dtype=torch.bfloat16)
     convert(tmp_path / "ours", tmp_path / "back", load_plugins(), dtype=torch.bfloat16)
-    before, ours = tensors(tmp_path / "theirs"), tensors(tmp_path / "ours")
+    before, ours = tensors_at(tmp_path / "theirs"), tensors_at(tmp_path / "ours")
     biases = [name for name in ours if name.endswith("router.bias")]
     assert len(biases) == 2
     for name in ours:
@@ -183,14 +184,14 @@ def test_modules_for_further_tokens_follow_the_last_layer(order, tmp_path):
     expert = "model.layers.3.mlp.experts.5.up_proj.weight"
     assert torch.equal(written[expert], weights["mtp.0.block.moe.experts.up"][5])
 
-    found = tensors(tmp_path / "exported")  # read as the released weights are: the embedding comes first
+    found = tensors_at(tmp_path / "exported")  # read as the released weights are: the embedding comes first
     assert torch.equal(found["mtp.0.proj.weight"], swapped if order == "hidden_first" else joined)
     copies = {
         "model.layers.3.embed_tokens.weight": written["model.embed_tokens.weight"].clone(),
         "model.layers.3.shared_head.head.weight": written["lm_head.weight"].clone(),
     }
     save_file({**written, **copies}, tmp_path / "exported/model.safetensors")
-    assert tensors(tmp_path / "exported").keys() == found.keys() == weights.keys() | {"mtp.0.proj.weight"}
+    assert tensors_at(tmp_path / "exported").keys() == found.keys() == weights.keys() | {"mtp.0.proj.weight"}
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -230,6 +231,6 @@ def test_the_loss_of_modules_for_further_tokens_is_that_of_transformers(depth, t
         opened = open_weights(tmp_path, load_plugins())
         chosen = load_plugins().build(opened.selection)
         part = chosen.build(Part.whole(chosen.layers)).to_empty(device="cpu").train()
-        part.load_state_dict(tensors(tmp_path), strict=True)
+        part.load_state_dict(tensors_at(tmp_path), strict=True)
         loss = part(ids, Batch(ids, F.pad(ids[:, 1:], (0, 1), value=IGNORE))).losses["mtp"].item()
     assert loss == pytest.approx(expected, rel=1e-5)

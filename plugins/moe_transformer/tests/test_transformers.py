@@ -11,14 +11,12 @@ from nanotrain_moe_transformer.hf_names import names
 from nanotrain_moe_transformer.samples import MIXTRAL, QWEN3
 from safetensors.torch import load_file
 
-from nanotrain_core.batch import Batch
 from nanotrain_core.engine import RuntimeEngine
 from nanotrain_core.errors import NanotrainError
 from nanotrain_core.hf.convert import convert
 from nanotrain_core.hf.open_weights import open_weights
-from nanotrain_core.hf.weights import whole
-from nanotrain_core.pipeline.actions import Part
 from nanotrain_core.registry.registry import load_plugins
+from nanotrain_core.testing.converted import logits_at, tensors_at
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
@@ -76,23 +74,12 @@ def theirs(choice, folder):
     return model
 
 
-def tensors(path):
-    """Return the weights at ``path`` by our names."""
-    reader = open_weights(path, load_plugins()).reader
-    return {name: reader.read(name, whole(shape)) for name, shape in reader.shapes.items()}
-
-
 def tokens():
     return torch.randint(SIZES["vocab_size"], (3, 40), generator=torch.Generator().manual_seed(1))
 
 
-@torch.no_grad()
 def our_logits(path):
-    registry = load_plugins()
-    model = registry.build(open_weights(path, registry).selection)
-    part = model.build(Part.whole(model.layers)).to_empty(device="cpu")
-    part.load_state_dict(tensors(path), strict=True)
-    return part.eval()(tokens(), Batch(tokens())).value
+    return logits_at(path, tokens())
 
 
 @torch.no_grad()
@@ -178,7 +165,7 @@ def test_what_a_run_makes_of_it_is_what_transformers_computes(tmp_path):
     (tmp_path / "recipe.toml").write_text(RECIPE.replace('"theirs"', f'"{tmp_path / "theirs"}"'))
     RuntimeEngine.from_recipe(tmp_path / "recipe.toml", folder=tmp_path / "run").fit()
     convert(tmp_path / "run", tmp_path / "exported", load_plugins())
-    before, after = tensors(tmp_path / "ours"), tensors(tmp_path / "exported")
+    before, after = tensors_at(tmp_path / "ours"), tensors_at(tmp_path / "exported")
     assert before.keys() == after.keys()
     assert not any(torch.equal(before[name], after[name]) for name in before)
     exported = type(model).from_pretrained(tmp_path / "exported", attn_implementation="eager")
