@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from compiled import MODELS
 from recorded_graph import recorded_graphs
 
-from nanotrain_core.models import kernels
+from nanotrain_core.contracts import kernels
 from nanotrain_core.models.ops import TORCH
 from nanotrain_core.testing import probe
 from nanotrain_core.testing.case import Case

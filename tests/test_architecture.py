@@ -23,7 +23,7 @@ LEVELS = (
         "layout.ranges layout.roles metrics metrics.core metrics.declared metrics.history metrics.report "
         "metrics.of_reports metrics.rows "
         "moe moe.grouped_mm models models.cache models.cross_entropy models.feed_forward "
-        "models.head models.norms models.ops models.window optim "
+        "models.gpu_ops models.head models.norms models.ops models.window optim "
         "pipeline pipeline.actions pipeline.passes pipeline.weight_gradients precision precision.dtypes "
         "recipe.model_config recipe.secrets "
         "recipe.divisibility run run.files run.suggest_run run.owner run.log run.plain_json run.random_state "
@@ -231,11 +231,11 @@ SMALL = {
     "cli": 1750,
     "compile": 789,
     "contracts": 698,
-    "data": 910,
+    "data": 887,
     "hf": 1049,
     "launch": 2396,
     "layout": 1275,
-    "models": 810,
+    "models": 826,
     "moe": 470,
     "metrics": 1369,
     "monitors": 1056,

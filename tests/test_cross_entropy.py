@@ -7,6 +7,7 @@ from drawn import draw
 
 from nanotrain_core.batch import IGNORE
 from nanotrain_core.builtin.configs import TorchKernelsConfig
+from nanotrain_core.models import gpu_ops
 from nanotrain_core.models.cross_entropy import Chunks, linear_cross_entropy, matmul
 from nanotrain_core.models.kernels import TorchKernels
 from nanotrain_core.models.ops import TORCH
@@ -61,7 +62,7 @@ def test_only_a_gpus_loss_is_padded():
     kernels = TorchKernels(TorchKernelsConfig())
     assert kernels.ops(torch.device("cpu")) is TORCH
     padded = kernels.ops(torch.device("cuda")).linear_cross_entropy
-    assert padded.keywords == {"multiple": 128}
+    assert padded.keywords == {"multiple": 128, "matmul": gpu_ops.matmul}
 
 
 def test_chunked_loss_survives_huge_logits():

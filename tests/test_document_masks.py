@@ -8,7 +8,6 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from as_one_process import assert_trains_as_one_process
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -20,6 +19,7 @@ from nanotrain_core.data.order import document_begins
 from nanotrain_core.data.text import Text
 from nanotrain_core.data.text_survey import survey
 from nanotrain_core.errors import DataError, RecipeError
+from nanotrain_core.models import gpu_ops
 from nanotrain_core.models.ops import attention
 from nanotrain_core.testing import Case, run_ranks
 from nanotrain_core.testing.probe import make_engine, make_run
@@ -125,19 +125,15 @@ def test_the_last_queries_get_what_they_get_in_the_whole_sequence(masked):
 
 
 @pytest.mark.full
-def test_the_mask_that_a_gpu_gets_for_the_last_queries_is_the_same():
-    """torch materializes it on a CPU; importing it takes seconds."""
-    from torch.nn.attention.bias import causal_lower_right
-
+def test_what_a_gpu_computes_for_the_last_queries_is_the_same():
+    """torch materializes its mask on a CPU; importing it takes seconds."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 9, *size, dtype=torch.float64) for size in ((4, 8), (2, 8), (2, 5)))
     for begin, end in ((0, 2), (5, 9), (2, 7)):
         leaves = [x.clone().requires_grad_() for x in (q[:, begin:end], k[:, :end], v[:, :end])]
         want = attention(*leaves, 0.3)
-        turned = [x.transpose(1, 2) for x in leaves]
-        mask = causal_lower_right(end - begin, end)
-        found = F.scaled_dot_product_attention(*turned, attn_mask=mask, scale=0.3, enable_gqa=True)
-        torch.testing.assert_close(found.transpose(1, 2), want)
+        found = gpu_ops.attention(*leaves, 0.3)
+        torch.testing.assert_close(found, want)
         gradients = (torch.autograd.grad(y.square().sum(), leaves) for y in (want, found))
         torch.testing.assert_close(*gradients)
 

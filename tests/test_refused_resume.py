@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nanotrain_core.checkpoint.simple import open_weights
+from nanotrain_core.checkpoint.simple import open_simple_weights
 from nanotrain_core.errors import CheckpointError, NanotrainError
 from nanotrain_core.testing import Case
 from nanotrain_core.testing.probe import make_engine
@@ -110,4 +110,4 @@ def test_the_newest_weights_of_a_folder_are_those_of_the_highest_step(tmp_path):
     newest = tmp_path / "step-100000000.safetensors"
     (tmp_path / "step-best.safetensors").write_bytes(newest.read_bytes())
     with pytest.raises(CheckpointError, match=f"^{newest} does not say of which model its weights are"):
-        open_weights(tmp_path)
+        open_simple_weights(tmp_path)

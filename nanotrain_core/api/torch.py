@@ -4,8 +4,7 @@ Files of the core may move; these names stay.
 """
 
 from nanotrain_core.batch import IGNORE, Batch, Shard
-from nanotrain_core.checkpoint.simple import SimpleCheckpoint
-from nanotrain_core.checkpoint.simple import open_weights as open_simple_weights
+from nanotrain_core.checkpoint.simple import SimpleCheckpoint, open_simple_weights
 from nanotrain_core.compose import Run, compose
 from nanotrain_core.contracts import (
     Block,
@@ -70,9 +69,10 @@ from nanotrain_core.models.cache import Cache, LayerCache
 from nanotrain_core.models.cross_entropy import Chunks, MatMul, SplitVocabulary, linear_cross_entropy
 from nanotrain_core.models.cross_entropy import matmul as torch_matmul
 from nanotrain_core.models.feed_forward import SwiGLU
+from nanotrain_core.models.gpu_ops import plain_ops
 from nanotrain_core.models.head import Head
 from nanotrain_core.models.norms import RMSNorm
-from nanotrain_core.models.ops import TORCH, Ops, attention, ops_of, plain_ops, rms_norm, rope, swiglu
+from nanotrain_core.models.ops import TORCH, Ops, attention, ops_of, rms_norm, rope, swiglu
 from nanotrain_core.models.rope import Rotation, rope_frequencies, rope_rotation, yarn_frequencies
 from nanotrain_core.moe.grouped_mm import grouped_linear_on_gpu
 from nanotrain_core.moe.routing import (

@@ -151,7 +151,7 @@ def nanotrain_register_checkpoint(register: Register) -> None:
             factory="nanotrain_core.checkpoint.simple:SimpleCheckpoint",
             summary="the whole run in one safetensors file",
             provides={"gathers_checkpoint"},
-            weights="nanotrain_core.checkpoint.simple:open_weights",
+            weights="nanotrain_core.checkpoint.simple:open_simple_weights",
             listing="nanotrain_core.checkpoint.simple_listing:list_checkpoints",
         )
     )

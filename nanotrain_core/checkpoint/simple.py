@@ -247,7 +247,7 @@ def read_block(file: Any, block: Block) -> torch.Tensor:
 # --- weights alone ------------------------------------------------------------------------------
 
 
-def open_weights(path: Path) -> SavedWeights | None:
+def open_simple_weights(path: Path) -> SavedWeights | None:
     """Open a checkpoint, or the newest of a run folder, for its weights; None if it has another format."""
     folders = (path, path / "checkpoints")
     files = [folder / f"step-{step:08d}.safetensors" for folder in folders for step in saved_steps(folder)]

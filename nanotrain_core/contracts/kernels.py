@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from nanotrain_core.layout.transport import Transport
-from nanotrain_core.models.ops import TORCH, Ops
+from nanotrain_core.models.gpu_ops import plain_ops
+from nanotrain_core.models.ops import Ops
 from nanotrain_core.precision.gemm import GEMMBackend, TorchGEMM
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ class Kernels:
         Each must have the values and gradients of the function of the same name in
         :data:`~nanotrain_core.models.ops.TORCH`, to the rounding of the tensors' dtype.
         """
-        return TORCH
+        return plain_ops(device)
 
     def gemm(self) -> GEMMBackend:
         """Return the GEMM backend for a linear layer whose forward, dgrad and wgrad run separately."""

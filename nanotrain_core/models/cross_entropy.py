@@ -77,12 +77,10 @@ def matmul(left: torch.Tensor, right: torch.Tensor, total: torch.Tensor | None =
     """Multiply as plain PyTorch does: see :class:`MatMul`.
 
     A product added to a higher-precision total is not rounded first: a sum over thousands of tokens overflows
-    float16. A GPU multiplies bf16 or fp16 into float32; a CPU upcasts float16, and rounds bfloat16.
+    float16: it is upcast. A product of bfloat16 is rounded.
     """
     if total is None:
         return left @ right
-    if left.is_cuda and left.dtype != total.dtype and not torch.compiler.is_compiling():
-        return total.add_(torch.mm(left, right, out_dtype=total.dtype))
     if left.dtype == torch.float16:
         left, right = left.to(total.dtype), right.to(total.dtype)
     if left.dtype == total.dtype:

@@ -9,7 +9,6 @@ import torch
 from nanotrain_core.builtin.configs import AutoKernelsConfig, TorchKernelsConfig
 from nanotrain_core.compile.eager import on_device
 from nanotrain_core.contracts import Kernels
-from nanotrain_core.models.ops import Ops, plain_ops
 from nanotrain_core.recipe.tree import Selection
 
 if TYPE_CHECKING:
@@ -17,14 +16,10 @@ if TYPE_CHECKING:
 
 
 class TorchKernels(Kernels):
-    """Plain PyTorch, as in the base class; on a GPU the loss pads its products."""
+    """Plain PyTorch, as in the base class."""
 
     def __init__(self, config: TorchKernelsConfig) -> None:
         self.config = config
-
-    def ops(self, device: torch.device) -> Ops:
-        """Return plain PyTorch; on a GPU the loss pads its products to a multiple of 128 columns."""
-        return plain_ops(device)
 
 
 class AutoKernels(Kernels):

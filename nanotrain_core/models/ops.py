@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -62,11 +61,6 @@ def attention(
         rows_BGRK = q.reshape(len(q), k.shape[1], -1, q.shape[3])
         y = F.scaled_dot_product_attention(rows_BGRK, k, v, scale=scale)
         y = y.reshape(*q.shape[:3], v.shape[3])
-    elif q.is_cuda and not torch.compiler.is_compiling():
-        from torch.nn.attention.bias import causal_lower_right  # imports torch's compiler
-
-        later = causal_lower_right(q.shape[2], k.shape[2])  # FlashAttention has it, and needs no mask
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=later, scale=scale, enable_gqa=shared)
     else:
         seen_ST = q.new_ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(k.shape[2] - q.shape[2])
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=seen_ST, scale=scale, enable_gqa=shared)
@@ -181,13 +175,6 @@ class Ops:
 TORCH = Ops()
 
 
-def plain_ops(device: torch.device) -> Ops:
-    """Return plain PyTorch for a device: on a GPU the loss's products have a multiple of 128 columns."""
-    if device.type != "cuda":
-        return TORCH
-    return replace(TORCH, linear_cross_entropy=partial(linear_cross_entropy, multiple=128))
-
-
 def wrap_ops(ops: Ops, *each: Mapping[str, Callable[..., Tensor]]) -> Ops:
     """Return ``ops`` with functions wrapped by those given under their names; the last is outermost.
 
@@ -206,7 +193,7 @@ def expect_window(ops: Ops) -> None:
     """Check that attention, and each function around it, takes a window.
 
     Raises:
-        PluginError: naming one that was written before there were windows.
+        PluginError: naming one that takes none.
     """
     function, count = ops.attention, len(signature(attention).parameters)
     while isinstance(function, Around):

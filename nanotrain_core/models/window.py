@@ -8,10 +8,6 @@ Sources: Child et al., arXiv 1904.10509 (local attention); Jiang et al., arXiv 2
 
 from __future__ import annotations
 
-from functools import lru_cache
-from inspect import signature
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 
@@ -44,8 +40,6 @@ def window_attention(
 
     Arguments are those of :func:`~nanotrain_core.models.ops.attention`.
     """
-    if begins_BT is None and has_window_kernel(q_BSHK, v_BTGV):
-        return window_attention_on_gpu(q_BSHK, k_BTGK, v_BTGV, scale, window)
     queries, tokens = q_BSHK.shape[1], k_BTGK.shape[1]
     shared, block, before = q_BSHK.shape[2] != k_BTGK.shape[2], max(window, SMALLEST_BLOCK), tokens - queries
     rows = min(block, queries)
@@ -65,36 +59,3 @@ def window_attention(
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=shared)
         found.append(y)
     return torch.cat(found, 2).transpose(1, 2)
-
-
-def has_window_kernel(q_BSHK: Tensor, v_BTGV: Tensor) -> bool:
-    """Return whether a GPU has one kernel for it: FlashAttention's, from Ampere on, for heads up to 192."""
-    size = q_BSHK.shape[3]
-    fits = q_BSHK.dtype in (torch.float16, torch.bfloat16) and size == v_BTGV.shape[3] <= 192 and not size % 8
-    return q_BSHK.is_cuda and fits and torch.cuda.get_device_properties(q_BSHK.device).major >= 8
-
-
-def window_attention_on_gpu(
-    q_BSHK: Tensor, k_BTGK: Tensor, v_BTGV: Tensor, scale: float | None, window: int
-) -> Tensor:
-    """Return the same, without documents, in one kernel, which needs no mask and skips what it hides."""
-    from torch.nn.attention.varlen import varlen_attn  # imports torch's compiler
-
-    batch, queries, tokens = len(q_BSHK), q_BSHK.shape[1], k_BTGK.shape[1]
-    ends = torch.arange(batch + 1, device=q_BSHK.device, dtype=torch.int32)
-    q, k, v = (x.flatten(0, 1) for x in (q_BSHK, k_BTGK, v_BTGV))
-    # Older versions share key heads without being asked.
-    shares: dict[str, Any] = {"enable_gqa": q.shape[1] != k.shape[1]} if _asks_for_shared_heads() else {}
-    before = (window - 1, 0)  # how many tokens before itself, and after, one sees
-    y = varlen_attn(
-        q, k, v, ends * queries, ends * tokens, queries, tokens, scale=scale, window_size=before, **shares
-    )
-    assert isinstance(y, Tensor)
-    return y.view(batch, queries, *y.shape[1:])
-
-
-@lru_cache
-def _asks_for_shared_heads() -> bool:
-    from torch.nn.attention.varlen import varlen_attn
-
-    return "enable_gqa" in signature(varlen_attn).parameters

@@ -14,7 +14,8 @@ from nanotrain_cuda.kernels import CUDAKernels
 from nanotrain_cuda.permutation import add_up, permute, spread, unpermute, weigh, weigh_backward
 
 from nanotrain_core.errors import NanotrainError
-from nanotrain_core.models.ops import TORCH, plain_ops
+from nanotrain_core.models.gpu_ops import plain_ops
+from nanotrain_core.models.ops import TORCH
 from nanotrain_core.moe.routing import inverted, sort_by_expert
 
 #: Tokens, width, experts chosen, experts: V3's choice, V2's, a width that is no power of two, one token.
