@@ -76,15 +76,6 @@ def test_after_a_rollback_into_the_time_before_the_resume_they_are_still():
     assert [again.of_last(steps)[0] for steps in range(1, 7)] == firsts[::-1]
 
 
-def test_a_checkpoint_from_before_sizes_were_kept_is_taken_to_have_had_this_one():
-    old = feed(8)
-    take(old, 3)
-    meta = {key: value for key, value in old.meta().items() if key not in ("batch_sizes", "tokens")}
-    fed = feed(8)
-    fed.load_meta(meta)
-    assert (fed.of_last(2), fed.tokens) == ((8, 24), 24)
-
-
 class Rows(Numbers):
     """Numbers of which each rank gets its rows, and as many to validate on."""
 

@@ -130,8 +130,7 @@ def _is_view(view: Any) -> bool:
 
 
 def _kinds(meta: Mapping[str, Any]) -> Iterator[str]:
-    # The first: ``RunProgress.evaluation_pending``.
-    kinds = {"owes_evaluation": bool, "save_pending": bool, "recipe": str}
+    kinds = {"evaluation_pending": bool, "save_pending": bool, "recipe": str}
     kinds |= dict.fromkeys(("model", "optimizer", "loss_scale", "data", "monitors"), Mapping)
     for key, kind in kinds.items():
         if key in meta and not isinstance(meta[key], kind):

@@ -275,7 +275,7 @@ class MasterOptimizer(Optimizer):
 
     def load_meta(self, meta: Mapping[str, Any]) -> None:
         """Restore the rate; copy scalars that were read into a parameter's first range to all its ranges."""
-        self._last_lr = float(meta.get("last_lr", 0.0))  # older checkpoints lack it
+        self._last_lr = float(meta.get("last_lr", 0.0))  # of a run that carried no errors
         first: dict[str, dict[str, torch.Tensor]] = {}
         for slot in self.slots:
             state = {**slot.master.state(), **self.inner.state[slot.weight]}

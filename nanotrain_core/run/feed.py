@@ -255,12 +255,11 @@ class DataFeed(SkipsRanges):
         """Restore a position."""
         self._open = None
         self.data.load_meta(meta)
-        self.taken = int(meta.get("taken", 0))
-        self.skipped = [(int(first), int(end)) for first, end in meta.get("skipped", ())]
-        self.tokens = int(meta.get("tokens", self.taken * self.batch.length))
-        self.tokens_before = int(meta.get("tokens_before", self.tokens))
-        sizes = meta.get("batch_sizes", [(0, self.batch.sequences)])
-        self._sizes = [(int(begin), int(size)) for begin, size in sizes]
+        self.taken = int(meta["taken"])
+        self.skipped = [(int(first), int(end)) for first, end in meta["skipped"]]
+        self.tokens = int(meta["tokens"])
+        self.tokens_before = int(meta["tokens_before"])
+        self._sizes = [(int(begin), int(size)) for begin, size in meta["batch_sizes"]]
         if self._sizes[-1][1] != self.batch.sequences:
             self._sizes.append((self.taken, self.batch.sequences))
 

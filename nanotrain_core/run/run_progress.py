@@ -39,15 +39,14 @@ class RunProgress:
         """Return it for a checkpoint."""
         return {
             "step": self.step,
-            # The key has an older name than the attribute: saved checkpoints have it.
-            "owes_evaluation": self.evaluation_pending,
+            "evaluation_pending": self.evaluation_pending,
             "save_pending": self.save_pending,
             "evaluated": self.evaluated,
         }
 
     def load_meta(self, meta: Mapping[str, Any]) -> None:
-        """Restore it; older checkpoints have only the step."""
+        """Restore it."""
         self.step = int(meta["step"])
-        self.evaluation_pending = bool(meta.get("owes_evaluation"))
-        self.save_pending = bool(meta.get("save_pending"))
-        self.evaluated = meta.get("evaluated")
+        self.evaluation_pending = bool(meta["evaluation_pending"])
+        self.save_pending = bool(meta["save_pending"])
+        self.evaluated = meta["evaluated"]

@@ -56,9 +56,9 @@ def restore_meta(engine: RuntimeEngine, meta: Mapping[str, Any]) -> None:
         refuse_other_model(meta["model"], run.model, changing=changing)
         run.feed.load_meta(meta["data"])
         run.loss_scale.load_meta(meta["loss_scale"])
-        engine.events.load_meta(meta.get("monitors", {}))
+        engine.events.load_meta(meta["monitors"])
         engine.reached.load_meta(meta)
-        engine.skipped.in_a_row = int(meta.get("skipped_in_a_row", 0))  # older checkpoints lack it
+        engine.skipped.in_a_row = int(meta["skipped_in_a_row"])
         engine.stop.load_meta(meta.get("rollback"))
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as problem:
         raise CheckpointError(f"{NO_RUN_STATE}: {problem!r}") from None

@@ -138,9 +138,7 @@ class Diagnosis:
         if trouble.seen < self.patience:
             return ""
         del self.troubles[trouble.metric, trouble.side]
-        # Checkpoints of earlier versions have no words.
-        what = trouble.what or f"{trouble.metric} is too {trouble.side}"
-        return f"step {step}: this is over: {what} (said at step {trouble.since})."
+        return f"step {step}: this is over: {trouble.what} (said at step {trouble.since})."
 
     def undecided(self, metrics: Collection[str], step: int) -> bool:
         """Return whether more values are needed of one of these, as declared: it is outside its rule and not

@@ -121,8 +121,7 @@ class Ratios(Watcher):
 
     def load_meta(self, meta: Mapping[str, Any]) -> None:
         """Go on with it."""
-        # Checkpoints of earlier versions have no coefficients.
-        for mine, saved in ((self.clips, meta.get("clips", ())), (self.skipped, meta["skipped"])):
+        for mine, saved in ((self.clips, meta["clips"]), (self.skipped, meta["skipped"])):
             mine.clear()
             mine.extend(saved)
 

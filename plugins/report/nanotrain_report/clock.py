@@ -39,11 +39,9 @@ def gaps(run: RunFolder) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]
     resumed = _any(times.steps, [seam.step for seam in run.history.seams])
     # What nobody measured may have taken any time.
     failed = [row["step"] for row in run.history.events if row["event"] == "save_failed"]
-    names = ("validation/seconds", "validation/loss")  # runs of earlier versions have the loss alone
-    timed, evaluated = (set(curves[name].steps) if name in curves else set() for name in names)
     # A checkpoint component may leave `blocked` out, which is then 0.
     saved = [row["step"] for row in run.history.events if row["event"] == "checkpoint" and not row["blocked"]]
-    of_any_length = resumed | _any(times.steps, [*failed, *saved, *sorted(evaluated - timed)])
+    of_any_length = resumed | _any(times.steps, [*failed, *saved])
     far = np.maximum(FAR * expected, LONGEST) + measured if usual is not None else np.inf
     jumped = (seconds < 0) | ~of_any_length & (seconds > far)
     return np.where(jumped, expected + measured, seconds), resumed
