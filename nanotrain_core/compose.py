@@ -33,6 +33,7 @@ from nanotrain_core.layout.meta_device import meta_device
 from nanotrain_core.layout.placement import PlacedParameter, Placement, Placements, place, placed_parameters
 from nanotrain_core.layout.roles import Role, tagged
 from nanotrain_core.layout.staging import StagedTransport
+from nanotrain_core.layout.transport import Transport
 from nanotrain_core.models.ops import TORCH, Ops, wrap_ops
 from nanotrain_core.moe.routing import any_routers
 from nanotrain_core.optim.gathering import GatheringOptimizer
@@ -148,12 +149,14 @@ def compose(
     _open(built.data, built.model, recipe)
     built.kernels.prepare(device)
     built.precision.setup(recipe.run.seed, passes, built.kernels.gemm())
+    kernels, found = f"kernels '{built.kernels_name}'", built.kernels.transport()
+    transport = expect_result(kernels, "transport", found, Transport)
     mesh = (make_mesh or Mesh)(
         built.topology.layout(recipe.run.ranks),
         rank=rank,
         device=device,
         timeout=group_timeout(recipe, device.type),
-        transport=StagedTransport() if recipe.run.share_device else built.kernels.transport(),
+        transport=StagedTransport() if recipe.run.share_device else transport,
     )
     check_meta(built.data, mesh, recipe)
 

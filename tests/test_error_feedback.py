@@ -16,8 +16,9 @@ from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import place, placed_parameters
 from nanotrain_core.optim import master_optimizer as optimizers
 from nanotrain_core.optim.adamw import AdamW
-from nanotrain_core.optim.master_optimizer import MasterOptimizer, waves
+from nanotrain_core.optim.master_optimizer import MasterOptimizer
 from nanotrain_core.optim.sgd import SGD
+from nanotrain_core.optim.slots import waves
 from nanotrain_core.precision.uniform import fp32, fp64
 from nanotrain_core.recipe.tree import OptimizerConfig
 

@@ -88,3 +88,12 @@ class CheckpointSaver:
             if last or self._failed == MOST_FAILED:
                 raise SaveFailed(f"{problem}; saves that failed in a row: {self._failed}") from None
             self._log.warning("a checkpoint could not be saved and the run goes on", problem=str(problem))
+
+
+def steps_of(checkpoint: Checkpoint) -> list[int]:
+    """Return the steps with a complete checkpoint, oldest first.
+
+    Raises:
+        PluginError: the component returned something else.
+    """
+    return [*expect_result(f"checkpoint {type(checkpoint).__name__}", "steps", checkpoint.steps(), Iterable)]

@@ -18,7 +18,7 @@ import torch
 from nanotrain_core.batch import Batch, Shard
 from nanotrain_core.checkpoint.run_state import NO_RUN_STATE
 from nanotrain_core.data.prefetch import ReadAhead, Request
-from nanotrain_core.errors import CheckpointError, DataError
+from nanotrain_core.errors import CheckpointError, DataError, PluginError
 from nanotrain_core.run.random_state import stream_seed
 
 Integers = npt.NDArray[np.int64]
@@ -134,9 +134,18 @@ class SequenceData:
         By default every token of :meth:`read_sequences` except the first is a target. ``numbers`` may be
         empty.
         """
+        shape = (len(numbers), self.length + 1)
         if not len(numbers):  # a shard may have none of the last validation batch
-            return _batch(np.zeros((0, self.length + 1), np.int64), self.document_end)
-        return _batch(self.read_sequences(numbers, validation=validation), self.document_end)
+            return _batch(np.zeros(shape, np.int64), self.document_end)
+        found = self.read_sequences(numbers, validation=validation)
+        read = np.asarray(found) if found is not None else np.empty(0)
+        if read.dtype.kind not in "iu" or read.shape != shape:
+            what = "None" if found is None else f"{read.dtype} {list(read.shape)}"
+            raise PluginError(
+                f"data {type(self).__name__}: its read_sequences returned {what}; "
+                f"expected integers {list(shape)}"
+            )
+        return _batch(read, self.document_end)
 
     def train_batch(self, sequences: int, shard: Shard) -> Batch:
         """Advance by one global batch and return this shard's rows.

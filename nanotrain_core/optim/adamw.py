@@ -10,7 +10,8 @@ from nanotrain_core.builtin.configs import AdamWConfig
 from nanotrain_core.layout.placement import Piece
 from nanotrain_core.optim import moments
 from nanotrain_core.optim.fused_adamw import FusedAdamW
-from nanotrain_core.optim.master_optimizer import MasterOptimizer, Slot
+from nanotrain_core.optim.master_optimizer import MasterOptimizer
+from nanotrain_core.optim.slots import Slot
 
 
 class AdamW(MasterOptimizer):

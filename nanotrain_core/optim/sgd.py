@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from nanotrain_core.builtin.configs import SGDConfig
-from nanotrain_core.optim.master_optimizer import MasterOptimizer, Slot
+from nanotrain_core.optim.master_optimizer import MasterOptimizer
+from nanotrain_core.optim.slots import Slot
 
 
 class SGD(MasterOptimizer):

@@ -26,7 +26,7 @@ from nanotrain_core.contracts import (
     TrainState,
     UpdateReport,
 )
-from nanotrain_core.errors import NanotrainError, PluginError, describe
+from nanotrain_core.errors import NanotrainError, PluginError, describe, expect_result
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.metrics.board import Board, of_core
 from nanotrain_core.metrics.core import CORE
@@ -251,7 +251,9 @@ class Events:
         most = 0
         for number, monitor in enumerate(self.monitors):
             try:
-                most = max(most, 0 if number in self.left_out else monitor.suspect_steps())
+                if number not in self.left_out:
+                    name = f"monitor {type(monitor).__name__}"
+                    most = max(most, expect_result(name, "suspect_steps", monitor.suspect_steps(), int))
             except Exception as problem:
                 self._handle_failure(monitor, "suspect_steps", problem)
         return most

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import attrs
 
+from nanotrain_core.checkpoint.saver import steps_of
 from nanotrain_core.contracts import Restore
 from nanotrain_core.run.train_state import capture_state, resume_from
 from nanotrain_core.watch.progress import START
@@ -35,7 +37,7 @@ class Restart:
             name=run.name,
             folder=folder,
             which=engine.resume,
-            steps=run.checkpoint.steps,
+            steps=partial(steps_of, run.checkpoint),
             verify=run.checkpoint.verify,
             mesh=run.mesh,
             state=lambda: capture_state(engine),

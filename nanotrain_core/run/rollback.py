@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
+from nanotrain_core.checkpoint.saver import steps_of
 from nanotrain_core.contracts import RollbackReport
 from nanotrain_core.errors import CheckpointError, Diverged
 from nanotrain_core.layout.mesh import Mesh
@@ -97,7 +98,7 @@ def load_newest_before(onset: int, engine: RuntimeEngine) -> int:
         Diverged: there is none.
     """
     checkpoint, mesh = engine.saves.checkpoint, engine.run.mesh
-    steps: list[int] = mesh.gather([*checkpoint.steps()] if checkpoint and mesh.rank == 0 else [])[0]
+    steps: list[int] = mesh.gather(steps_of(checkpoint) if checkpoint and mesh.rank == 0 else [])[0]
     for step in reversed([step for step in steps if step < onset]):
         try:
             if engine.load(str(step)):

@@ -20,12 +20,13 @@ from nanotrain_core.batch import IGNORE, Batch
 from nanotrain_core.builtin.configs import AccumulateConfig, FP16Config, SimpleCheckpointConfig
 from nanotrain_core.compose import Run
 from nanotrain_core.contracts import GradientSync, Kernels, LossScale, Monitor, PartOutput
-from nanotrain_core.errors import NanotrainError
+from nanotrain_core.errors import NanotrainError, expect_result
 from nanotrain_core.layout.gradients import LocalGradients
 from nanotrain_core.layout.initialization import equalize
 from nanotrain_core.layout.layout import Layout, View
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import place, placed_parameters
+from nanotrain_core.layout.transport import Transport
 from nanotrain_core.models.kernels import installed_kernels
 from nanotrain_core.pipeline.accumulate import Accumulate
 from nanotrain_core.pipeline.passes import Passes
@@ -122,7 +123,9 @@ def adapt(
     device = make_current(next(model.parameters()).device)
     kernels = kernels or (installed_kernels(device) if ranks > 1 else Kernels())
     rank = dist.get_rank() if ranks > 1 else 0
-    mesh = Mesh(layout, rank=rank, device=device, transport=kernels.transport())
+    who = f"kernels {type(kernels).__name__}"
+    transport = expect_result(who, "transport", kernels.transport(), Transport)
+    mesh = Mesh(layout, rank=rank, device=device, transport=transport)
     placed = placed_parameters([model], place([model], layout))
     if sharded := next((each.placement.name for each in placed if each.dtensor is not None), None):
         raise NanotrainError(

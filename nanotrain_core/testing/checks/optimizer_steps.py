@@ -13,6 +13,7 @@ import attrs
 from nanotrain_core.contracts import Block
 from nanotrain_core.errors import NanotrainError
 from nanotrain_core.optim import master_optimizer
+from nanotrain_core.optim.slots import waves
 from nanotrain_core.testing.case import Case
 from nanotrain_core.testing.checks import check, distributed
 from nanotrain_core.testing.checks.optimizer import (
@@ -136,7 +137,7 @@ def stepped(case: Case, precision: dict[str, Any]) -> list[Block] | None:
         run = make_run(case, {"precision": precision, "optimizer": {"clip_norm": 0.0}})
     except NanotrainError:
         return None
-    with mock.patch.object(master_optimizer, "waves", partial(master_optimizer.waves, limit=1)):
+    with mock.patch.object(master_optimizer, "waves", partial(waves, limit=1)):
         for step in range(3):
             push(run, step, 1.0)
             run.optimizer.step()
