@@ -1,68 +1,27 @@
-"""Layouts that are put together from blocks, against plans of the same layouts; what a sweep leaves out."""
+"""What a sweep of layouts leaves out, how it ranks them, and what it advises."""
 
 from collections import Counter
 from types import SimpleNamespace
 
 import attrs
 import pytest
-import torch
 from nanotrain_plan.advice import (
     Change,
     advise,
     try_plan,
     with_component,
-    with_degree,
     with_microbatch,
-    with_recompute,
-    with_zero,
 )
 from nanotrain_plan.blocks import buffers
 from nanotrain_plan.blocks.composer import Composer
-from nanotrain_plan.blocks.probe import NotComposable, choose
 from nanotrain_plan.compare import Comparison, Known, _held, as_planned, describe
-from nanotrain_plan.dry.operators import key_of
 from nanotrain_plan.grid import Family, _possible, families
 from nanotrain_plan.hardware import find_hardware
 from nanotrain_plan.sweep import WHOLE, sweep
+from planned_layouts import DENSE, SMALL, changed
 
-from nanotrain_core.api import Costs, Selection, find_problems, resolve_recipe
+from nanotrain_core.api import Selection, find_problems, resolve_recipe
 from nanotrain_core.layout import buckets
-
-DENSE = """
-[run]
-steps = 10
-ranks = 16
-[batch]
-sequences = 64
-microbatch = 1
-length = 512
-[model]
-use = "transformer"
-layers = 8
-width = 256
-heads = 8
-vocab = 1024
-[topology]
-use = "grid"
-pp = 2
-tp = 2
-[[parallel]]
-use = "tp"
-[schedule]
-use = "1f1b"
-[optimizer]
-use = "zero12"
-bucket_mb = 0.25
-[precision]
-use = "bf16"
-[data]
-use = "synthetic"
-vocab = 256
-"""
-
-#: Of a small model a message between stages, held a little longer or not, and the buckets that gradient
-#: sync keeps between steps are a part of what there is.
-SMALL = 0.05
 
 
 @pytest.fixture
@@ -89,91 +48,6 @@ def with_phases(tmp_path):
     return resolve_recipe(str(path))
 
 
-def changed(
-    found, pp=None, tp=None, ep=None, cp=None, microbatch=None, recompute="", stage=None, schedule=None
-):
-    recipe, registry = found.recipe, found.registry
-    for dim, degree in (("pp", pp), ("tp", tp), ("ep", ep), ("cp", cp)):
-        recipe = with_degree(recipe, registry, dim, degree) if degree else recipe
-    recipe = with_microbatch(recipe, microbatch) if microbatch else recipe
-    recipe = with_recompute(recipe, registry, recompute) if recompute != "" else recipe
-    recipe = with_zero(recipe, registry, stage) if stage else recipe
-    return with_component(recipe, registry, "schedule", schedule) if schedule else recipe
-
-
-def assert_as_planned_whole(found, hardware, changes, tolerance=0.015):
-    composer = Composer(found.registry, find_hardware(hardware))
-    for change in changes:
-        recipe = changed(found, **change)
-        layout, problems = find_problems(recipe, found.registry)
-        assert not problems, change
-        estimate = composer.estimate(recipe, layout)
-        whole = try_plan(recipe, found.registry, composer.hardware)
-        assert estimate.time.seconds == pytest.approx(whole.time.seconds, rel=tolerance), change
-        assert estimate.peak == pytest.approx(whole.worst.peak, rel=tolerance), change
-
-
-def test_blocks_make_the_layouts_that_are_planned_whole(dense):
-    assert_as_planned_whole(dense, "h100", [{}, {"pp": 4, "schedule": "zb_h1"}], SMALL)
-
-
-@pytest.fixture
-def ring(dense):
-    config = dense.registry.get("parallel", "cp").config(communication="ring")
-    wrappers = (*dense.recipe.parallel, Selection("parallel", "cp", config))
-    return attrs.evolve(dense, recipe=attrs.evolve(dense.recipe, parallel=wrappers))
-
-
-def test_more_ranks_share_sequences_by_the_wrapper_that_a_recipe_has(ring):
-    recipe = with_degree(ring.recipe, ring.registry, "cp", 4)
-    assert (recipe.topology.config.cp, recipe.parallel) == (4, ring.recipe.parallel)
-
-
-@pytest.mark.full
-def test_blocks_of_ring_attention_make_the_layouts_that_are_planned_whole(ring):
-    assert_as_planned_whole(ring, "h100", [{"cp": 2}, {"cp": 4, "pp": 1, "schedule": "accumulate"}], SMALL)
-
-
-DDP = """
-[[parallel]]
-use = "ddp"
-[optimizer]
-use = "adamw"
-"""
-
-
-@pytest.mark.full_cases(
-    '8-2-dualpipe_v-4-\\n[[parallel]]\\nuse = "ddp"\\n[optimizer]\\nuse = "adamw"\\n',
-    '8-1-accumulate-2-\\n[[parallel]]\\nuse = "ddp"\\n[optimizer]\\nuse = "adamw"\\n',
-)
-@pytest.mark.parametrize(
-    ("dp", "pp", "schedule", "microbatches", "sync"),
-    [
-        (8, 1, "accumulate", 2, DDP),
-        (8, 4, "1f1b", 1, DDP),
-        (8, 2, "dualpipe_v", 4, DDP),
-        (1, 2, "1f1b", 4, DDP),
-        (8, 2, "1f1b", 1, '[optimizer]\nuse = "zero12"\n'),
-        (8, 2, "1f1b", 3, '[optimizer]\nuse = "adamw"\n'),
-    ],
-)
-def test_few_microbatches_sync_gradients_as_in_a_whole_plan(tmp_path, dp, pp, schedule, microbatches, sync):
-    text = (
-        DENSE.replace("tp = 2", "").replace('[[parallel]]\nuse = "tp"\n', "").replace("pp = 2", f"pp = {pp}")
-    )
-    text = text.replace('[optimizer]\nuse = "zero12"\nbucket_mb = 0.25\n', sync)
-    text = text.replace("ranks = 16", f"ranks = {dp * pp}").replace("width = 256", "width = 1024")
-    text = text.replace("sequences = 64", f"sequences = {dp * microbatches}").replace("1f1b", schedule)
-    path = tmp_path / "few.toml"
-    path.write_text(text.replace("length = 512", "length = 1024"))
-    found = resolve_recipe(str(path))
-    composer = Composer(found.registry, find_hardware("h100"))
-    estimate = composer.estimate(found.recipe, found.layout)
-    whole = try_plan(found.recipe, found.registry, composer.hardware)
-    assert estimate.seconds == pytest.approx(whole.seconds, rel=0.06)
-    assert estimate.peak == pytest.approx(whole.worst.peak, rel=0.01)
-
-
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 def test_layouts_are_left_out_by_activations_of_no_larger_tp(dense, sequence_parallel):
     """Of as many tokens a rank has more of them where tp is larger: of the inputs that it gathers."""
@@ -194,16 +68,6 @@ def test_layouts_are_left_out_by_activations_of_no_larger_tp(dense, sequence_par
     assert is_full(large, small)
     assert not is_full(small, large)
     assert not is_full(small, longer)
-
-
-def test_operators_are_remembered_apart_by_default_dtype():
-    add = torch.ops.aten.add.Tensor
-    before, key = torch.get_default_dtype(), key_of(add, (torch.empty(2, device="meta"), 1), {})
-    torch.set_default_dtype(torch.float64)
-    try:
-        assert key_of(add, (torch.empty(2, dtype=torch.float32, device="meta"), 1), {}) != key
-    finally:
-        torch.set_default_dtype(before)
 
 
 FEW_SEQUENCES = """
@@ -322,128 +186,6 @@ def test_advice_is_compared_by_the_rates_of_whole_runs(dense, monkeypatch):
     monkeypatch.setattr("nanotrain_plan.advice.try_plan", lambda planned, *_: planned)
     rates = [(each.told, each.tokens_per_second) for each in advise(plan, dense.registry)]
     assert rates == [("fast", plan.data.tokens / 10.0), ("slow", plan.data.tokens / 20.0)]
-
-
-def test_a_pipeline_with_offloaded_activations_is_planned_whole(dense):
-    config = dense.registry.get("parallel", "activation_offload").config(min_mb=0.01)
-    offload = Selection("parallel", "activation_offload", config)
-    recipe = attrs.evolve(dense.recipe, parallel=[*dense.recipe.parallel, offload])
-    layout, problems = find_problems(recipe, dense.registry)
-    assert not problems
-    with pytest.raises(NotComposable, match="last layers of a stage"):
-        Composer(dense.registry, find_hardware("h100")).estimate(recipe, layout)
-
-
-@pytest.mark.parametrize(
-    ("shard", "why"),
-    [
-        (None, "weights are sharded over data-parallel ranks"),
-        (2, "weights are sharded over data-parallel ranks"),
-        (4, "do not fit .topology.: .* dp_shard 4"),
-    ],
-)
-def test_weights_in_shards_are_planned_whole(dense, shard, why):
-    sharded = Selection("parallel", "fsdp2", dense.registry.get("parallel", "fsdp2").config())
-    adamw = Selection("optimizer", "adamw", dense.registry.get("optimizer", "adamw").config())
-    config = attrs.evolve(dense.recipe.topology.config, dp_shard=shard)
-    topology = attrs.evolve(dense.recipe.topology, config=config)
-    parallel = (*dense.recipe.parallel, sharded)
-    recipe = attrs.evolve(dense.recipe, parallel=parallel, optimizer=adamw, topology=topology)
-    layout, problems = find_problems(recipe, dense.registry)
-    assert not problems
-    with pytest.raises(NotComposable, match=why):
-        Composer(dense.registry, find_hardware("h100")).estimate(recipe, layout)
-
-
-def test_zero2_takes_no_more_memory_with_more_microbatches(dense):
-    """Those after the first find the buffers of gradient sync, and end where they began."""
-    recipe = changed(dense, tp=1, stage=2)
-    layout, problems = find_problems(recipe, dense.registry)
-    assert not problems
-    composer = Composer(dense.registry, find_hardware("h100"))
-    batches = (attrs.evolve(recipe.batch, sequences=size) for size in (64, 1024))
-    few, many = (composer.estimate(attrs.evolve(recipe, batch=batch), layout).peak for batch in batches)
-    assert few == many
-    assert few == pytest.approx(try_plan(recipe, dense.registry, composer.hardware).worst.peak, rel=0.02)
-
-
-def test_gradients_that_are_sent_after_a_whole_pass_are_planned_whole(dense):
-    config = attrs.evolve(dense.recipe.optimizer.config, stage=2, overlap=False)
-    recipe = attrs.evolve(dense.recipe, optimizer=attrs.evolve(dense.recipe.optimizer, config=config))
-    layout, problems = find_problems(recipe, dense.registry)
-    assert not problems
-    with pytest.raises(NotComposable, match="gradients of all layers"):
-        Composer(dense.registry, find_hardware("h100")).estimate(recipe, layout)
-
-
-def test_layers_smaller_than_a_bucket_are_planned_whole(dense):
-    config = attrs.evolve(dense.recipe.optimizer.config, bucket_mb=25.0)
-    recipe = attrs.evolve(dense.recipe, optimizer=attrs.evolve(dense.recipe.optimizer, config=config))
-    layout, problems = find_problems(recipe, dense.registry)
-    assert not problems
-    with pytest.raises(NotComposable, match="smaller than a bucket"):
-        Composer(dense.registry, find_hardware("h100")).estimate(recipe, layout)
-
-
-@pytest.mark.full
-def test_optimizer_state_on_the_host_is_on_no_device(dense):
-    config = attrs.evolve(dense.recipe.optimizer.config, offload=True)
-    offloads = attrs.evolve(dense.recipe.optimizer, config=config)
-    found = attrs.evolve(dense, recipe=attrs.evolve(dense.recipe, optimizer=offloads))
-    assert_as_planned_whole(found, "h100", [{}], SMALL)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"pp": 8, "tp": 1},
-        {"pp": 1, "schedule": "accumulate"},
-        {"microbatch": 2, "recompute": "selective"},
-        {"recompute": "selective", "stage": 2},
-        {"recompute": "full", "schedule": "interleaved_1f1b"},
-    ],
-    ids=str,
-)
-def test_blocks_of_a_small_model(dense, change):
-    assert_as_planned_whole(dense, "h100", [change], SMALL)
-
-
-@pytest.mark.full
-def test_blocks_of_v3():
-    changes = [
-        {"schedule": "1f1b"},
-        {"pp": 8, "tp": 4, "schedule": "1f1b"},
-        {"tp": 2, "recompute": "selective", "schedule": "1f1b"},
-        {"recompute": None, "schedule": "1f1b"},
-        {"schedule": "dualpipe_v"},
-        {"schedule": "interleaved_1f1b", "stage": 2, "microbatch": 2},
-    ]
-    found = resolve_recipe("deepseek_v3_671b")
-    assert_as_planned_whole(found, "h800", changes)
-    # On the last rank a gradient of MTP's experts waits for a bucket that it shares with the layer before.
-    zero2 = {"pp": 8, "tp": 2, "ep": 32, "stage": 2, "schedule": "1f1b"}
-    assert_as_planned_whole(found, "h800", [zero2], 0.02)
-
-
-@pytest.mark.full
-def test_blocks_of_v3_under_dualpipe_v_at_other_degrees():
-    """The first rank holds embedding and head, which share a parameter; on the last two stages end apart."""
-    changes = [
-        {"pp": 8, "tp": 2, "ep": 32},
-        {"pp": 8, "tp": 2, "ep": 32, "stage": 2},
-        {"stage": 2},
-    ]
-    assert_as_planned_whole(resolve_recipe("deepseek_v3_671b"), "h800", changes)
-
-
-def test_a_model_of_too_few_layers_is_planned_whole():
-    assert choose(Costs.alike(3)).pair == 0
-    with pytest.raises(NotComposable, match="2 layers are too few"):
-        choose(Costs.alike(2))
-    # Of each kind there must be one beside the pair.
-    pieces = choose(Costs(layers=(1.0, 2.0, 2.0, 2.0)))
-    assert (pieces.singles, pieces.pair) == ((0, 3), 1)
 
 
 @pytest.mark.full

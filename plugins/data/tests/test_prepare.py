@@ -9,81 +9,26 @@ import signal
 import subprocess
 import sys
 import time
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import zstandard
 from corpora import prepared, texts
 from nanotrain_data import inspect, prepare, readers, sources
 from nanotrain_data import unit_writer as module
 from nanotrain_data.manifest import read_manifest
 from nanotrain_data.sources import units_of
 from nanotrain_data.verify import damage
+from source_forms import TEXTS, corpus, documents_of, lines_of
 
 from nanotrain_core.api import DataError
 from nanotrain_core.cli import main
 
-TEXTS = texts(300)
-
-
-def documents_of(folder):
-    """Return each document as text, read with numpy alone; bytes are tokens, and 0 ends a document."""
-    found = []
-    manifest = json.loads((folder / "manifest.json").read_text())
-    for shard in manifest["shards"]:
-        tokens = np.fromfile(folder / f"{shard['name']}.tokens", manifest["dtype"])
-        offsets = np.fromfile(folder / f"{shard['name']}.offsets", np.int64)
-        assert offsets[0] == 0
-        assert offsets[-1] == len(tokens) == shard["tokens"]
-        for begin, end in pairwise(offsets):
-            assert tokens[end - 1] == 0
-            found.append(tokens[begin : end - 1].tobytes().decode())
-    return found
-
 
 def files_of(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != ".lock"}
-
-
-def lines_of(some, field="text"):
-    return "".join(json.dumps({"id": n, field: text}) + "\n" for n, text in enumerate(some))
-
-
-def arrow(folder, some, field="text"):
-    """Write what ``save_to_disk`` of Hugging Face datasets does: a stream of batches for each file."""
-    folder.mkdir()
-    names = [f"data-0000{n}-of-00002.arrow" for n in range(2)]
-    for name, part in zip(names, (some[:100], some[100:]), strict=True):
-        table = pa.table({field: part, "id": range(len(part))})
-        with pa.OSFile(str(folder / name), "wb") as file, pa.ipc.new_stream(file, table.schema) as stream:
-            stream.write_table(table, max_chunksize=64)
-    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names]}))
-    (folder / "dataset_info.json").write_text("{}")
-
-
-def corpus(folder, form):
-    """Write :data:`TEXTS` in a form, and return what is to be read."""
-    folder.mkdir()
-    path = folder / f"corpus.{form}"
-    lines = lines_of(TEXTS).encode()
-    if form == "txt":
-        for number, text in enumerate(TEXTS):
-            (folder / f"{number:03d}.txt").write_text(text, newline="")
-        return folder
-    if form == "datasets":
-        arrow(path, TEXTS)
-    elif form == "parquet":
-        pq.write_table(pa.table({"id": range(len(TEXTS)), "text": TEXTS}), path, row_group_size=50)
-    elif form == "jsonl.zst":  # frames of any length, as parallel compressors write them
-        compress = zstandard.ZstdCompressor().compress
-        path.write_bytes(b"".join(compress(lines[at : at + 7000]) for at in range(0, len(lines), 7000)))
-    else:
-        path.write_bytes(gzip.compress(lines) if form == "jsonl.gz" else lines)
-    return path
 
 
 FORMS = ["txt", "jsonl", "jsonl.gz", "jsonl.zst", "parquet", "datasets"]
@@ -319,62 +264,6 @@ COMMAND = [
 ]
 
 
-# --- what cannot be read --------------------------------------------------------------------------
-
-
-def refusal(tmp_path, source, **options):
-    with pytest.raises(DataError) as caught:
-        prepared(tmp_path / "out", source, **options)
-    assert not (tmp_path / "out" / "manifest.json").exists()
-    return str(caught.value)
-
-
-def test_a_line_that_is_wrong_is_named_in_whichever_part_it_is(tmp_path):
-    path = tmp_path / "bad.jsonl"
-    good = lines_of(TEXTS[:40])
-    for bad, text in (
-        ("{", "no JSON"),
-        ('["a"]', "expected a JSON object"),
-        ('{"txet": "a"}', "no field 'text' (did you mean 'txet'?); it has txet; --field names another"),
-        ('{"text": 1}', "field 'text' is of type int; expected a string"),
-        ('{"text": ["a"]}', "field 'text' is of type list; expected a string"),
-    ):
-        path.write_text(good + bad + "\n" + good)
-        for unit in (10**6, 700, 300):
-            found = refusal(tmp_path, path, unit_bytes=unit)
-            assert f"{path}:41: " in found
-            assert text in found
-
-
-def test_text_that_is_not_utf8_is_refused_wherever_its_file_is_cut(tmp_path):
-    path = tmp_path / "latin.txt"
-    path.write_bytes(b"a line\n" * 100 + "caf\u00e9\n".encode("latin-1") + b"a line\n" * 100)
-    for unit in (10**6, 300):
-        assert f"{path}: no UTF-8 at byte 703; expected a text" in refusal(tmp_path, path, unit_bytes=unit)
-
-
-def test_files_that_end_too_early_are_refused(tmp_path):
-    lines = lines_of(TEXTS).encode()
-    for name, content in (
-        ("cut.jsonl.gz", gzip.compress(lines)[:-20]),
-        ("cut.jsonl.zst", zstandard.ZstdCompressor().compress(lines)[:-20]),
-        ("none.jsonl.gz", lines),
-        ("none.jsonl.zst", lines),
-    ):
-        (tmp_path / name).write_bytes(content)
-        assert f"{tmp_path / name} is damaged" in refusal(tmp_path, tmp_path / name)
-    (tmp_path / "bad.parquet").write_bytes(lines)
-    assert f"cannot read {tmp_path / 'bad.parquet'}" in refusal(tmp_path, tmp_path / "bad.parquet")
-
-
-def test_columns_are_named(tmp_path):
-    path = tmp_path / "a.parquet"
-    pq.write_table(pa.table({"content": ["a", "b"], "id": [1, 2]}), path)
-    assert "no column 'text'" in refusal(tmp_path, path)
-    assert "it has content, id; --field names another" in refusal(tmp_path, path)
-    assert f"{path}, row 0: column 'id' is of type int" in refusal(tmp_path, path, field="id")
-
-
 @pytest.mark.parametrize("name", ["a.parquet", "a.jsonl"])
 def test_rows_without_a_text_are_left_out_as_empty_ones_are_and_counted(tmp_path, name, capsys):
     path, texts = tmp_path / name, ["a", None, "", "b"]
@@ -389,44 +278,3 @@ def test_rows_without_a_text_are_left_out_as_empty_ones_are_and_counted(tmp_path
     manifest = read_manifest(tmp_path / "out")
     assert (manifest.documents, manifest.left_out) == (2, 2)
     assert f"left out   {left_out}" in inspect.lines(inspect.summary(tmp_path / "out", manifest))
-
-
-def test_sources_that_are_none_are_refused(tmp_path):
-    (tmp_path / "corpus").mkdir()
-    assert "(did you mean 'corpus'?)" in refusal(tmp_path, tmp_path / "corpsu")
-    (tmp_path / "corpus" / "a.html").write_text("a")
-    found = refusal(tmp_path, tmp_path / "corpus")
-    assert "it has .html (1); --suffixes names others that are text" in found
-    assert "'--suffixes .html' reads it as text" in refusal(tmp_path, tmp_path / "corpus" / "a.html")
-    (tmp_path / "corpus" / "b.txt").write_text("")
-    assert "there is no text in" in refusal(tmp_path, tmp_path / "corpus")
-
-
-def test_what_cannot_be_written_is_told(tmp_path, monkeypatch):
-    source = corpus(tmp_path / "in", "jsonl")
-    (tmp_path / "out").write_text("a file")
-    assert f"cannot write to {tmp_path / 'out'}: File exists" in refusal(tmp_path, source)
-    (tmp_path / "out").unlink()
-
-    def full(*args, **options):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(module, "write_shard", full)
-    assert "No space left on device; given again, the command goes on" in refusal(tmp_path, source)
-
-
-def test_of_several_splits_one_is_to_be_named(tmp_path):
-    folder = tmp_path / "dataset"
-    folder.mkdir()
-    arrow(folder / "train", TEXTS)
-    (folder / "dataset_dict.json").write_text(json.dumps({"splits": ["train", "test"]}))
-    found = refusal(tmp_path, folder)
-    assert f"name one of them: {folder / 'train'} or {folder / 'test'}" in found
-    prepared(tmp_path / "out", folder / "train")
-    assert documents_of(tmp_path / "out") == TEXTS
-
-
-def test_a_worker_that_is_wrong_is_told_as_one_process_would(tmp_path):
-    path = tmp_path / "bad.jsonl"
-    path.write_text(lines_of(TEXTS) + "{\n")
-    assert f"{path}:301: no JSON" in refusal(tmp_path, path, unit_bytes=5000, workers=2)

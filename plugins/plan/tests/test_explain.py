@@ -1,55 +1,24 @@
 """``nanotrain explain`` on recipes of the core: numbers are those of objects, sentences have sources."""
 
-import argparse
-import json
-import os
 import re
-import shlex
 from operator import attrgetter
 from pathlib import Path
 
 import attrs
 import pytest
+from explained import PHASES, TINY, explained, value
 from nanotrain_plan.dry.origin import Origin
-from nanotrain_plan.dry.real import real_recipe, record_step
-from nanotrain_plan.explain import trace
 from nanotrain_plan.explain.purposes import PURPOSES, purpose, quoted
-from nanotrain_plan.rendering.file import check_page, write_page
 from nanotrain_plan.rendering.parts import Section, Table, say
 from nanotrain_plan.rendering.terminal import plain_console, show
 
-from nanotrain_core.api import HostMemory, NanotrainError
 from nanotrain_core.cli import main
 from nanotrain_core.layout import gradients
 from nanotrain_core.models import cross_entropy
 from nanotrain_core.moe import routing
 from nanotrain_core.optim import grad_norm
 from nanotrain_core.pipeline import p2p
-from nanotrain_core.recipe.load import resolve_recipe
 from nanotrain_core.run import global_metrics
-from nanotrain_core.testing import run_ranks
-
-TINY = """
-[run]
-name = "tiny"
-steps = 10
-ranks = 2
-[batch]
-sequences = 8
-microbatch = 2
-length = 16
-[model]
-use = "transformer"
-layers = 3
-width = 32
-heads = 4
-vocab = 64
-[[parallel]]
-use = "recompute"
-[data]
-use = "synthetic"
-vocab = 64
-"""
 
 #: Elements of the model: embedding and head, and of each layer attention, SwiGLU and two norms; a last norm.
 ELEMENTS = 2 * 64 * 32 + 3 * (4 * 32 * 32 + 3 * 32 * 128 + 2 * 32) + 32
@@ -60,17 +29,6 @@ def recipe(tmp_path):
     path = tmp_path / "tiny.toml"
     path.write_text(TINY)
     return str(path)
-
-
-def explained(capsys, *words):
-    code = main(["explain", *words, "--json"])
-    told = json.loads(capsys.readouterr().out)
-    return code, {section["title"]: section for section in told["sections"]}, told
-
-
-def value(section, name):
-    """Return the first value of that name in the sentences of a section."""
-    return next(each["values"][name] for each in section["statements"] if name in each["values"])
 
 
 def test_numbers_are_those_of_arithmetic(recipe, capsys):
@@ -219,126 +177,6 @@ def test_a_pipe_gets_all_rows_and_no_word_is_markup(capsys):
     assert {"[title]", "[key]", *(row[0] for row in rows)} <= set(lines)
 
 
-def test_a_trace_is_as_predicted(recipe, capsys):
-    code, told, whole = explained(capsys, recipe, "--trace", "--set", "model.layers=1")
-    assert code == 0
-    assert whole["trace"]["same"]
-    assert all(each["sources"] for each in told["What really happened"]["statements"])
-    real = whole["trace"]["ranks"][0]["real"]
-    rows = told["Communication"]["tables"][0]["rows"]
-    assert sum(row[4] for row in rows) == len(real)
-    assert sum(row[5] for row in rows) == sum(each["bytes"] for each in real)
-    assert {tuple(row[3]) for row in rows} == {tuple(each["ranks"]) for each in real}
-
-
-def _told_by_ranks(recipe):
-    found, told = resolve_recipe(recipe), []
-    record_step(real_recipe(found.recipe, found.registry), found.registry, told.append)
-    return told
-
-
-@pytest.mark.full
-def test_a_trace_tells_what_it_does_meanwhile(recipe, capsys):
-    """Its ranks are forked from a server, which has another stderr than a test."""
-    assert main(["explain", recipe, "--trace", "--set", "model.layers=1"]) == 0
-    err = capsys.readouterr().err
-    assert re.findall(r"nanotrain: +\d+ s: (.*)", err) == [
-        "explaining the recipe from a dry step",
-        "predicting a step of 2 ranks",
-        "starting 2 processes, which import torch and meet",
-        "comparing the collectives of all ranks",
-    ]
-    assert run_ranks(_told_by_ranks, 2, recipe) == [["step 1 of 2", "step 2 of 2"]] * 2
-
-
-def smaller(capsys, *words):
-    """Return the overrides that are suggested in place of a recipe that is too large for a trace."""
-    assert main(["explain", *words, "--trace"]) == 2
-    advice = capsys.readouterr().err.splitlines()[-1]
-    changes = [change.split("=", 1) for change in shlex.split(advice.partition(" --trace ")[2])[1::2]]
-    assert len(dict(changes)) == len(changes), "an option twice"
-    return dict(changes)
-
-
-def test_of_too_many_ranks_the_fewest_with_all_axes_are_suggested(recipe, capsys):
-    many = ["--set", "run.ranks=64", "--set", "batch.sequences=64"]
-    assert smaller(capsys, recipe, *many) == {"batch.sequences": "8", "run.ranks": "2"}
-    sharded = ["--set", "topology.tp=4", "--set", 'parallel=[{use="tp"}, {use="ddp"}]']
-    found = smaller(capsys, recipe, *many, *sharded)
-    assert (found["run.ranks"], found["topology.tp"]) == ("4", "2")
-
-
-def test_what_is_suggested_takes_seconds(recipe, capsys):
-    """Fewer kinds of tokens, shorter sequences; steps only where phases alone said how many."""
-    large = ["--set", "model.vocab=50000", "--set", "data.vocab=50000", "--set", "batch.length=4096"]
-    found = smaller(capsys, recipe, *large, "--set", "run.ranks=64", "--set", "batch.sequences=64")
-    assert {key: found[key] for key in ("model.vocab", "data.vocab", "batch.length")} == {
-        "model.vocab": "1024",
-        "data.vocab": "1024",
-        "batch.length": "64",
-    }
-    assert "run.steps" not in found
-
-
-def test_a_trace_that_differs_says_where_and_ends_with_2(recipe, capsys, monkeypatch):
-    predict = trace.predict
-
-    def one_less(*args):
-        found = predict(*args)
-        del found[1].collectives[0]
-        return found
-
-    monkeypatch.setattr(trace, "predict", one_less)
-    code, told, whole = explained(capsys, recipe, "--trace", "--set", "model.layers=1")
-    assert code == 2
-    assert not whole["trace"]["same"]
-    assert [each["first_difference"] for each in whole["trace"]["ranks"]] == [None, 0]
-    texts = [each["text"] for each in told["What really happened"]["statements"]]
-    assert any(text.startswith("Rank 1: number 1 differs") for text in texts)
-
-
-@pytest.mark.full
-def test_what_is_too_large_to_trace_is_told_a_smaller_recipe(recipe, capsys, monkeypatch):
-    assert main(["explain", recipe, "--trace", "--nproc", "64", "--set", "batch.sequences=64"]) == 2
-    err = capsys.readouterr().err
-    assert "64 ranks are too many for one machine; at most 16" in err
-    monkeypatch.setattr("nanotrain_plan.explain.shrink.host_memory", lambda: HostMemory(1_000_000))
-    assert main(["explain", recipe, "--trace"]) == 2
-    problem, advice = (line for line in capsys.readouterr().err.splitlines() if "--trace" in line)
-    assert "training takes some" in problem
-    words = shlex.split(advice.partition("nanotrain explain ")[2])
-    code, _, whole = explained(capsys, *words)
-    assert code == 0
-    assert whole["trace"]["same"]
-
-
-@pytest.mark.parametrize("bytes_of_memory", [pytest.param(None, marks=pytest.mark.full), 1_000_000])
-def test_a_trace_without_the_recipes_data_is_told_one_on_synthetic_data(
-    bytes_of_memory, tmp_path, capsys, monkeypatch
-):
-    path = tmp_path / "text.toml"
-    data = '[data]\nuse = "text"\npaths = ["corpus"]\n'
-    path.write_text(TINY.partition("[data]")[0].replace("vocab = 64", "vocab = 256") + data)
-    if bytes_of_memory:
-        monkeypatch.setattr("nanotrain_plan.explain.shrink.host_memory", lambda: HostMemory(bytes_of_memory))
-    assert main(["explain", str(path), "--trace"]) == 2
-    problem, advice = (line for line in capsys.readouterr().err.splitlines() if "--trace" in line)
-    told = "training takes some" if bytes_of_memory else f"data path {tmp_path / 'corpus'} does not exist"
-    assert told in problem
-    code, _, whole = explained(capsys, *shlex.split(advice.partition("nanotrain explain ")[2]))
-    assert code == 0
-    assert whole["trace"]["same"]
-
-
-PHASES = """
-[[phase]]
-until_tokens = 10_000_000
-batch.sequences = { start = 8, end = 60_000 }
-[[phase]]
-until_tokens = 20_000_000
-"""
-
-
 @pytest.mark.full
 def test_a_step_is_that_of_the_largest_batch_of_the_phases(tmp_path, capsys):
     path = tmp_path / "phases.toml"
@@ -348,72 +186,6 @@ def test_a_step_is_that_of_the_largest_batch_of_the_phases(tmp_path, capsys):
     assert whole["trace"]["same"]
     assert value(told["The batch"], "sequences") == 16
     assert value(told["The batch"], "phases") == 2
-
-
-@pytest.mark.full  # the test above has phases, too
-def test_a_smaller_recipe_has_no_phases_that_set_another_batch(tmp_path, capsys):
-    path = tmp_path / "phases.toml"
-    path.write_text(TINY.replace("steps = 10\n", "").replace("width = 32", "width = 512") + PHASES)
-    assert main(["explain", str(path), "--trace"]) == 2
-    problem, advice = (line for line in capsys.readouterr().err.splitlines() if "--trace" in line)
-    assert "two steps of 60,000 sequences take some" in problem
-    words = shlex.split(advice.partition("nanotrain explain ")[2])
-    code, told, whole = explained(capsys, *words)
-    assert code == 0
-    assert whole["trace"]["same"]
-    assert value(told["The batch"], "sequences") == 8
-    assert "run.steps=2" in words  # the file has none
-
-
-@pytest.mark.parametrize("command", ["explain", "plan", "inspect"])
-def test_no_page_takes_the_place_of_the_recipe(command, recipe, capsys):
-    if command == "inspect":
-        pytest.importorskip("nanotrain_inspect")
-    assert main([command, recipe, "--html", recipe]) == 2
-    told = f"nanotrain: --html {recipe}: this is the recipe, which would be lost\n"
-    assert capsys.readouterr().err == told
-    assert Path(recipe).read_text() == TINY
-
-
-@pytest.mark.parametrize("command", ["explain", "plan", "inspect"])
-def test_no_page_takes_the_place_of_a_pipe(command, recipe, tmp_path, capsys):
-    if command == "inspect":
-        pytest.importorskip("nanotrain_inspect")
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    assert main([command, recipe, "--html", str(pipe)]) == 2
-    told = f"nanotrain: --html {pipe}: expected a file, this is a device, pipe or socket\n"
-    assert capsys.readouterr().err == told
-    assert pipe.is_fifo()
-
-
-def test_a_page_is_written_through_a_symbolic_link(tmp_path):
-    (tmp_path / "there").mkdir()
-    target, link = tmp_path / "there" / "page.html", tmp_path / "page.html"
-    target.write_text("old")
-    link.symlink_to("there/page.html")
-    args = argparse.Namespace(html=str(link), recipe="laptop")
-    check_page(args)
-    write_page(args, "new")
-    assert link.is_symlink()
-    assert target.read_text() == "new"
-
-
-def test_a_page_behind_a_link_into_a_missing_folder_is_refused(tmp_path):
-    link = tmp_path / "page.html"
-    link.symlink_to("none/page.html")
-    with pytest.raises(NanotrainError, match=r"there is no folder .*none"):
-        check_page(argparse.Namespace(html=str(link), recipe="laptop"))
-
-
-@pytest.mark.parametrize("command", ["explain", "plan", "inspect"])
-def test_a_page_in_a_missing_folder_is_refused_at_once(command, recipe, tmp_path, capsys):
-    if command == "inspect":
-        pytest.importorskip("nanotrain_inspect")  # this plugin only extends that command
-    assert main([command, recipe, "--html", str(tmp_path / "none" / "x.html")]) == 2
-    assert capsys.readouterr().err.splitlines() == [
-        f"nanotrain: --html {tmp_path / 'none' / 'x.html'}: there is no folder {tmp_path / 'none'}"
-    ]
 
 
 @pytest.mark.parametrize(
