@@ -283,5 +283,50 @@ def test_gradients_that_a_wrapper_shards_need_not_fit(dense):
     held = 2 * plan.parameters.total / 2  # bfloat16, of two tp ranks
     memory = (1.5 * held) / 1e9 + plan.hardware.reserved_gb
     plan = attrs.evolve(plan, hardware=attrs.evolve(plan.hardware, memory_gb=memory))
-    assert _possible(plan, recipe, 1, Counter())
-    assert not _possible(plan, attrs.evolve(recipe, parallel=dense.recipe.parallel), 1, Counter())
+    assert _possible(plan, recipe, 1, dense.registry, Counter())
+    whole = attrs.evolve(recipe, parallel=dense.recipe.parallel)
+    assert not _possible(plan, whole, 1, dense.registry, Counter())
+
+
+@pytest.fixture
+def sharded(dense):
+    """The same with ``fsdp2``, on 8 data-parallel ranks."""
+    recipe = changed(dense, pp=1, schedule="accumulate")
+    recipe = with_component(recipe, dense.registry, "optimizer", "adamw")
+    wrapper = Selection("parallel", "fsdp2", dense.registry.get("parallel", "fsdp2").config())
+    recipe = attrs.evolve(recipe, parallel=(*recipe.parallel, wrapper))
+    return attrs.evolve(dense, recipe=recipe)
+
+
+def test_weights_in_shards_need_not_fit_whole(sharded):
+    """An eighth of them does, and a half with ``dp_shard``."""
+    registry = sharded.registry
+    plan = try_plan(sharded.recipe, registry, find_hardware("h100"))
+    whole = (2 + 4) * plan.parameters.total / 2  # bfloat16, gradients in float32, of two tp ranks
+    memory = 0.3 * whole / 1e9 + plan.hardware.reserved_gb
+    plan = attrs.evolve(plan, hardware=attrs.evolve(plan.hardware, memory_gb=memory))
+    for shard, fits in ((None, True), (4, True), (2, False)):
+        recipe = with_degree(sharded.recipe, registry, "dp_shard", shard)
+        assert _possible(plan, recipe, 1, registry, Counter()) is fits
+    assert not _possible(plan, with_zero(sharded.recipe, registry, 1), 1, registry, Counter())
+
+
+def test_groups_that_share_weights_are_varied_where_a_wrapper_has_them(dense, sharded):
+    """Of 8 ranks, 2 or 4; and all of them, which is without ``dp_shard``, and what ZeRO needs."""
+
+    def compared(found):
+        plan = try_plan(found.recipe, found.registry, find_hardware("h100"))
+        refused = Counter()
+        grid = [each.recipe for each in families(plan, found.registry, refused)]
+        assert grid[0] == found.recipe
+        return {
+            (each.topology.config.dp_shard, each.optimizer.use)
+            for each in grid
+            if each.topology.config.tp == 2 and not find_problems(each, found.registry)[1]
+        }
+
+    assert compared(dense) == {(None, "zero12")}
+    everything = {(None, "adamw"), (2, "adamw"), (4, "adamw"), (None, "zero12")}
+    assert compared(sharded) == everything
+    hybrid = with_degree(sharded.recipe, sharded.registry, "dp_shard", 2)
+    assert compared(attrs.evolve(sharded, recipe=hybrid)) == everything

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 from math import log2
 
 import attrs
@@ -12,6 +13,7 @@ from nanotrain_core.api import Recipe, Registry
 from nanotrain_plan.advice import (
     find,
     with_component,
+    with_config,
     with_degree,
     with_microbatch,
     with_recompute,
@@ -48,7 +50,9 @@ def families(plan: Plan, registry: Registry, refused: Counter[str]) -> list[Fami
     found: list[tuple[float, int, Family]] = []
     for number, (change, distance) in enumerate(_changes(plan, registry)):
         other = change(recipe)
-        pipelines = tuple(pp for pp in _pipelines(plan, registry) if _possible(plan, other, pp, refused))
+        pipelines = tuple(
+            pp for pp in _pipelines(plan, registry) if _possible(plan, other, pp, registry, refused)
+        )
         if pipelines:
             found.append((distance, number, Family(other, pipelines)))
     return [family for *_, family in sorted(found, key=lambda each: each[:2])]
@@ -58,16 +62,23 @@ def _changes(plan: Plan, registry: Registry) -> Iterator[tuple[Callable[[Recipe]
     """Yield every choice but pipeline, recomputation and schedule, with how far it is from the recipe's."""
     recipe = plan.recipe
     own = {dim: _degree(recipe, dim) for dim in ("tp", "ep", "cp")}
-    for tp in _degrees(plan, registry, "tp", plan.hardware.devices_per_node):
-        for ep in _degrees(plan, registry, "ep", getattr(recipe.model.config, "experts", 1) or 1):
-            for cp in _degrees(plan, registry, "cp", plan.hardware.devices_per_node):
-                for size in _microbatches(recipe):
-                    for stage in _zero_stages(recipe, registry):
-                        degrees = {"tp": tp, "ep": ep, "cp": cp}
-                        away = sum(abs(log2(n / own[dim])) for dim, n in degrees.items())
-                        away += abs(log2(size / recipe.batch.microbatch))
-                        away += float(stage is not None and stage != _zero_stage(recipe))
-                        yield _Change(registry, degrees, size, stage), away
+    choices = product(
+        _degrees(plan, registry, "tp", plan.hardware.devices_per_node),
+        _degrees(plan, registry, "ep", getattr(recipe.model.config, "experts", 1) or 1),
+        _degrees(plan, registry, "cp", plan.hardware.devices_per_node),
+        _microbatches(recipe),
+        _zero_stages(recipe, registry),
+        _shards(plan, registry),
+    )
+    for tp, ep, cp, size, stage, shard in choices:
+        if shard is not None and stage is not None:  # ZeRO in place of the wrapper that shards weights
+            continue
+        degrees = {"tp": tp, "ep": ep, "cp": cp}
+        away = sum(abs(log2(n / own[dim])) for dim, n in degrees.items())
+        away += abs(log2(size / recipe.batch.microbatch))
+        away += float(stage is not None and stage != _zero_stage(recipe))
+        away += abs(log2((shard or plan.stages.data_ranks) / (_shard(recipe) or plan.stages.data_ranks)))
+        yield _Change(registry, degrees, size, stage, shard), away
 
 
 def _microbatches(recipe: Recipe) -> list[int]:
@@ -84,6 +95,7 @@ class _Change:
     degrees: dict[str, int]
     microbatch: int
     stage: int | None
+    shard: int | None
 
     def __call__(self, recipe: Recipe) -> Recipe:
         """Return the recipe with these choices."""
@@ -94,11 +106,32 @@ class _Change:
             recipe = with_microbatch(recipe, self.microbatch)
         if self.stage is not None and self.stage != _zero_stage(recipe):
             recipe = with_zero(recipe, self.registry, self.stage)
+        if self.shard != _shard(recipe):
+            recipe = with_config(recipe, "topology", dp_shard=self.shard)
         return recipe
 
 
 def _degree(recipe: Recipe, dim: str) -> int:
     return int(getattr(recipe.topology.config, dim, 1) or 1)
+
+
+def _shard(recipe: Recipe) -> int | None:
+    """Return how many data-parallel ranks have a copy of the weights in shards; None: all, or each one."""
+    return getattr(recipe.topology.config, "dp_shard", None)
+
+
+def _shards(plan: Plan, registry: Registry) -> Sequence[int | None]:
+    """Return sizes to compare of the groups whose ranks have a copy of the weights in shards; None: all."""
+    own = _shard(plan.recipe)
+    if not _shards_weights(plan.recipe, registry) or not hasattr(plan.recipe.topology.config, "dp_shard"):
+        return [own]
+    found = {2**n for n in range(1, 20) if 2**n < plan.ranks} | ({own} if own else set())
+    return [None, *sorted(found)]
+
+
+def _shards_weights(recipe: Recipe, registry: Registry) -> bool:
+    """Return whether data-parallel ranks have weights in shards, by a wrapper of the recipe."""
+    return any("dp_shard" in registry.get("parallel", each.use).mesh_dims for each in recipe.parallel)
 
 
 def _zero_stage(recipe: Recipe) -> int | None:
@@ -144,19 +177,25 @@ def _schedules(registry: Registry) -> list[str]:
     return [use for use in SCHEDULES if use in registry.names("schedule")]
 
 
-def _possible(plan: Plan, recipe: Recipe, pp: int, refused: Counter[str]) -> bool:
+def _possible(plan: Plan, recipe: Recipe, pp: int, registry: Registry, refused: Counter[str]) -> bool:
     """Return whether degrees divide the ranks, every rank has a sequence, and weights alone fit."""
     tp, cp, ep = (_degree(recipe, dim) for dim in ("tp", "cp", "ep"))
     etp = _degree(recipe, "etp")
-    if plan.ranks % (pp * tp * cp) or plan.ranks % (pp * ep * etp):
+    dp, shard = plan.ranks // (pp * tp * cp), _shard(recipe)
+    if plan.ranks % (pp * tp * cp) or plan.ranks % (pp * ep * etp) or (shard and dp % shard):
         refused["degrees that do not divide the ranks"] += 1
         return False
-    dp = plan.ranks // (pp * tp * cp)
+    if shard == dp:  # the same as without
+        return False
     if recipe.batch.sequences < dp * recipe.batch.microbatch:
         refused["fewer sequences than one microbatch on each data-parallel rank"] += 1
         return False
     experts = plan.parameters.by_kind["experts"]
-    held = experts / (ep * etp) + (plan.parameters.total - experts) / tp
+    others, split = plan.parameters.total - experts, ep * etp
+    if _shards_weights(recipe, registry):
+        tp *= shard or dp
+        split = tp * cp
+    held = experts / split + others / tp
     kept = 0 if _zero_stage(recipe) == 2 else GRADIENT
     if held / pp * (_weight_bytes(plan) + kept) > plan.hardware.usable:
         refused["weights and gradients alone that do not fit"] += 1
