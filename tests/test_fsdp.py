@@ -327,6 +327,15 @@ def test_the_peak_is_that_of_a_step_of_all_microbatches(topology, wrapper):
     assert peak == pytest.approx(planned(case)[0].peak, rel=0.01)
 
 
+@pytest.mark.parametrize("wrapper", [KEPT, pytest.param(SHARDED, marks=pytest.mark.full)])
+def test_the_peak_of_a_pipeline_is_that_of_all_its_microbatches(wrapper):
+    """Weights that a backward pass frees are there again for the next one, beside activations of others."""
+    case = small({"dp": 2, "pp": 2}, "transformer", "1f1b", [wrapper], {})
+    of_ranks = planned(case)
+    for ranks, (peak, _) in planned_memory(case).items():
+        assert peak == pytest.approx(max(of_ranks[rank].peak for rank in ranks), rel=0.01)
+
+
 def test_no_pass_hides_more_of_its_collectives_than_it_computes():
     """On links beside which computation takes no time, a step takes the time of its collectives."""
     case = small({"dp": 2}, "transformer", "accumulate", [SHARDED], {})

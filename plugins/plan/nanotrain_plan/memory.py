@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate
+from functools import cache, partial
+from itertools import accumulate, pairwise
 
 import attrs
 
 from nanotrain_core.api import Action, Recipe
 from nanotrain_plan.budget import offloads_state
 from nanotrain_plan.dry.phase import Phase, Storage
-from nanotrain_plan.dry.rank import RankStep, Sort
+from nanotrain_plan.dry.rank import RankStep
 from nanotrain_plan.stages import Stages
 
 
@@ -111,7 +112,7 @@ def _on_device(stages: Stages, pp_rank: int) -> RankMemory:
     base = sum(step.state.values()) + buffers
     level, gradients, activations, flying, most = base, 0, 0, 0, 0
     peak, where, timeline = base, "between steps", [("", base)]
-    held = {**step.state, "buffers": buffers}
+    held = {**step.state, "activations": 0, "buffers": buffers, "transient": 0}
 
     def change_of(phase: Phase) -> int:
         return phase.after - phase.before - phase.lasting
@@ -129,13 +130,15 @@ def _on_device(stages: Stages, pp_rank: int) -> RankMemory:
 
     split = {(a.stage, a.microbatch) for a in stages.actions[pp_rank] if a.kind == "W"}
     kept: dict[tuple[int, int], int] = {}
-    measured: dict[Sort, Phase] = {}
+    phase_of = cache(partial(stages.phase_of, pp_rank))
+    gathered = _Gathered.all_of(stages, pp_rank) if step.sharded else {}
     look(step.around["counts"], "token counts")
     for action in stages.actions[pp_rank]:
-        sort = stages.sorts[pp_rank][action]
-        if sort not in measured:
-            measured[sort] = stages.phase(pp_rank, action)
-        phase = measured[sort]
+        phase = phase_of(stages.sorts[pp_rank][action])
+        if gathered:
+            alike, more = gathered[action.stage].before(action, phase)
+            look(alike, str(action))
+            level, activations = level + more, activations + more
         look(phase, str(action))
         change = change_of(phase)
         level += change
@@ -143,8 +146,7 @@ def _on_device(stages: Stages, pp_rank: int) -> RankMemory:
         if action.kind == "F":
             kept[key] = change
             activations += change
-            flying += 1
-            most = max(most, flying)
+            flying, most = flying + 1, max(most, flying + 1)
         elif action.kind == "B" and key in split:
             kept[key] += change
             activations += change
@@ -166,8 +168,6 @@ def _on_device(stages: Stages, pp_rank: int) -> RankMemory:
         level += change_of(phase)
         if name == "sync":
             gradients += change_of(phase)
-    for name in ("activations", "transient"):
-        held.setdefault(name, 0)
     return RankMemory(
         pp_rank=pp_rank,
         held=held,
@@ -177,6 +177,51 @@ def _on_device(stages: Stages, pp_rank: int) -> RankMemory:
         in_flight=most,
         timeline=timeline,
     )
+
+
+@attrs.define
+class _Gathered:
+    """Weights of a stage that a forward pass gathers, and the backward pass after it frees.
+
+    Which passes find them there depends on the order of passes, which in a whole step is another one than in
+    the step that was taken.
+    """
+
+    bytes: int
+    found_by: set[str]
+    """Phases of that step that found them there."""
+    forward: Phase
+    """Its first forward pass, which gathered them."""
+    backward: Phase
+    """Its first backward pass, which found them there."""
+    there: bool = False
+
+    @classmethod
+    def all_of(cls, stages: Stages, pp_rank: int) -> dict[int, _Gathered]:
+        """Return those of a pipeline rank, by stage."""
+        return {stage: cls.of(stages, pp_rank, stage) for stage in stages.stages_of(pp_rank)}
+
+    @classmethod
+    def of(cls, stages: Stages, pp_rank: int, stage: int) -> _Gathered:
+        """Return those of a stage: what the first forward pass keeps for backward, and others do not."""
+        number = f"{stages.as_measured(pp_rank, stage)}."
+        phases = [each for each in stages.step_of(pp_rank).phases if each.name[1:].startswith(number)]
+        pairs = [(before.name[0], after.name) for before, after in pairwise(phases)]
+        forward, *others = [each for each in phases if each.name[0] == "F"]
+        first, other = (
+            sum(kept.bytes for kept in each.kept if kept.freed_in == f"B{each.name[1:]}")
+            for each in (forward, others[0] if others else forward)
+        )
+        backward = next(each for each in phases if each.name[0] == "B")
+        return cls(first - other, {after for before, after in pairs if before == "F"}, forward, backward)
+
+    def before(self, action: Action, phase: Phase) -> tuple[Phase, int]:
+        """Return a pass that finds them as ``action`` does, and the bytes that ``phase`` would have found."""
+        missed = self.bytes * ((phase.name in self.found_by) - self.there)
+        self.there = action.kind == "F"
+        if not missed:
+            return phase, 0
+        return self.forward if self.there else self.backward, missed
 
 
 def _between_steps(step: RankStep) -> dict[str, int]:
