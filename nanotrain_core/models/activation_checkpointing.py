@@ -23,6 +23,7 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import (
     CheckpointPolicy,
+    _CachedTorchDispatchMode,
     _CachingTorchDispatchMode,
     checkpoint,
     create_selective_checkpoint_contexts,
@@ -117,14 +118,15 @@ def recompute(
 
 @contextmanager
 def outside_of_layers() -> Iterator[None]:
-    """Run operators that are not a layer's, though they run in its forward pass: those of an observer.
+    """Run operators that are not a layer's, though they run in its forward pass.
 
-    Selective checkpointing finds the results of a layer by how often each operator was called. A
-    recomputation is not observed, so an observer's calls must be neither stored nor counted.
+    Selective checkpointing finds the results of a layer by how often each operator was called. Calls that its
+    recomputation does not repeat, or makes alone, must be neither stored nor counted: those of an observer,
+    and those whose results are kept for later calls.
     """
     modes = _get_current_dispatch_mode_stack()
-    stores = any(isinstance(mode, _CachingTorchDispatchMode) for mode in modes)
-    with _disable_current_modes() if stores else nullcontext():
+    counts = any(isinstance(mode, _CachingTorchDispatchMode | _CachedTorchDispatchMode) for mode in modes)
+    with _disable_current_modes() if counts else nullcontext():
         yield
 
 

@@ -17,6 +17,7 @@ from nanotrain_cpu.collectives import HostCollectives
 from nanotrain_cpu.shared_memory import SharedBuffers
 from nanotrain_cpu.transport import SharedMemoryTransport
 
+from nanotrain_core.models.activation_checkpointing import recompute
 from nanotrain_core.testing.pool import RankFailure, run_ranks
 from nanotrain_core.watch.hang import Beat, Stuck
 
@@ -130,6 +131,20 @@ def come_too_late():
         except TimeoutError as problem:
             said.append(str(problem))
     return said
+
+
+def test_a_recomputed_layer_may_use_another_buffer_than_before():
+    """Views of the first are kept from an earlier call; those of the second are made in the recomputation."""
+    ours = HostCollectives([torch.zeros(2, collectives.BUFFER, dtype=torch.uint8)], 0, mock.Mock())
+
+    def layer(_, x):
+        return ours.all_gather(x.detach())[0] * x
+
+    x = torch.randn(3, requires_grad=True)
+    ours.all_gather(x.detach())
+    ours.all_gather(torch.zeros(5))
+    recompute(layer, torch.nn.Module(), x, selective=True).sum().backward()
+    assert torch.equal(x.grad, x)
 
 
 def test_after_a_failed_meeting_there_are_no_more():
