@@ -169,8 +169,9 @@ class Component:
     nearest name suggested."""
 
     reads_modules: ModulePatterns | None = None
-    """Yields the modules that a monitor's config names, likewise: ``modules.0``, ``layers.*.attn``. One that
-    matches no module or parameter of the recipe's model is rejected before ranks start, likewise."""
+    """Yields the modules that a monitor's or wrapper's config names, likewise: ``modules.0``,
+    ``layers.*.attn``. One that matches no module or parameter of the recipe's model is rejected before ranks
+    start, likewise."""
 
     hf: str | None = None
     """``"module:attribute"`` of a model's :class:`~nanotrain_core.hf.mapping.HFMapping`: the names of its
@@ -185,6 +186,11 @@ class Component:
     folder, the folder of its checkpoints, or one of them), oldest first, each as a
     :class:`~nanotrain_core.checkpoint.info.CheckpointInfo`; none if there are none of this format.
     For ``nanotrain ckpt``. Must not import torch."""
+
+    added: str | None = None
+    """``"module:attribute"`` of the :class:`~nanotrain_core.contracts.AddedWeights` of a wrapper that adds
+    parameters to a model: how they are merged into the model's, for ``nanotrain convert`` and runs without
+    the wrapper, and how they are written alone."""
 
     survey: str | None = None
     """``"module:attribute"`` of a callable that reports what data a run will find: it takes the component's
@@ -219,7 +225,8 @@ class Component:
         return found  # type: ignore[no-any-return]
 
     def load_optional(
-        self, field: Literal["hf", "weights", "listing", "survey", "conversations", "example_of_text"]
+        self,
+        field: Literal["hf", "weights", "listing", "added", "survey", "conversations", "example_of_text"],
     ) -> Any:
         """Import what that field names; None if the component has none.
 

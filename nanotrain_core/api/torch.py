@@ -7,6 +7,7 @@ from nanotrain_core.batch import IGNORE, Batch, Shard
 from nanotrain_core.checkpoint.simple import SimpleCheckpoint, open_simple_weights
 from nanotrain_core.compose import Run, compose
 from nanotrain_core.contracts import (
+    AddedWeights,
     Block,
     ChangesInRun,
     ChangesLength,
@@ -146,6 +147,7 @@ __all__ = [
     "TORCH",
     "WAYS",
     "AdamW",
+    "AddedWeights",
     "Again",
     "AllReduceGradients",
     "Batch",

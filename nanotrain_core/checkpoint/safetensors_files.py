@@ -149,6 +149,11 @@ def write_shards(folder: Path, entries: Iterable[Entry], limit: int) -> int:
     return count
 
 
+def write_tensors(path: Path, entries: Sequence[Entry]) -> None:
+    """Write ``entries`` into one file."""
+    write_atomically(path, lambda path: _write(path, entries, lambda _: None))
+
+
 def _write(path: Path, shard: Sequence[Entry], advance: Advance) -> None:
     """Write eight bytes for the header's length, the header as JSON, then all tensors without gaps."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}

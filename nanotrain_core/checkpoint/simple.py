@@ -264,7 +264,7 @@ def open_simple_weights(path: Path) -> SavedWeights | None:
             raise CheckpointError(f"{path}: {'; '.join(problems)}")
         if "model" not in meta:
             raise CheckpointError(f"{path} does not say of which model its weights are")
-        return SavedWeights(meta["model"], SimpleWeights(path, file), meta.get("step"))
+        return SavedWeights(meta["model"], SimpleWeights(path, file), meta.get("step"), meta["recipe"])
     except (OSError, SafetensorError, KeyError, ValueError) as problem:
         raise CheckpointError(f"{path} is damaged: {problem}") from None
 

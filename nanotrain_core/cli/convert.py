@@ -23,8 +23,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("out", metavar="OUT", help="a new folder")
     parser.add_argument(
         "--to",
-        choices=["huggingface", "nanotrain"],
-        help="names and config to write; default: nanotrain's for a Hugging Face source, else Hugging Face's",
+        metavar="FORM",
+        help="names and config to write, huggingface or nanotrain; default: nanotrain's for a Hugging Face "
+        "source, else Hugging Face's. Or a form of what a wrapper of the run has added to the model, such as "
+        "peft, of lora's adapters",
     )
     parser.add_argument("--dtype", choices=DTYPES, help="dtype of all weights; default: unchanged")
     parser.add_argument(

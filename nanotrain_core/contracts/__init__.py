@@ -3,10 +3,11 @@
 ``Component.factory`` is called with the component's config and returns one of these. Inherit from
 :class:`Kernels`, :class:`Monitor`, :class:`Optimizer`, :class:`Parallel` and :class:`Precision`: base
 classes, of which a plugin overrides only the methods it needs. The same holds for :class:`MasterWeight`
-and :class:`ErrorFeedback`, which a precision creates, and for :class:`ModelPart`, which a model builds. The
-others are structural protocols.
+and :class:`ErrorFeedback`, which a precision creates, for :class:`ModelPart`, which a model builds, and for
+:class:`AddedWeights` of a wrapper. The others are structural protocols.
 """
 
+from nanotrain_core.contracts.added_weights import AddedWeights
 from nanotrain_core.contracts.checkpoint import Checkpoint, SavedWeights, TrainState, WeightReader
 from nanotrain_core.contracts.data import (
     ChangesLength,
@@ -45,6 +46,7 @@ from nanotrain_core.contracts.update import Computed, PieceGradient, UpdateRepor
 from nanotrain_core.metrics.report import MetricsReport
 
 __all__ = [
+    "AddedWeights",
     "Block",
     "CachesContext",
     "ChangesInRun",

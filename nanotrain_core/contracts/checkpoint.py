@@ -141,3 +141,5 @@ class SavedWeights:
     reader: WeightReader
     step: int | None = None
     """Of the checkpoint."""
+    recipe: str = ""
+    """Of the run that saved them, as its checkpoints have it: its wrappers may have added parameters."""

@@ -29,9 +29,10 @@ class PartOutput:
 
 @attrs.define(frozen=True)
 class Initializer:
-    """How a parameter is initialized. ``normal`` has mean 0 and standard deviation ``value``."""
+    """How a parameter is initialized. ``normal`` has mean 0 and standard deviation ``value``, ``uniform`` is
+    between -``value`` and ``value``."""
 
-    kind: Literal["normal", "constant"]
+    kind: Literal["normal", "uniform", "constant"]
     value: float
 
     def __attrs_post_init__(self) -> None:
@@ -42,13 +43,13 @@ class Initializer:
         """
         number = isinstance(self.value, int | float) and isfinite(self.value)
         if (
-            self.kind not in ("normal", "constant")
+            self.kind not in ("normal", "uniform", "constant")
             or not number
-            or (self.kind == "normal" and self.value < 0)
+            or (self.kind != "constant" and self.value < 0)
         ):
             raise PluginError(
                 f"Initializer({self.kind!r}, {self.value!r}): expected 'normal' with a standard deviation of "
-                "at least 0, or 'constant' with a finite number"
+                "at least 0, 'uniform' with a bound of at least 0, or 'constant' with a finite number"
             )
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 from uuid import uuid4
 
 import attrs
@@ -16,6 +16,7 @@ import torch
 from nanotrain_core.checkpoint.run_state import load_json, read_json
 from nanotrain_core.checkpoint.safetensors_files import Entry, write_shards
 from nanotrain_core.errors import CheckpointError, FolderError
+from nanotrain_core.hf.added_weights import form_of, write_alone
 from nanotrain_core.hf.mapping import HFError, HFMapping
 from nanotrain_core.hf.open_weights import CONFIG, TABLE, Weights, hf_models, on_meta, open_weights
 from nanotrain_core.hf.weights import Atlas, not_finite, whole
@@ -41,7 +42,11 @@ TOKENIZER = (
 #: Advice for a model that transformers does not support.
 OWN_NAMES = "Under its own names it can be written: --to nanotrain"
 
-Form = Literal["huggingface", "nanotrain"]
+#: The names in which all weights of a model are written. A wrapper has a form of what it adds.
+FORMS = ("huggingface", "nanotrain")
+
+#: Writes into a folder; returns how many numbers and how many files of tensors.
+Write = Callable[[Path], tuple[int, int]]
 
 #: The dtype in which each of our parameters is written, by name.
 Dtypes = Mapping[str, torch.dtype]
@@ -52,7 +57,7 @@ class Written:
     """The result of a conversion."""
 
     model: str
-    form: Form
+    form: str
     parameters: int
     files: int
     step: int | None
@@ -64,7 +69,7 @@ def convert(
     target: Path,
     registry: Registry,
     *,
-    form: Form | None = None,
+    form: str | None = None,
     dtype: torch.dtype | None = None,
     shard_bytes: int = 5 * 10**9,
 ) -> Written:
@@ -74,7 +79,8 @@ def convert(
         source: anything that :func:`~nanotrain_core.hf.open_weights.open_weights` supports.
         target: a folder that does not exist, or is empty.
         registry: finds the model's component.
-        form: the naming to write; None: the one that ``source`` does not have.
+        form: one of :data:`FORMS`; None: the one that ``source`` does not have. Or that of a wrapper of the
+            run that saved the weights, for what it has added to the model alone.
         dtype: of every weight; None keeps each one's own. State that a model keeps in its own dtype, such as
             a router's bias, is not converted. Weights beyond its range are refused.
         shard_bytes: maximum size of a file, unless a single tensor is larger.
@@ -90,17 +96,15 @@ def convert(
     if damage:
         raise CheckpointError("; ".join(damage))
     form = form or ("nanotrain" if weights.hf else "huggingface")
-    dtypes = weights.reader.dtypes
-    if dtype:
-        kept = kept_dtypes(on_meta(weights.selection, registry))
-        dtypes = {**dict.fromkeys(weights.reader.shapes, dtype), **kept}
-    entries, name, text = (_theirs if form == "huggingface" else _ours)(weights, registry, dtypes)
-    entries = [attrs.evolve(entry, read=partial(_finite, source, entry)) for entry in entries]
+    write = (
+        _whole(weights, registry, form, dtype, shard_bytes)
+        if form in FORMS
+        else _added(weights, registry, form, dtype)
+    )
     scratch = target.with_name(f".{target.name}.{uuid4().hex}.tmp")
     try:
         scratch.mkdir(parents=True)
-        files = write_shards(scratch, entries, shard_bytes)
-        write_text_atomically(scratch / name, text)
+        parameters, files = write(scratch)
         _copy_tokenizer(source, scratch)
         if weights.hf and not (scratch / GENERATION).exists():
             _write_special_tokens(source, scratch)
@@ -111,8 +115,33 @@ def convert(
         raise FolderError(f"{target} cannot be written: {problem.strerror or problem}") from None
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    parameters = sum(entry.nbytes // entry.dtype.itemsize for entry in entries)
     return Written(weights.selection.use, form, parameters, files, weights.step)
+
+
+def _whole(
+    weights: Weights, registry: Registry, form: str, dtype: torch.dtype | None, shard_bytes: int
+) -> Write:
+    """Return what writes all weights of the model."""
+    dtypes = weights.reader.dtypes
+    if dtype:
+        kept = kept_dtypes(on_meta(weights.selection, registry))
+        dtypes = {**dict.fromkeys(weights.reader.shapes, dtype), **kept}
+    entries, name, text = (_theirs if form == "huggingface" else _ours)(weights, registry, dtypes)
+    entries = [attrs.evolve(entry, read=partial(_finite, weights.path, entry)) for entry in entries]
+
+    def write(folder: Path) -> tuple[int, int]:
+        files = write_shards(folder, entries, shard_bytes)
+        write_text_atomically(folder / name, text)
+        return sum(entry.nbytes // entry.dtype.itemsize for entry in entries), files
+
+    return write
+
+
+def _added(weights: Weights, registry: Registry, form: str, dtype: torch.dtype | None) -> Write:
+    """Return what writes the parameters that a wrapper has added to the model."""
+    addition, reader = form_of(form, weights.added, FORMS), weights.unmerged or weights.reader
+    mappings = hf_mapping(weights, registry).mappings(weights.selection.config)
+    return lambda folder: (write_alone(addition, reader, mappings, folder, dtype), 1)
 
 
 def _finite(source: Path, entry: Entry) -> torch.Tensor:
@@ -140,11 +169,7 @@ def _entries(weights: Weights, dtypes: Dtypes) -> Iterator[Entry]:
 
 def _theirs(weights: Weights, registry: Registry, dtypes: Dtypes) -> tuple[list[Entry], str, str]:
     use, model_config = weights.selection.use, weights.selection.config
-    hf: HFMapping | None = registry.get("model", use).load_optional("hf")
-    if hf is None:
-        known = ", ".join(sorted({name for name, _ in hf_models(registry).values()}))
-        why = f"model '{use}' has no mapping in transformers; models that have: {known}"
-        raise HFError(f"{why}. {OWN_NAMES}")
+    hf = hf_mapping(weights, registry)
     try:
         config: dict[str, Any] = hf.config(model_config)
     except HFError as problem:
@@ -157,6 +182,21 @@ def _theirs(weights: Weights, registry: Registry, dtypes: Dtypes) -> tuple[list[
     largest = max(entries, key=lambda entry: entry.nbytes).dtype
     config["torch_dtype"] = str(largest).removeprefix("torch.")
     return entries, CONFIG, json.dumps(config, indent=2) + "\n"
+
+
+def hf_mapping(weights: Weights, registry: Registry) -> HFMapping:
+    """Return the model's names in transformers.
+
+    Raises:
+        HFError: it has none.
+    """
+    use = weights.selection.use
+    hf: HFMapping | None = registry.get("model", use).load_optional("hf")
+    if hf is None:
+        known = ", ".join(sorted({name for name, _ in hf_models(registry).values()}))
+        why = f"model '{use}' has no mapping in transformers; models that have: {known}"
+        raise HFError(f"{why}. {OWN_NAMES}")
+    return hf
 
 
 def _copy_tokenizer(source: Path, target: Path) -> None:

@@ -25,6 +25,7 @@ from nanotrain_core.checkpoint.safetensors_files import DTYPES, Shards, Tensors
 from nanotrain_core.checkpoint.tensor_boxes import Shape
 from nanotrain_core.contracts import Model, SavedWeights, WeightReader
 from nanotrain_core.errors import CheckpointError, describe, did_you_mean
+from nanotrain_core.hf.added_weights import Addition, additions, merged
 from nanotrain_core.hf.block_scaled import BlockScaled
 from nanotrain_core.hf.mapping import HFError, HFMapping, ParameterMapping, expect
 from nanotrain_core.hf.weights import Atlas, HFWeights, differences, missing_prefix, not_finite
@@ -60,6 +61,10 @@ class Weights:
     """Whether the weights are stored in another library's format."""
     step: int | None = None
     """Of the checkpoint, if they are of one that tells."""
+    added: Sequence[Addition] = ()
+    """What wrappers of the run added to the model, if it was merged into :attr:`reader`."""
+    unmerged: WeightReader | None = None
+    """The weights as they are saved, in that case."""
 
 
 def open_weights(path: Path, registry: Registry, added: Mapping[str, Shape] = NOTHING) -> Weights:
@@ -68,7 +73,8 @@ def open_weights(path: Path, registry: Registry, added: Mapping[str, Shape] = NO
     Args:
         path: of a file or folder.
         registry: the plugins.
-        added: shapes of parameters that a run has beside the model's: the weights may have them too.
+        added: shapes of parameters that a run has beside the model's: the weights may have them too. Other
+            parameters that wrappers of the run that saved them have added are merged.
 
     Raises:
         CheckpointError: there are no weights, or they do not match the model.
@@ -78,7 +84,11 @@ def open_weights(path: Path, registry: Registry, added: Mapping[str, Shape] = NO
         return _open_hf(path, registry)
     saved = _open_ours(path) if (path / TABLE).is_file() else _open_checkpoint(path, registry)
     selection = select(saved.model, registry, path)
-    shapes, found = shapes_of(selection, registry), saved.reader.shapes
+    shapes, reader, beside = shapes_of(selection, registry), saved.reader, []
+    if saved.recipe and reader.shapes.keys() - shapes.keys() - added.keys():
+        beside = additions(saved.recipe, registry, path)
+        reader = merged(reader, beside)
+    found = reader.shapes
     also = {name: shape for name, shape in added.items() if name in found}
     problems = list(differences(found, {**also, **shapes}))
     if problems and found.keys() > shapes.keys():
@@ -87,7 +97,8 @@ def open_weights(path: Path, registry: Registry, added: Mapping[str, Shape] = NO
             "`nanotrain run` under that wrapper; merge it into the model's own for use without the wrapper"
         )
     refuse(path, problems)
-    return Weights(path, selection, saved.reader, hf=False, step=saved.step)
+    unmerged = saved.reader if beside else None
+    return Weights(path, selection, reader, False, saved.step, beside, unmerged)
 
 
 def refuse(path: Path, problems: Sequence[str]) -> None:

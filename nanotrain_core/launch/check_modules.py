@@ -1,6 +1,6 @@
-"""Checks the modules that monitors refer to by name against those of the recipe's model.
+"""Checks the modules that wrappers and monitors name against those of the recipe's model.
 
-The model is built without storage. Imports torch only if a monitor of the recipe names modules.
+The model is built without storage. Imports torch only if a component of the recipe names modules.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from fnmatch import fnmatchcase
 
 from nanotrain_core.errors import Problem, did_you_mean
-from nanotrain_core.recipe.component_functions import patterns_of_monitors
+from nanotrain_core.recipe.component_functions import patterns_in_configs
 from nanotrain_core.recipe.load import Resolution, refuse
 
 
@@ -19,7 +19,7 @@ def check_modules(found: Resolution) -> None:
         RecipeError: with one line for each, and the nearest name.
         PluginError: a component's ``reads_modules`` is wrong.
     """
-    asked = list(patterns_of_monitors(found.recipe, found.registry, "reads_modules"))
+    asked = list(patterns_in_configs(found.recipe, found.registry, "reads_modules"))
     if any(pattern != "*" for _, pattern in asked):
         from nanotrain_core.hf.open_weights import shapes_of
 
@@ -31,7 +31,19 @@ def _unknown(asked: list[tuple[str, str]], parameters: list[str]) -> list[Proble
     split = [name.split(".") for name in parameters]
     known = [*dict.fromkeys(".".join(words[:n]) for words in split for n in range(1, len(words) + 1))]
     return [
-        Problem(key, f"the model has no module '{pattern}'{did_you_mean(pattern, known)}")
+        Problem(key, f"the model has no module '{pattern}'{_nearest(pattern, known)}")
         for key, pattern in asked
         if not any(fnmatchcase(name, pattern) for name in known)
     ]
+
+
+def _nearest(pattern: str, known: list[str]) -> str:
+    """Return the nearest name; of a pattern of any module's last name, all last names if none is near."""
+    last = pattern.removeprefix("*.")
+    if last == pattern or "." in last:
+        return did_you_mean(pattern, known)
+    within = (name.rpartition(".")[2] for name in known if "." in name)
+    names = [*dict.fromkeys(name for name in within if not name.isdecimal())]
+    return did_you_mean(f"*.{last}", [f"*.{name}" for name in names], cutoff=0.75) or (
+        f"; modules have the names {', '.join(names)}"
+    )

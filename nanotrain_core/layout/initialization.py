@@ -30,8 +30,9 @@ def initial_block(initializer: Initializer, seed: int, placement: Placement) -> 
     """Draw one rank's block of a parameter, float32, on the CPU."""
     if initializer.kind == "constant":
         return torch.full(placement.shape, initializer.value)
+    draw = _normal if initializer.kind == "normal" else _uniform
     if not placement.global_shape:
-        return _normal((1,), stream_seed(seed, placement.name))[0] * initializer.value
+        return draw((1,), stream_seed(seed, placement.name))[0] * initializer.value
     rows, *rest = placement.global_shape
     per_chunk = max(1, CHUNK // max(1, prod(rest)))
     first, last = placement.offset[0], placement.offset[0] + placement.shape[0]
@@ -39,7 +40,7 @@ def initial_block(initializer: Initializer, seed: int, placement: Placement) -> 
     pieces = []
     for start in range(first - first % per_chunk, last, per_chunk):
         stop = min(start + per_chunk, rows)
-        chunk = _normal((stop - start, *rest), stream_seed(seed, placement.name, start // per_chunk))
+        chunk = draw((stop - start, *rest), stream_seed(seed, placement.name, start // per_chunk))
         pieces.append(chunk[max(first - start, 0) : last - start][columns])
     return torch.cat(pieces) * initializer.value
 
@@ -47,6 +48,11 @@ def initial_block(initializer: Initializer, seed: int, placement: Placement) -> 
 def _normal(shape: tuple[int, ...], seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator, dtype=torch.float32)
+
+
+def _uniform(shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(shape, generator=generator, dtype=torch.float32) * 2 - 1
 
 
 @torch.no_grad()

@@ -234,7 +234,8 @@ class _ChunkedLoss(torch.autograd.Function):
         size = len(weight_VD)
         weight_PD = _pad_rows(weight_VD, missing)
         d_hidden_TD = torch.empty_like(hidden_TD)
-        d_weight_PD = torch.zeros_like(weight_PD, dtype=wide_dtype(weight_VD))
+        trained = ctx.needs_input_grad[1]
+        d_weight_PD = torch.zeros_like(weight_PD, dtype=wide_dtype(weight_VD)) if trained else None
         losses = []
         for rows in slices:
             hidden_CD = hidden_TD[rows]
@@ -243,8 +244,9 @@ class _ChunkedLoss(torch.autograd.Function):
             assert d_logits_CP is not None
             losses.append(chunk)
             d_hidden_TD[rows] = matmul(d_logits_CP, weight_PD)
-            matmul(d_logits_CP.T, hidden_CD, d_weight_PD)
-        ctx.save_for_backward(d_hidden_TD, d_weight_PD[:size])
+            if d_weight_PD is not None:
+                matmul(d_logits_CP.T, hidden_CD, d_weight_PD)
+        ctx.save_for_backward(d_hidden_TD, None if d_weight_PD is None else d_weight_PD[:size])
         return torch.stack(losses).sum()
 
     @staticmethod
@@ -253,7 +255,8 @@ class _ChunkedLoss(torch.autograd.Function):
         # The sum over tokens stays in float32 or wider until divided by their number: float16 would overflow.
         # The weight's gradient is added to others of its dtype; if none is float32, autograd rounds it.
         d_hidden_TD, d_weight_VD = ctx.saved_tensors
-        return _times(d_hidden_TD, d_loss), d_weight_VD * d_loss, *(None,) * 6
+        d_weight_VD = None if d_weight_VD is None else d_weight_VD * d_loss
+        return _times(d_hidden_TD, d_loss), d_weight_VD, *(None,) * 6
 
 
 def _times(d_hidden_TD: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:

@@ -59,18 +59,20 @@ def call_declared(
     return results
 
 
-def patterns_of_monitors(
+def patterns_in_configs(
     recipe: Recipe, registry: Registry, name: Literal["reads_metrics", "reads_modules"]
 ) -> Iterator[tuple[str, str]]:
-    """Yield what the configs of monitors name, each name or pattern after its key in the recipe.
+    """Yield what the configs of wrappers and monitors name, each name or pattern after its recipe key.
 
     Raises:
         PluginError: the function ``name`` of a component is wrong.
     """
-    for number, selection in enumerate(recipe.monitor):
-        reads = getattr(registry.get("monitor", selection.use), name)
+    for number, selection in (*enumerate(recipe.parallel), *enumerate(recipe.monitor)):
+        reads = getattr(registry.get(selection.kind, selection.use), name)
         try:
             for key, pattern in reads(selection.config) if reads is not None else ():
-                yield f"monitor.{number}.{key}", str(pattern)
+                yield f"{selection.kind}.{number}.{key}", str(pattern)
         except Exception as error:
-            raise PluginError(f"monitor '{selection.use}': {name} raised {describe(error)}") from error
+            raise PluginError(
+                f"{selection.kind} '{selection.use}': {name} raised {describe(error)}"
+            ) from error

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from nanotrain_core.errors import Problem, did_you_mean
 from nanotrain_core.metrics.core import CORE
 from nanotrain_core.metrics.declared import may_name
-from nanotrain_core.recipe.component_functions import patterns_of_monitors
+from nanotrain_core.recipe.component_functions import patterns_in_configs
 from nanotrain_core.recipe.tree import Recipe
 from nanotrain_core.registry.registry import Registry
 
@@ -17,7 +17,7 @@ def unknown_metrics(recipe: Recipe, registry: Registry) -> Iterator[Problem]:
     used = {selection.use for selection in recipe.monitor}
     of_recipe = [metric.name for use in sorted(used) for metric in registry.get("monitor", use).metrics]
     declared = [*(metric.name for metric in CORE), *of_recipe]
-    for key, pattern in patterns_of_monitors(recipe, registry, "reads_metrics"):
+    for key, pattern in patterns_in_configs(recipe, registry, "reads_metrics"):
         if not any(may_name(pattern, name) for name in declared):
             text = f"nothing in this recipe publishes the metric '{pattern}'"
             yield Problem(key, text + _advice(pattern, declared, used, registry))

@@ -60,8 +60,9 @@ class Replacement(nn.Module):
 
     def __init__(self, old: nn.Module) -> None:
         super().__init__()
-        self.register_parameter("weight", old.get_parameter("weight"))
-        self.register_parameter("bias", None if old.bias is None else old.get_parameter("bias"))
+        self.register_parameter("bias", None)
+        for name, parameter in old.named_parameters(recurse=False):
+            self.register_parameter(name, parameter)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         bias = None if self.bias is None else self.get_parameter("bias")

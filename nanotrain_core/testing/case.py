@@ -181,7 +181,8 @@ class Case:
         return self.registry().build(Selection(self.kind, self.use, self.settings()))
 
     def alone(self) -> Case:
-        """Return the single-process run that this case must equal: no layout, wrapper or pipeline."""
+        """Return the single-process run that this case must equal: no layout or pipeline, and no wrapper but
+        those that add parameters."""
         return attrs.evolve(self, topology={}, world_size=1, plain=True)
 
     def tables(self, **changes: Any) -> Tables:
@@ -203,8 +204,16 @@ class Case:
         else:
             tables = merge_tables(tables, {self.kind: own})
         if self.plain:
-            tables |= {"topology": TINY["topology"], "schedule": TINY["schedule"], "parallel": []}
+            tables |= {"topology": TINY["topology"], "schedule": TINY["schedule"]}
+            tables["parallel"] = self._adding(tables.get("parallel", []))
         return tables
+
+    def _adding(self, wrappers: list[Tables]) -> list[Tables]:
+        """Return the wrappers that add parameters to the model: one process trains these too."""
+        if not wrappers:
+            return []
+        registry = self.registry()
+        return [table for table in wrappers if registry.get("parallel", table["use"]).added is not None]
 
     def _listed(self, around: list[Tables], own: Tables) -> list[Tables]:
         """Insert the component where ``around`` names it, otherwise after the others."""

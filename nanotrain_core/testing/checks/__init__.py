@@ -94,6 +94,11 @@ def syncs_distributed(case: Case) -> bool:
     return distributed(case) and syncs(case)
 
 
+def trains_the_model(case: Case) -> bool:
+    """For checks with one more parameter of the model: a wrapper with parameters of its own may freeze it."""
+    return case.component().added is None
+
+
 def every_check() -> list[Check]:
     """Return all checks of all kinds, those of every kind first."""
     for module in iter_modules(__path__):

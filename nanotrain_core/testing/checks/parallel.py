@@ -10,7 +10,7 @@ import torch
 from nanotrain_core.recipe import check_combination as resolve_layout
 from nanotrain_core.testing.altered import train_with_extra, train_with_more_roles, train_with_replaced
 from nanotrain_core.testing.case import Case
-from nanotrain_core.testing.checks import check, distributed, syncs_distributed
+from nanotrain_core.testing.checks import check, distributed, syncs_distributed, trains_the_model
 from nanotrain_core.testing.compare import EXACT, assert_numbers, assert_same, whole
 from nanotrain_core.testing.pool import run_ranks
 from nanotrain_core.testing.probe import Trace, placements, train
@@ -177,7 +177,7 @@ def _message(operator: str) -> bool:
     return operator.startswith(("send", "recv"))
 
 
-@check("parallel", since="0.1", variants=("nowhere", "on_one_rank"))
+@check("parallel", since="0.1", applies=trains_the_model, variants=("nowhere", "on_one_rank"))
 @check("optimizer", since="0.2", applies=syncs_distributed, variants=("nowhere", "on_one_rank"))
 def unused_parameter_does_not_hang(case: Case, used: str) -> None:
     """A parameter used by no rank, or by one data rank, gets zero, or that rank's gradient, on all ranks."""

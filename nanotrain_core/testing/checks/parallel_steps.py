@@ -9,7 +9,7 @@ import torch
 
 from nanotrain_core.testing.altered import train_with_extra
 from nanotrain_core.testing.case import Case
-from nanotrain_core.testing.checks import check, syncs
+from nanotrain_core.testing.checks import check, syncs, trains_the_model
 from nanotrain_core.testing.checks.parallel import ADAMW, assert_same_reports, one_process, traces
 from nanotrain_core.testing.compare import EXACT, assert_same, whole
 from nanotrain_core.testing.pool import run_ranks
@@ -81,7 +81,7 @@ def _data_parallel_alone(case: Case) -> bool:
 @check(
     "parallel",
     since="0.2",
-    applies=_data_parallel_alone,
+    applies=lambda case: trains_the_model(case) and _data_parallel_alone(case),
     variants=("from_the_second_step", "in_the_first_step"),
 )
 @check(

@@ -28,7 +28,7 @@ def open_weights(path: Path) -> SavedWeights | None:
     found = folders.open_manifest(folder)
     if "model" not in found.meta:
         raise CheckpointError(f"{folder / manifest.NAME} does not say of which model its weights are")
-    return SavedWeights(found.meta["model"], ShardedWeights(folder, found), found.step)
+    return SavedWeights(found.meta["model"], ShardedWeights(folder, found), found.step, found.meta["recipe"])
 
 
 class ShardedWeights:

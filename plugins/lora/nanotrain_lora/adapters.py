@@ -1,0 +1,145 @@
+"""Adapters beside the linear layers of a frozen model: y = W x + scale B (A x).
+
+A [rank, in] and B [out, rank] lie beside a layer's weight as its blocks do. Where ranks have some of its
+rows, they have the same rows of B, and all of A, whose gradient is then of their own outputs: partial. Where
+they have some of its columns, likewise columns of A, and all of B. The adapter adds to what the layer itself
+computes, before ranks sum or gather it, so that no further activation is communicated.
+
+Sources: Hu et al., arXiv 2106.09685, equation 3; Kalajdzievski, arXiv 2312.03732, for alpha / sqrt(rank).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import sqrt
+from typing import cast
+
+import attrs
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from nanotrain_core.api import NanotrainError, Role, did_you_mean, tagged
+from nanotrain_core.api.torch import LINEAR, Initializer, Mesh, Parallel, Placement, Placements
+from nanotrain_lora import LoRAConfig, matches
+
+
+class LoRA(Parallel):
+    """The ``lora`` component."""
+
+    def __init__(self, config: LoRAConfig) -> None:
+        self.config = config
+        self._seen: list[str] = []
+        """Linear layers of this rank's parts that may have adapters."""
+        self._weights: dict[str, Placement] = {}
+        """How the weight beside each adapter lay when it was added, by the layer's name."""
+        self._matched = False
+
+    def apply(self, part: nn.Module, placements: Placements, mesh: Mesh) -> nn.Module:
+        """Freeze the part, and add adapters to the layers that are named.
+
+        Raises:
+            NanotrainError: ranks hold parts of both the rows and the columns of a weight.
+        """
+        part.requires_grad_(False)
+        patterns, added = self.config.patterns(), dict[str, Initializer]()
+        for name, module in linear_layers(part):
+            self._seen.append(name)
+            if not patterns or any(matches(name, each) for each in patterns):
+                weight = self._weights[name] = placements[f"{name}.weight"]
+                for placed in beside(weight, name, self.config.rank):
+                    placements[placed.name] = placed
+                    key = placed.name.rpartition(".")[2]
+                    setattr(module, key, nn.Parameter(torch.empty(placed.shape, device="meta")))
+                # As PEFT: A by kaiming_uniform_(a=sqrt(5)), B 0.
+                added[f"{name}.lora_a"] = Initializer("uniform", 1 / sqrt(weight.global_shape[1]))
+                added[f"{name}.lora_b"] = Initializer("constant", 0.0)
+                # First: before what a wrapper has ranks do with their parts of the output.
+                module.register_forward_hook(Adapter(self.config.scale), prepend=True)
+        given = part.initializer
+        part.initializer = lambda name: added[name] if name in added else given(name)  # type: ignore[operator]
+        return part
+
+    def shard(self, part: nn.Module, placements: Placements, mesh: Mesh) -> None:
+        """Check, once all wrappers have been applied, that every target has a layer, beside its adapter.
+
+        Raises:
+            NanotrainError: a target names no linear layer, or a later wrapper has split one.
+        """
+        for name, before in self._weights.items():
+            now = placements.get(f"{name}.weight", before)
+            if (now.shape, now.summed) != (before.shape, before.summed):
+                raise NanotrainError(
+                    f"lora: {name} was split by a wrapper that is listed after it, which leaves its adapter "
+                    'whole. List "lora" after that wrapper'
+                )
+        if not self._matched:
+            self._matched = True
+            self._expect_layers(
+                list(dict.fromkeys(name for names in mesh.gather(self._seen) for name in names))
+            )
+
+    def _expect_layers(self, seen: list[str]) -> None:
+        """Refuse targets without a linear layer among those of all ranks."""
+        last = [*dict.fromkeys(name.rpartition(".")[2] for name in seen)]
+        for target, pattern in zip(self.config.targets, self.config.patterns(), strict=True):
+            if not any(matches(name, pattern) for name in seen):
+                near = did_you_mean(target, [*last, *seen])
+                raise NanotrainError(
+                    f"lora: targets has '{target}', which names no linear layer{near}; there are "
+                    f"{', '.join(last)}. Routers and routed experts get no adapters"
+                )
+        if not seen:
+            raise NanotrainError("lora: the model has no linear layer in its layers to add an adapter to")
+
+
+def linear_layers(part: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the linear layers within the layers of a part, by name, without those of routers and experts."""
+    found = list(tagged(part))
+    inside = tuple(f"{name}." for name, _, tag in found if tag.role is Role.BLOCK)
+    apart = tuple(f"{name}." for name, _, tag in found if tag.role in (Role.ROUTER, Role.EXPERTS))
+    for name, module, tag in found:
+        if tag.role in LINEAR and name.startswith(inside) and not name.startswith(apart):
+            yield name, module
+
+
+def beside(weight: Placement, name: str, rank: int) -> tuple[Placement, Placement]:
+    """Return the placements of A and B beside a block of a layer's weight.
+
+    Raises:
+        NanotrainError: it is a block of rows and of columns.
+    """
+    (out, width), (rows, columns) = weight.global_shape, weight.shape
+    if rows < out and columns < width:
+        dims = ", ".join(sorted(weight.sharded))
+        raise NanotrainError(f"lora: {name}.weight is split along both axes over {dims}; expected one")
+    whole = attrs.evolve(weight, sharded=frozenset(), summed=weight.summed | weight.sharded)
+    of_a, of_b = (whole, weight) if rows < out else (weight, whole) if columns < width else (weight, weight)
+    return (
+        attrs.evolve(
+            of_a,
+            name=f"{name}.lora_a",
+            global_shape=(rank, width),
+            shape=(rank, columns),
+            offset=(0, weight.offset[1]),
+        ),
+        attrs.evolve(
+            of_b,
+            name=f"{name}.lora_b",
+            global_shape=(out, rank),
+            shape=(rows, rank),
+            offset=(weight.offset[0], 0),
+        ),
+    )
+
+
+class Adapter:
+    """The forward hook of a linear layer: it uses the module that it is called with."""
+
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+    def __call__(self, module: nn.Module, args: tuple[torch.Tensor, ...], out: torch.Tensor) -> torch.Tensor:
+        """Return the layer's output with the adapter's added."""
+        a, b = cast(torch.Tensor, module.lora_a), cast(torch.Tensor, module.lora_b)
+        return out + F.linear(F.linear(args[0], a) * self.scale, b)
