@@ -137,9 +137,11 @@ class DryUnit:
             for key, each in module.named_parameters(recurse=False)
             if each is parameter
         ]
-        own = nn.Parameter(parameter.new_empty((end - begin, *rest)))
+        trained = parameter.requires_grad
+        own = nn.Parameter(parameter.new_empty((end - begin, *rest)), trained)
         # A recorder counts a tensor's memory when it is made.
-        whole = nn.Parameter(torch.empty(0, dtype=parameter.dtype, device="meta").resize_(parameter.shape))
+        empty = torch.empty(0, dtype=parameter.dtype, device="meta").resize_(parameter.shape)
+        whole = nn.Parameter(empty, trained)
         shard = Shard(own, whole, holders, chunk * prod(rest))
         shard.show(own)
         return shard
@@ -231,17 +233,21 @@ class DryUnit:
         Replicas of the shards all-reduce them in the last microbatch.
         """
         self.state = State.POST_BACKWARD
-        wholes = [each.whole for each in self.shards]
+        trained = [each for each in self.shards if each.own.requires_grad]
+        wholes = [each.whole for each in trained]
         gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in wholes]
         for each in wholes:
             each.grad = None
         self.free()
         self.part.sent = None
+        if not trained:
+            return
         size, dtype = self.exchange.size, self.reduce_dtype or gradients[0].dtype
-        rows = gradients[0].new_empty(size, self.numel // size, dtype=dtype)
+        numel = sum(each.padded for each in trained)
+        rows = gradients[0].new_empty(size, numel, dtype=dtype)
         torch._chunk_cat(gradients, 0, size, out=rows)
         gradients.clear()
-        own = rows.new_empty(1, self.numel // size)
+        own = rows.new_empty(1, numel)
         self.exchange.reduce_scatter_into(own, rows)()
         self.part.sent = rows
         if self.replicas is not None:
@@ -252,9 +258,9 @@ class DryUnit:
                 return
             dist.all_reduce(own, group=self.replicas)
             self.reduced = own
-        own = own.to(self.shards[0].own.dtype)
-        parts = torch.split(own[0], [each.padded for each in self.shards])
-        for shard, part in zip(self.shards, parts, strict=True):
+        own = own.to(trained[0].own.dtype)
+        parts = torch.split(own[0], [each.padded for each in trained])
+        for shard, part in zip(trained, parts, strict=True):
             new = part[: shard.own.numel()].view(shard.own.shape)
             shard.gradient = new if shard.gradient is None else shard.gradient.add_(new)
 

@@ -65,13 +65,21 @@ class Unit:
 def units(part: nn.Module, placements: Placements, dims: Collection[str]) -> Iterator[Unit]:
     """Yield the units of ``part``, inner ones first and the part itself last.
 
-    Parameters that are frozen, or whose gradients are partial along none of ``dims``, are in no unit.
+    Frozen ones are gathered, too, but without gradients. In no unit are parameters whose gradients are partial
+    along none of ``dims``, or would be, and what routers keep and do not train: each rank updates that itself.
     """
     along = {
         parameter: next((dim for dim in dims if dim in placements[name].summed), None)
         for name, parameter in part.named_parameters()
     }
-    sharded = {each for each, dim in along.items() if each.requires_grad and dim is not None}
+    kept = {
+        each
+        for _, module, tag in tagged(part)
+        if tag.role is Role.ROUTER
+        for each in module.parameters()
+        if not each.requires_grad
+    }
+    sharded = {each for each, dim in along.items() if dim is not None} - kept
     taken: set[nn.Parameter] = set()
 
     def unit(module: nn.Module, dim: str = "dp", *, inner: bool = False) -> Unit:
