@@ -4,6 +4,13 @@ import attrs
 import pytest
 from as_one_process import assert_trains_as_one_process
 from compositions import OPTIMIZERS, Composition, compiled
+from planned import happened, planned
+from test_plan_truth import DDP, SP, ZERO, assert_as_planned
+from test_plan_truth import case as small
+
+from nanotrain_core.testing import run_ranks
+from nanotrain_core.testing.compare import assert_same, whole
+from nanotrain_core.testing.probe import train
 
 PLAIN = Composition(
     model="transformer",
@@ -80,10 +87,80 @@ def test_adapters_train_as_in_one_process(composition):
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "layout",
-    [{"tp": 2, "sp": True, "recompute": True}, {"pp": 2, "dp": 2, "schedule": "1f1b", "zero": 2}],
-    ids=["tp", "pp"],
+    "layout", [{"tp": 2, "sp": True}, {"dp": 2, "zero": 2, "recompute": True}], ids=["tp", "zero"]
 )
 def test_compiled_layers_train_adapters_as_eager_ones(layout):
-    case = with_lora(attrs.evolve(PLAIN, **{"microbatch": 6, **layout}))
+    case = with_lora(attrs.evolve(PLAIN, **layout))
+    batch = {"batch": {"sequences": 4, "microbatch": 2, "length": 8}}  # of one shape: few graphs
+    case = attrs.evolve(case, overrides={**case.overrides, **batch})
     assert_trains_as_one_process(compiled(case), one_process(case))
+
+
+FSDP2 = {"use": "fsdp2"}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("layout", "model"),
+    [
+        ({"dp": 2}, "transformer"),
+        ({"dp": 2, "tp": 2, "sp": True, "recompute": True}, "transformer"),
+        ({"dp": 2, "ep": 2}, "deepseek_v3"),
+    ],
+)
+def test_adapters_train_where_weights_are_sharded(layout, model):
+    composition = attrs.evolve(PLAIN, model=model, **layout)
+    case = with_lora(composition)
+    wrappers = [*case.overrides["parallel"][:-1], FSDP2]
+    case = attrs.evolve(case, overrides={**case.overrides, "parallel": wrappers})
+    assert_trains_as_one_process(case, one_process(case))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("topology", "wrappers", "optimizer", "precision"),
+    [
+        ({"dp": 2}, [LORA, *DDP], {}, "bf16"),
+        ({"dp": 2}, [LORA], {**ZERO, "stage": 2}, "bf16"),
+        ({"tp": 2}, [*SP, LORA], {}, "fp32"),
+        ({"tp": 2}, [{"use": "recompute"}, *SP, LORA], {}, "bf16"),
+        ({"pp": 2}, [LORA], {}, "fp32"),
+    ],
+    ids=["ddp", "zero2", "sequence_parallel", "recompute", "pp"],
+)
+def test_a_step_is_as_planned(topology, wrappers, optimizer, precision):
+    """Frozen weights have no gradients, masters or state in either, and their inputs are not kept."""
+    schedule = "1f1b" if "pp" in topology else "accumulate"
+    assert_as_planned(small(topology, "transformer", schedule, wrappers, optimizer, precision=precision))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_step_of_sharded_weights_is_as_planned(precision):
+    case = small({"dp": 2}, "transformer", "accumulate", [LORA, FSDP2], {}, precision=precision)
+    for rank, (plan, real) in enumerate(zip(planned(case), happened(case), strict=True)):
+        assert plan.collectives == real.collectives, f"rank {rank}"
+        weights, padded = plan.state.pop("weights"), real.state.pop("weights")
+        assert plan.state == real.state, f"rank {rank}"
+        assert weights == padded if rank == 0 else 0.96 * padded < weights <= padded
+
+
+def trained_on(composition, folder, **options):
+    case = with_lora(composition)
+    overrides = {**case.overrides, "checkpoint": {"use": "sharded_v2"}, "optimizer": OPTIMIZERS["adamw"]}
+    case = attrs.evolve(case, overrides=overrides)
+    changes = {"run": {"steps": 4}}
+    traces = run_ranks(train, case.world_size, case, changes, folder=folder, save_at=2, **options)
+    return whole([trace.weights for trace in traces]), whole([trace.state for trace in traces])
+
+
+@pytest.mark.full
+def test_a_run_goes_on_on_another_layout(tmp_path):
+    one, other = (
+        attrs.evolve(PLAIN, **layout)
+        for layout in ({"tp": 2, "sp": True, "dp": 2}, {"pp": 2, "schedule": "1f1b"})
+    )
+    saved = trained_on(one, tmp_path)
+    resumed = trained_on(other, tmp_path, resume="2")
+    for what, before, after in zip(("weights", "state"), saved, resumed, strict=True):
+        assert_same(after, before, f"{what} after resuming", atol=1e-9)

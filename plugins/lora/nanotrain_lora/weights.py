@@ -101,6 +101,7 @@ def peft_files(
             if mapping.hf.columns is not None and mapping.hf.rows is None:
                 raise NanotrainError(f"{layer} is columns of a matrix in transformers: no PEFT adapter")
             of_hf[mapping.hf.name.removesuffix(".weight")].append(Share(layer, mapping.hf))
+    expect_apart(of_hf, known)
     tensors: dict[str, torch.Tensor] = {}
     ranks: dict[str, int] = {}
     for module, shares in of_hf.items():
@@ -129,6 +130,21 @@ def peft_files(
         "inference_mode": True,
     }
     return {CONFIG: json.dumps(table, indent=2) + "\n", TENSORS: tensors}
+
+
+def expect_apart(modules: Iterable[str], mappings: Iterable[ParameterMapping]) -> None:
+    """Refuse modules that have the names of routed experts' matrices: peft would take them for experts.
+
+    It drops their adapters, with a warning, since transformers stacks the experts.
+    """
+    experts = (each.name for m in mappings if isinstance(m.hf, tuple) for each in m.hf)
+    names = {name.removesuffix(".weight").rpartition(".")[2] for name in experts}
+    for module in modules:
+        if module.rpartition(".")[2] in names:
+            raise NanotrainError(
+                f"peft takes an adapter of {module} for one of routed experts, whose matrices have its name, "
+                'and drops it: write the merged model (without --to), or train targets = ["attn"]'
+            )
 
 
 def hf_names(mappings: Iterable[ParameterMapping]) -> Iterator[str]:

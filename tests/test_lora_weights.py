@@ -1,0 +1,120 @@
+"""Adapters of a run in Hugging Face's formats: merged into its weights, or a folder that ``peft`` loads."""
+
+import json
+
+import pytest
+import torch
+from compositions import MODELS, VOCAB
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from nanotrain_core.cli import main
+from nanotrain_core.testing import Case
+from nanotrain_core.testing.probe import make_engine
+
+GPT2 = {
+    "use": "transformer",
+    "width": 24,
+    "heads": 4,
+    "vocab": VOCAB,
+    "positions": "learned",
+    "max_length": 32,
+    "norm": "layernorm",
+    "activation": "gelu",
+    "bias": True,
+    "tied": True,
+    "init_std": 0.3,
+}
+LORA = {"use": "lora", "rank": 3, "alpha": 12.0}
+
+
+def run(model, folder, *wrappers, **changes):
+    overrides = {
+        "model": {**model, "layers": 2},
+        "data": {"vocab": VOCAB},
+        "parallel": [*wrappers],
+        "optimizer": {"use": "adamw", "lr": 0.05},
+        "precision": {"use": "fp32"},
+        **changes,
+    }
+    case = Case("topology", use="grid", overrides=overrides)
+    make_engine(case, {"run": {"steps": 3}}, folder=folder).fit()
+
+
+def convert(*words):
+    assert main(["convert", *map(str, words)]) == 0
+
+
+def folders(tmp_path, model, config):
+    """Return the folders of the base, of the adapter, and of the merged model, in Hugging Face's formats."""
+    run(model, tmp_path / "adapted", {**LORA, **config})
+    run(model, tmp_path / "plain", optimizer={"use": "sgd", "lr": 1e-30})  # stays as it is
+    found = [tmp_path / name for name in ("base", "adapter", "merged")]
+    convert(tmp_path / "plain", found[0])
+    convert(tmp_path / "adapted", found[1], "--to", "peft")
+    convert(tmp_path / "adapted", found[2])
+    return found
+
+
+CASES = {
+    "llama": (MODELS["transformer"], {}),
+    "gpt2": (GPT2, {}),  # transformers has one matrix for q, k and v
+    "gpt2, some": (GPT2, {"targets": ["q", "layers.1.attn.v", "down"], "rslora": True}),
+    "moe": (MODELS["moe"], {"targets": ["attn"]}),
+    "deepseek": ({**MODELS["deepseek_v3"], "bias_update_rate": 0.0}, {"targets": ["attn"]}),
+}
+
+
+@pytest.mark.full_cases("gpt2, some", "moe", "deepseek")
+@pytest.mark.parametrize("name", CASES)
+def test_the_base_with_the_adapter_is_the_merged_model(tmp_path, name):
+    base, adapter, merged = folders(tmp_path, *CASES[name])
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    before, after = (load_file(folder / "model.safetensors") for folder in (base, merged))
+    assert before.keys() == after.keys()
+    changed = {key.partition("base_model.model.")[2].partition(".lora_")[0] for key in tensors}
+    for key, weight in before.items():
+        module = key.removesuffix(".weight")
+        wanted = weight
+        if module in changed:
+            a, b = (tensors[f"base_model.model.{module}.lora_{side}.weight"] for side in "AB")
+            rank = config["rank_pattern"].get(module, config["r"])
+            alpha = config["alpha_pattern"].get(module, config["lora_alpha"])
+            assert a.shape[0] == b.shape[1] == rank
+            delta = alpha / (rank**0.5 if config["use_rslora"] else rank) * b @ a
+            wanted = weight + (delta.T if config["fan_in_fan_out"] else delta)
+            assert delta.abs().max() > 1e-3
+        torch.testing.assert_close(after[key], wanted, atol=1e-6, rtol=1e-5, msg=key)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", CASES)
+def test_peft_loads_the_adapter(tmp_path, name):
+    peft = pytest.importorskip("peft")
+    base, adapter, merged = folders(tmp_path, *CASES[name])
+    tokens = torch.randint(0, VOCAB, (2, 9), generator=torch.Generator().manual_seed(1))
+    model, whole = (
+        AutoModelForCausalLM.from_pretrained(f, dtype=torch.float32).eval() for f in (base, merged)
+    )
+    with torch.no_grad():
+        plain = model(tokens).logits
+        adapted = peft.PeftModel.from_pretrained(model, str(adapter)).eval()
+        found, wanted = adapted(tokens).logits, whole(tokens).logits
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+    assert (plain - wanted).abs().max() > 0.1
+
+
+def test_what_peft_would_drop_is_not_written_for_it(tmp_path, capsys):
+    """Its own loader takes each gate_proj of such a model for an expert's."""
+    run(MODELS["moe"], tmp_path / "run", LORA)
+    assert main(["convert", str(tmp_path / "run"), str(tmp_path / "out"), "--to", "peft"]) == 2
+    assert "peft takes an adapter of model.layers.0.mlp.gate_proj for" in capsys.readouterr().err
+    convert(tmp_path / "run", tmp_path / "merged")
+
+
+def test_what_has_no_adapter_is_not_written_as_one(tmp_path, capsys):
+    run(MODELS["transformer"], tmp_path / "plain")
+    assert main(["convert", str(tmp_path / "plain"), str(tmp_path / "out"), "--to", "peft"]) == 2
+    assert "--to peft: these weights can be written as huggingface, nanotrain" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
