@@ -71,6 +71,14 @@ class MasterOptimizer(Optimizer):
         advances here too: ``inner.step`` may be called several times in a step, or never.
         """
 
+    def precondition_unless(self, found_inf: torch.Tensor | None, gradients: list[torch.Tensor]) -> None:
+        """Call :meth:`precondition`; override this instead to precondition without a host synchronization.
+
+        If ``found_inf``, a float32 scalar on the device, is 1, state must stay as it is; gradients are not
+        finite, and whatever becomes of them is not used. It is None unless :attr:`skips_on_device`.
+        """
+        self.precondition(gradients)
+
     def initial_state(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the state torch would create for ``weight`` at the first step."""
         raise NotImplementedError(f"{type(self).__name__} has no initial_state(weight)")
@@ -162,15 +170,16 @@ class MasterOptimizer(Optimizer):
         gradients = [gradient_of(slot.piece) for slot in self.slots]
         norm = self.norm.of(gradients) / loss_scale
         skipped = ~torch.isfinite(norm)
-        # Gradients must not be preconditioned in a step that is skipped.
+        # Without found_inf, gradients must not be preconditioned in a step that is skipped.
         no_precondition = type(self).precondition is MasterOptimizer.precondition
         can_skip = no_precondition and not self.encoded and self.skips_on_device
         on_device = self.mesh.device_is_async and can_skip
         if not on_device and skipped:  # the only host synchronization in a step
             return StepStats(norm, skipped=True)
+        found_inf = skipped.float() if on_device else None
         self._rescale(gradients, norm, loss_scale)
-        self.precondition(gradients)
-        self._update(gradients, skipped.float() if on_device else None)
+        self.precondition_unless(found_inf, gradients)
+        self._update(gradients, found_inf)
         return StepStats(norm, skipped if on_device else False)
 
     @property
