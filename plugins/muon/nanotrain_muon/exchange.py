@@ -28,7 +28,7 @@ from nanotrain_muon.newton_schulz import flops, orthogonalize, scale_of
 #: Elements of matrices that a rank makes whole at once, or those of one larger matrix: 128 MiB in float32.
 ROUND = 2**25
 
-#: How far beyond the average share of FLOPs a rank that has most of a matrix may own it, to send less.
+#: How far beyond its share of FLOPs a rank may own matrices of which it has most, to receive less.
 SLACK = 1.05
 
 
@@ -37,15 +37,15 @@ def assign(
 ) -> tuple[dict[Matrix, int], list[int]]:
     """Return the owner of each matrix, and the work of each rank.
 
-    The largest come first, each to the rank that has most of it, unless that has its share already: then to
-    the one with least work.
+    The largest come first, each to the rank with least work; or to the one that has more of it than that
+    rank, if its work stays within its share.
 
     Args:
         work: FLOPs of each matrix.
         held: for each rank, the elements it has of each matrix.
 
-    >>> assign({"a": 4, "b": 2, "c": 2}, [{"a": 1, "b": 1, "c": 1}, {"c": 2}])
-    ({'a': 0, 'b': 1, 'c': 1}, [4, 4])
+    >>> assign({"a": 4, "b": 2, "c": 2}, [{"b": 1, "c": 1}, {"a": 1, "b": 1}])
+    ({'a': 1, 'b': 0, 'c': 0}, [4, 4])
     """
     most: dict[Matrix, int] = {}
     for rank, elements in enumerate(held):
@@ -56,11 +56,11 @@ def assign(
     least = [(0, rank) for rank in range(len(held))]
     owners = {}
     for matrix in sorted(work, key=lambda each: (-work[each], each)):
-        rank = most[matrix]
-        if loads[rank] + work[matrix] > limit:
-            while least[0][0] != loads[least[0][1]]:  # grew since
-                heapreplace(least, (loads[least[0][1]], least[0][1]))
-            rank = least[0][1]
+        while least[0][0] != loads[least[0][1]]:  # grew since
+            heapreplace(least, (loads[least[0][1]], least[0][1]))
+        rank, holder = least[0][1], most[matrix]
+        if loads[holder] + work[matrix] <= limit and held[holder][matrix] > held[rank].get(matrix, 0):
+            rank = holder
         owners[matrix] = rank
         loads[rank] += work[matrix]
     return owners, loads

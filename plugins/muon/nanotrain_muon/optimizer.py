@@ -105,8 +105,8 @@ class Muon(MasterOptimizer):
             gradients[number] = gradients[number].to(self.slots[number].weight.dtype)
         own = [gradients[number] for number in self.numbers]
         if self.momenta:
-            # The kernel sets B to momentum x B + g and p to p - lr x B, unless found_inf is 1. With the gradient
-            # itself as p it becomes g + momentum x B.
+            # The kernel sets B to momentum x B + g and p to p - lr x B, unless found_inf is 1. If p is the
+            # gradient itself, it becomes g + momentum x B.
             nesterov_lr = -config.momentum if config.nesterov else 0.0
             fused_sgd(own, own, self.momenta, lr=nesterov_lr, momentum=config.momentum, found_inf=found_inf)
             if not config.nesterov:

@@ -1,11 +1,27 @@
-"""Muon passes the harness: the updates of whole matrices on every layout."""
+"""Muon passes the harness: the updates of whole matrices, on every layout."""
 
 import pytest
 
 from nanotrain_core.testing import Case, conformance
 
-test_conformance = conformance(
-    Case("optimizer", use="muon"),
-    Case("optimizer", use="muon", topology={"dp": 2}, overrides={"parallel": [{"use": "ranged"}]}),
-    slow=pytest.mark.full,
+RANGED = {"parallel": [{"use": "ranged"}]}
+
+test_conformance = conformance(Case("optimizer", use="muon"), slow=pytest.mark.full)
+test_of_ranges = conformance(
+    Case("optimizer", use="muon", topology={"dp": 2}, overrides=RANGED), slow=pytest.mark.full
+)
+# All keys, on every layout of the harness.
+test_exhaustively = pytest.mark.full(
+    conformance(
+        *(
+            Case("optimizer", use="muon", config=config, topology={"dp": dp}, overrides=around)
+            for config in (
+                {"scale": "original", "adamw_lr_ratio": 0.1},
+                {"nesterov": False},
+                {"momentum": 0.0},
+                {"share_replicas": True},
+            )
+            for dp, around in ((1, {}), (2, {"parallel": [{"use": "summed"}]}), (4, RANGED))
+        )
+    )
 )
