@@ -1,16 +1,21 @@
 """Muon beside other plugins: whole matrices on every layout, its plans, and checkpoints on another layout."""
 
+import re
 from collections import Counter
 from pathlib import Path
 
 import pytest
 from compositions import MODELS, VOCAB
+from examples_of_plugins import ALIBI, example
+from examples_of_plugins import TP as SUMMED_TP
 from planned import happened, planned
 from test_docs import failed
 
+from nanotrain_core.api import Exit
+from nanotrain_core.cli import main
 from nanotrain_core.testing import Case, run_ranks
 from nanotrain_core.testing.compare import assert_same, whole
-from nanotrain_core.testing.probe import make_run, train
+from nanotrain_core.testing.probe import make_engine, make_run, train
 
 TP, EP, CP, DDP, FSDP2 = ({"use": use} for use in ("tp", "ep_deepseek", "cp", "ddp", "fsdp2"))
 SP = {**TP, "sequence_parallel": True}
@@ -144,3 +149,46 @@ def test_another_layout_goes_on_from_a_checkpoint(one, other, tmp_path: Path):
     for held in ("weights", "state"):
         got, want = (whole([getattr(trace, held) for trace in traces]) for traces in (resumed, [alone]))
         assert_same(got, want, f"{held} after 6 steps", atol=1e-9)
+
+
+def test_masters_whose_errors_a_momentum_carries_are_refused_before_a_process_starts(capsys):
+    """What is added to a momentum that is orthogonalized does not arrive."""
+    eco = ["check", "laptop", "--set", "optimizer.use=muon", "--set", "precision.use=fp4_master"]
+    assert main([*eco, "--set", "precision.variant=eco"]) == Exit.USER
+    told = capsys.readouterr().err
+    assert re.search(r"optimizer.use: 'eco' .* which 'muon' declares that it cannot; expected another", told)
+    assert main(eco) == Exit.DONE
+
+
+def roles(case):
+    run = make_engine(case, {}).run
+    return {
+        placed.placement.name: placed.placement.role and placed.placement.role.name for placed in run.placed
+    }
+
+
+def test_placements_say_the_roles_of_parameters_on_every_layout():
+    alone = roles(example("model", "alibi", config=ALIBI))
+    assert alone["embed.weight"] == "VOCAB"
+    assert alone["head.weight"] == "HEAD"
+    assert alone["layers.0.q.weight"] == "COLUMN"
+    assert alone["layers.1.norm_1.weight"] == "NORM"
+    case = example("model", "alibi", config=ALIBI, topology={"tp": 2}, overrides=SUMMED_TP)
+    assert run_ranks(roles, 2, case) == [alone, alone]
+
+
+def elements_of_state(case):
+    """Return the elements of a rank's state after a step, by what it is."""
+    engine, found = make_engine(case, {"run": {"steps": 1}}), Counter()
+    engine.fit()
+    for block in engine.run.optimizer.blocks():
+        found[block.name.partition("/")[0]] += block.tensor.numel()
+    return found
+
+
+def test_zero12_shards_the_momentum_and_the_moments():
+    (whole_state,) = run_ranks(elements_of_state, 1, muon({}))
+    halves = run_ranks(elements_of_state, 2, muon({"dp": 2}, ZERO1))
+    for state in ("momentum", "exp_avg", "exp_avg_sq"):
+        assert sum(found[state] for found in halves) == whole_state[state]
+        assert max(found[state] for found in halves) < 0.6 * whole_state[state]

@@ -26,7 +26,7 @@ FIRST_PARTY = {
         ("monitor", "health", "moe probes"),
         ("monitor", "inspect", "profiler dump"),
         ("monitor", "performance", "throughput memory pipeline device goodput"),
-        ("optimizer", "", "zero12"),
+        ("optimizer", "", "muon zero12"),
         ("parallel", "", "activation_offload cp ddp ep_deepseek lora tp zero12"),
         ("parallel", "fsdp", "fsdp2"),
         ("precision", "", "fp4_master fp8_deepseek_v3"),

@@ -2,7 +2,7 @@
 
 Everything else has SGD with momentum. Source: Gupta et al., arXiv 1802.09568, algorithm 1.
 L and R belong to no piece of a matrix: a rank keeps them once for each matrix of which it has pieces, in
-one range or in several. So it runs on every layout, as muon does.
+one range or in several. So it runs on every layout.
 """
 
 import attrs

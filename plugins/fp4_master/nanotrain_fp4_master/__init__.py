@@ -84,6 +84,9 @@ def check(recipe: Recipe, config: FP4MasterConfig, layout: Layout) -> Iterator[P
     if not config.roles:
         text = "no matrix would be low: expected at least one role, or use = 'bf16'"
         yield Problem("precision.roles", text)
+    if config.variant == "eco" and "error_feedback" in recipe.optimizer.unsupported:
+        text = f"'eco' has the momentum carry errors, which '{recipe.optimizer.use}' declares that it cannot"
+        yield Problem("optimizer.use", f"{text}; expected another optimizer, or another precision.variant")
     betas = getattr(recipe.optimizer.config, "betas", (1.0,))
     if config.variant == "eco" and not betas[0]:
         yield Problem(

@@ -9,7 +9,15 @@ from typing import Any, Literal
 
 import attrs
 
-from nanotrain_core.api import Component, OptimizerConfig, Range, Register, always_captured, hookimpl
+from nanotrain_core.api import (
+    Component,
+    OptimizerConfig,
+    Range,
+    Register,
+    Support,
+    always_captured,
+    hookimpl,
+)
 
 __version__ = "0.1.0"
 
@@ -72,6 +80,7 @@ def nanotrain_register_optimizer(register: Register) -> None:
             config=MuonConfig,
             factory="nanotrain_muon.optimizer:Muon",
             summary="orthogonalized momentum of matrices, AdamW for embeddings, head, routers and vectors",
+            supports={"error_feedback": Support.UNSUPPORTED},
             cuda_graphs=always_captured,
         )
     )

@@ -130,7 +130,7 @@ class Messages:
     def buffer(self, like: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Return memory for all of them, and for each, in its shape."""
         flat = like.new_empty(sum(self.sizes))
-        parts = flat.split([rows * columns for _, _, rows, columns in self.boxes])
+        parts = torch.split(flat, [rows * columns for _, _, rows, columns in self.boxes])
         return flat, [part.view(box[2:]) for part, box in zip(parts, self.boxes, strict=True)]
 
 
@@ -161,12 +161,11 @@ class Round:
                     self.returned.add(owner, box, mine[matrix, box])
                     if _sender(matrix, box, owner, ranks, held) == me:
                         self.sent.add(owner, box, mine[matrix, box])
-        places = [
-            (matrix, number, index, stack.tall[index])
+        place_of = {
+            matrix: (number, index, stack.tall[index])
             for number, stack in enumerate(self.stacks)
             for index, matrix in enumerate(stack.matrices)
-        ]
-        place_of = {matrix: place for matrix, *place in places}
+        }
         for number, other in enumerate(ranks):
             for matrix in owned[me]:  # the order in which others send them
                 for box in held[other].get(matrix, ()):

@@ -64,11 +64,10 @@ class Part:
 
 def matrices_at(offset: Shape, shape: Shape) -> Iterator[tuple[int, Box]]:
     """Yield the expert and the box of each matrix in a box of a parameter."""
-    if len(shape) == 2:
-        yield 0, (*offset, *shape)
-        return
-    for expert in range(offset[0], offset[0] + shape[0]):
-        yield expert, (*offset[1:], *shape[1:])
+    (row, column), (rows, columns) = offset[-2:], shape[-2:]
+    experts = (0,) if len(shape) == 2 else range(offset[0], offset[0] + shape[0])
+    for expert in experts:
+        yield expert, (row, column, rows, columns)
 
 
 def parts_of(pieces: Sequence[Piece]) -> list[Part]:
@@ -161,21 +160,20 @@ class Survey:
 
     def _divide(self, holdings: Holdings, placements: Mapping[str, Placement], asked: Span) -> None:
         """Note what ranks hold, by the span of parameters that are sharded along the same dimensions."""
-        sorts: dict[tuple[str, ...], dict[Matrix, dict[int, Sequence[Box]]]]
+        sorts: dict[frozenset[str], dict[Matrix, dict[int, Sequence[Box]]]]
         sorts = defaultdict(lambda: defaultdict(dict))
         for rank, boxes in holdings.items():
             for matrix, found in boxes.items():
-                dims = self._asked_along(placements[matrix.name]), placements[matrix.name].sharded
-                sorts[tuple(map(tuple, map(sorted, dims)))][matrix][rank] = found
-        for _, holders in sorted(sorts.items()):
+                sorts[placements[matrix.name].sharded][matrix][rank] = found
+        for sharded in sorted(sorts, key=sorted):
+            holders = sorts[sharded]
             span = self._span(holders, asked)
             if self.share:
-                some = placements[next(iter(holders)).name]
-                dims = {*span.dims, *some.summed, *some.same}
-                span = Span(several(dims, some.view, self.layout))
+                dims = {*span.dims, *asked.dims} - (sharded - {*span.dims})
+                span = Span(several(dims, placements[min(holders).name].view, self.layout))
             for matrix, held in holders.items():
-                for rank, boxes in held.items():
-                    self._note(span, rank, matrix, boxes)
+                for rank, some in held.items():
+                    self._note(span, rank, matrix, some)
 
     def _span(self, holders: Mapping[Matrix, Mapping[int, Sequence[Box]]], asked: Span) -> Span:
         """Return the ranks along the dimensions along which parts of a matrix differ."""
