@@ -5,7 +5,7 @@ Here operands are rounded to the same tiles or tensors, but multiplied and added
 """
 
 import attrs
-from nanotrain_fp8_deepseek_v3 import FP8DeepSeekV3Config, FP8HybridConfig
+from nanotrain_fp8_deepseek_v3 import FP8DeepSeekV3Config, FP8HybridConfig, MXFP8Config
 
 from nanotrain_core import hookimpl
 from nanotrain_core.component import Component
@@ -21,7 +21,8 @@ class HybridConfig(FP8HybridConfig):
 
 @hookimpl
 def nanotrain_register_precision(register):
-    for name, config in (("exact_fp8", FP8DeepSeekV3Config), ("exact_hybrid", HybridConfig)):
+    configs = {"exact_fp8": FP8DeepSeekV3Config, "exact_hybrid": HybridConfig, "exact_mx": MXFP8Config}
+    for name, config in configs.items():
         register(Component(name=name, config=config, factory=f"{__name__}:build", summary="FP8 in float64"))
 
 
@@ -29,17 +30,18 @@ def build(config):
     import torch
     from nanotrain_fp8_deepseek_v3.formats import quantize
     from nanotrain_fp8_deepseek_v3.gemm import EmulatedFP8
-    from nanotrain_fp8_deepseek_v3.precision import FP8DeepSeekV3, FP8Hybrid
+    from nanotrain_fp8_deepseek_v3.mx import EmulatedMX
+    from nanotrain_fp8_deepseek_v3.precision import MXFP8, FP8DeepSeekV3, FP8Hybrid
 
     from nanotrain_core.layout.roles import Role
 
     parts = getattr(config, "parts", 1)
 
-    class Wide(EmulatedFP8):
+    class Wide(EmulatedMX if isinstance(config, MXFP8Config) else EmulatedFP8):
         """Emulated products whose operands are float64 numbers of FP8."""
 
         def of_weight(self, weight):
-            return super().of_weight(weight).double()
+            return tuple(form.double() for form in super().of_weight(weight))
 
         def of_input(self, x):
             values, kept = super().of_input(x)
@@ -58,7 +60,7 @@ def build(config):
         """What a rank has of a layer cut by its outputs: some of the weight's rows and of dy's columns."""
 
         def of_weight(self, weight):
-            return quantize(weight.detach(), (len(weight) // parts, 0)).values().double()
+            return (quantize(weight.detach(), (len(weight) // parts, 0)).values().double(),)
 
         def of_gradient(self, d_y, *, for_weight):
             return in_columns(d_y, self.recipe.gradients)
@@ -67,7 +69,7 @@ def build(config):
         """What a rank has of a layer cut by its inputs: some of the weight's columns and of x's."""
 
         def of_weight(self, weight):
-            return in_columns(weight.detach())
+            return (in_columns(weight.detach()),)
 
         def of_input(self, x):
             values = in_columns(x)
@@ -79,7 +81,9 @@ def build(config):
     def in_columns(x, *form):
         return quantize(x, (0, x.shape[1] // parts), *form).values().double()
 
-    class Exact(FP8Hybrid if isinstance(config, FP8HybridConfig) else FP8DeepSeekV3):
+    kinds = {MXFP8Config: MXFP8, HybridConfig: FP8Hybrid, FP8DeepSeekV3Config: FP8DeepSeekV3}
+
+    class Exact(kinds[type(config)]):
         def __init__(self, config):
             super().__init__(config)
             self.parameter_dtype = self.gradient_dtype = torch.float64

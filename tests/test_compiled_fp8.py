@@ -13,7 +13,8 @@ import torch
 from fp8_models import DEEPSEEK, LLAMA
 from nanotrain_fp8_deepseek_v3 import backends, graphed, scaled
 from nanotrain_fp8_deepseek_v3.gemm import EmulatedFP8, Float32GEMM, Recipe
-from nanotrain_fp8_deepseek_v3.graphed import GraphedEmulation, GraphedFloat32
+from nanotrain_fp8_deepseek_v3.graphed import GraphedEmulation, GraphedFloat32, GraphedMX
+from nanotrain_fp8_deepseek_v3.mx import EmulatedMX, mx_recipe
 from nanotrain_fp8_deepseek_v3.scaled import ScaledFP8
 from nanotrain_fp8_deepseek_v3.scratch import Scratch
 from scaled_products import product
@@ -50,6 +51,8 @@ def seen(monkeypatch):
     count(EmulatedFP8, "round_input", "inputs")
     count(Float32GEMM, "kept_by_group", "inputs of wgrad")
     count(EmulatedFP8, "of_weight", "weights")
+    count(EmulatedMX, "round_input", "inputs")
+    count(EmulatedMX, "of_weight", "weights")
     count(ScaledFP8, "_of_weight", "weights")
     torch._dynamo.reset()
     return found
@@ -114,6 +117,7 @@ full = pytest.mark.full
         (DEEPSEEK, "fp8_hybrid", "auto", {Role.EXPERTS}),
         (DEEPSEEK, "fp8_hybrid", "emulated", set()),
         (LLAMA, "fp8_hybrid", "auto", set()),
+        (DEEPSEEK, "mxfp8", "auto", {Role.EXPERTS}),
         (LLAMA, "fp8_deepseek_v3", "te", {Role.BLOCK}),
     ],
 )
@@ -134,6 +138,10 @@ def test_what_stays_eager_is_said(model, use, backend, roles):
         pytest.param(DEEPSEEK, "fp8_hybrid", {"backend": "emulated"}, [], marks=full),
         pytest.param(DEEPSEEK, "fp8_deepseek_v3", {"backend": "emulated"}, RECOMPUTE, marks=full),
         pytest.param(DEEPSEEK, "fp8_deepseek_v3", MIXED, [], marks=full),
+        pytest.param(DEEPSEEK, "mxfp8", {"backend": "emulated"}, [], marks=full),
+        pytest.param(DEEPSEEK, "mxfp8", MIXED, RECOMPUTE, marks=full),
+        pytest.param(DEEPSEEK, "mxfp8", {"backend": "torch"}, [], marks=full),
+        pytest.param(LLAMA, "mxfp8", {"backend": "torch"}, RECOMPUTE, marks=full),
     ],
 )
 def test_a_compiled_run_has_the_eager_ones_bits(model, use, config, wrappers, on_cpu, seen):
@@ -260,9 +268,10 @@ ROUNDED = Recipe(input_power_of_two=True, quantize_swiglu=True)
     [
         (lambda scratch: GraphedEmulation(ROUNDED, scratch), 3),
         (lambda scratch: GraphedEmulation(Recipe(tile=0), scratch), 3),
+        (lambda scratch: GraphedMX(mx_recipe("ceil"), scratch), 3),
         (GraphedFloat32, 0),
     ],
-    ids=["tiles", "tensors", "float32"],
+    ids=["tiles", "tensors", "blocks", "float32"],
 )
 def test_merged_calls_have_the_eager_bits_and_are_as_many(make, inputs, seen):
     """Gradients of weights too, added up in float32; a parameter's hook is called once a microbatch."""
@@ -329,7 +338,7 @@ COUNTS = [torch.tensor([10, 0, 30]), None]
 
 
 @pytest.mark.parametrize("counts", COUNTS, ids=["experts", "one weight"])
-@pytest.mark.parametrize("key", ["128 e4m3 0 0", "128 e5m2 1 1", "0 e5m2 0 0"])
+@pytest.mark.parametrize("key", ["128 e4m3 0 0", "128 e5m2 1 1", "0 e5m2 0 0", "mx floor"])
 def test_operators_are_what_torch_expects_of_operators(key, counts):
     """Their schemas are not tried: torch cannot compare eight-bit floats."""
     x, d_y = torch.randn(40, 200).bfloat16(), torch.randn(40, 24).bfloat16()

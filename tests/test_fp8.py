@@ -47,12 +47,15 @@ MARKED = [pytest.param(name, marks=[pytest.mark.full] * (name in EXHAUSTIVE)) fo
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("precision", ["fp8_deepseek_v3", "mxfp8"])
 @pytest.mark.parametrize("layout", MARKED)
-def test_megatron_607_442_2272_and_5782_fp8_trains_like_bfloat16_and_like_one_process_on_every_layout(layout):
+def test_megatron_607_442_2272_and_5782_fp8_trains_like_bfloat16_and_like_one_process_on_every_layout(
+    layout, precision
+):
     """There it ended in NaN, over stages with several microbatches for one."""
-    found = losses_of("fp8_deepseek_v3", layout)
+    found = losses_of(precision, layout)
     narrow = "optimizer" in LAYOUTS[layout][1]
-    alone, wide = (losses_of(p, None, narrow_moments=narrow) for p in ("fp8_deepseek_v3", "bf16"))
+    alone, wide = (losses_of(p, None, narrow_moments=narrow) for p in (precision, "bf16"))
     assert found == pytest.approx(alone, rel=LAYOUTS[layout][2])
     assert found == pytest.approx(wide, rel=0.01)
     if layout == "dp2-zero2":
@@ -81,7 +84,10 @@ ROUNDED = [pytest.param(name, marks=[pytest.mark.full] * (name not in QUICK)) fo
 
 @pytest.mark.full_cases("fp8_deepseek_v3-tp2-sockets", "fp8_deepseek_v3-ep2")
 @pytest.mark.parametrize("layout", ROUNDED)
-@pytest.mark.parametrize("precision", ["fp8_deepseek_v3", pytest.param("fp8_hybrid", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "precision",
+    ["fp8_deepseek_v3", *(pytest.param(name, marks=pytest.mark.full) for name in ("fp8_hybrid", "mxfp8"))],
+)
 def test_no_gradient_of_a_weight_that_fp8_multiplies_is_rounded_to_bfloat16(precision, layout):
     """Between the products of two microbatches and the sum over ranks: of rounded ones 0.9 would be short."""
     topology, around, *_ = ROUNDING[layout]

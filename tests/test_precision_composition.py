@@ -124,6 +124,40 @@ def test_fp8_is_that_of_one_process(name):
         assert_same(weights, whole([one.weights]), "weights after 3 steps", atol=EXACT)
 
 
+#: Whole blocks of 32 rows, of a half of a sequence too.
+LONG = {"sequences": 4, "microbatch": 1, "length": 64}
+
+
+def in_blocks(topology, around):
+    """Return the ranks' traces of two steps in MXFP8."""
+    return traces(case({"use": "exact_mx"}, topology, around), run={"steps": 2}, batch=LONG)
+
+
+@cache
+def alone_in_blocks(optimizer):
+    (trace,) = in_blocks({}, {"model": ALIGNED, "optimizer": {"sgd": SGD, "adamw": ADAMW}[optimizer]})
+    return trace
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "tp2-cut"])
+def test_mxfp8_is_that_of_one_process(name):
+    """Where experts get other rows together, what falls into other blocks is rounded almost alike.
+
+    Scales are powers of two: another one moves only numbers that are subnormal in a block.
+    """
+    topology, around, apart = LAYOUTS[name]
+    ranks = in_blocks(topology, around)
+    one = alone_in_blocks("adamw" if "stage" in around["optimizer"] else "sgd")
+    found, expected = whole([t.gradients for t in ranks], atol=1e-4), whole([one.gradients])
+    assert found.keys() == expected.keys()
+    for parameter in expected:
+        of_experts = apart and any(fnmatch(parameter, pattern) for pattern in EXPERTS)
+        assert_near(found[parameter], expected[parameter], 1e-5 if of_experts else EXACT, parameter)
+    losses, wanted = ([report.loss for report in t.reports] for t in (ranks[-1], one))
+    assert losses == pytest.approx(wanted, rel=1e-6 if apart else EXACT)
+
+
 def assert_near(found, expected, bound, name):
     """Compare two tensors by the norm of their difference."""
     assert found.shape == expected.shape

@@ -75,6 +75,17 @@ class FP8HybridConfig(ModuleFormats):
 
 
 @attrs.define(frozen=True, kw_only=True)
+class MXFP8Config(ModuleFormats):
+    """``[precision] use = "mxfp8"``."""
+
+    scale_rounding: Literal["ceil", "floor"] = "ceil"
+    """How scales are rounded to powers of two: `ceil`, up, so that no element is clipped (NVIDIA's recipe),
+    or `floor`, as the OCP specification proposes, which clips elements above 448 times the scale."""
+    backend: Literal["auto", "emulated", "torch"] = "auto"
+    """Backend of FP8 products; `auto`: `emulated` on a CPU, `torch` on a GPU, which must be a Blackwell."""
+
+
+@attrs.define(frozen=True, kw_only=True)
 class FP8MonitorConfig:
     """``[[monitor]] use = "fp8"``."""
 
@@ -126,9 +137,9 @@ METRICS = (
 def stays_eager(recipe: Recipe, config: ModuleFormats, layout: Layout) -> Iterator[StaysEager]:
     """Yield products that no graph can contain: all of Transformer Engine's, those of experts by ``torch``.
 
-    With one scale for each tensor, ``auto`` is ``torch`` on a GPU.
+    Except for ``fp8_deepseek_v3``, ``auto`` is ``torch`` on a GPU.
     """
-    by_torch = {"torch", "auto"} if isinstance(config, FP8HybridConfig) else {"torch"}
+    by_torch = {"torch"} if isinstance(config, FP8DeepSeekV3Config) else {"torch", "auto"}
     if config.backend == "te":
         yield StaysEager(Role.BLOCK, "Transformer Engine's tensors are no operands of a graph")
     elif config.backend in by_torch and _may_have_experts(recipe):
@@ -144,7 +155,7 @@ def _may_have_experts(recipe: Recipe) -> bool:
 
 @hookimpl
 def nanotrain_register_precision(register: Register) -> None:
-    """Register ``fp8_deepseek_v3`` and ``fp8_hybrid``."""
+    """Register ``fp8_deepseek_v3``, ``fp8_hybrid`` and ``mxfp8``."""
     register(
         Component(
             name="fp8_deepseek_v3",
@@ -161,6 +172,16 @@ def nanotrain_register_precision(register: Register) -> None:
             config=FP8HybridConfig,
             factory=f"{__name__}.precision:FP8Hybrid",
             summary="bf16 with GEMMs in E4M3 and gradients in E5M2, one scale per tensor",
+            provides={"fp8_products"},
+            stays_eager=stays_eager,
+        )
+    )
+    register(
+        Component(
+            name="mxfp8",
+            config=MXFP8Config,
+            factory=f"{__name__}.precision:MXFP8",
+            summary="bf16 with all GEMMs of linear layers in E4M3, in blocks of 32 with power-of-two scales",
             provides={"fp8_products"},
             stays_eager=stays_eager,
         )

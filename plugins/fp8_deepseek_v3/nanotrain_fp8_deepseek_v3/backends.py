@@ -11,14 +11,17 @@ import torch
 
 from nanotrain_core.api import NanotrainError
 from nanotrain_core.api.torch import GEMMBackend
+from nanotrain_fp8_deepseek_v3.formats import TILE
 from nanotrain_fp8_deepseek_v3.gemm import Recipe
-from nanotrain_fp8_deepseek_v3.graphed import GraphedEmulation
+from nanotrain_fp8_deepseek_v3.graphed import GraphedEmulation, GraphedMX
 from nanotrain_fp8_deepseek_v3.scratch import Scratch
 
 #: Compute capability whose tensor cores support block scales in torch's ``scaled_mm``.
 HOPPER = (9, 0)
 #: The first with FP8.
 ADA = (8, 9)
+#: The first with MX.
+BLACKWELL = (10, 0)
 #: The first Transformer Engine with block scales.
 TE_NEEDED = "2.3"
 
@@ -41,7 +44,7 @@ def _needs_torch(device: torch.device, recipe: Recipe) -> str:
     """Return why torch's scaled GEMMs cannot run on ``device``; empty if they can."""
     if device.type == "cuda" and not hasattr(torch.nn.functional, "scaled_mm"):
         return f"torch {torch.__version__} has no torch.nn.functional.scaled_mm: 2.10 brought it"
-    return _needs_gpu(device, recipe)
+    return _needs_gpu(device, recipe) or (_disagreement(device, recipe) if recipe.mx else "")
 
 
 def _needs_gpu(device: torch.device, recipe: Recipe) -> str:
@@ -49,7 +52,13 @@ def _needs_gpu(device: torch.device, recipe: Recipe) -> str:
     if device.type != "cuda":
         return f"it needs a CUDA device, this is {device.type}"
     found, cuda = torch.cuda.get_device_capability(device), torch.version.cuda or "0"
-    if recipe.tile and tuple(map(int, cuda.split("."))) < (12, 9):
+    built = tuple(map(int, cuda.split(".")))
+    if recipe.mx:
+        if built < (12, 8):
+            return f"blocks of 32 need CUDA 12.8, this torch was built with {cuda}"
+        needed = "blocks of 32 need compute capability 10.0 (B200)"
+        return "" if found >= BLACKWELL else f"{needed}, this is {found[0]}.{found[1]}"
+    if recipe.tile and built < (12, 9):
         return f"tiles of 128 need CUDA 12.9, this torch was built with {cuda}"
     if recipe.tile and found != HOPPER:
         return f"tiles of 128 need compute capability 9.0 (H100, H200), this is {found[0]}.{found[1]}"
@@ -58,24 +67,24 @@ def _needs_gpu(device: torch.device, recipe: Recipe) -> str:
 
 def _needs_triton(device: torch.device, recipe: Recipe) -> str:
     """Return why Triton's kernels, or torch's GEMMs of their outputs, cannot run; empty if they can."""
-    if not recipe.tile:
+    if recipe.tile != TILE:
         return "its kernels round tiles of 128; 'torch' has one scale for a whole tensor"
-    return _needs_torch(device, recipe) or _missing("triton", "triton") or _disagreement(device)
+    return _needs_torch(device, recipe) or _missing("triton", "triton") or _disagreement(device, recipe)
 
 
-def _disagreement(device: torch.device) -> str:
-    """Return how Triton's kernels differ from the reference on this device."""
-    from nanotrain_fp8_deepseek_v3.first_use import disagreement
+def _disagreement(device: torch.device, recipe: Recipe) -> str:
+    """Return how Triton's kernels, or torch's GEMMs of MX, differ from the reference on this device."""
+    from nanotrain_fp8_deepseek_v3.first_use import disagreement, disagreement_of_mx
 
     try:
-        return disagreement(device)
+        return disagreement_of_mx(device, recipe) if recipe.mx else disagreement(device)
     except Exception as error:  # compilers raise arbitrary exceptions
         return f"its kernels fail on {device}: {error}"
 
 
 def _needs_te(device: torch.device, recipe: Recipe) -> str:
     """Return why Transformer Engine's GEMMs cannot run on ``device``; empty if they can."""
-    if not recipe.tile:
+    if recipe.tile != TILE:
         return "it rounds tiles of 128; 'torch' has one scale for a whole tensor"
     refusal = _needs_gpu(device, recipe) or _missing("transformer_engine", "transformer-engine[pytorch]")
     return refusal or _unfit_te()
@@ -97,10 +106,15 @@ def _missing(module: str, package: str) -> str:
     return "" if find_spec(module) else f"{package} is not installed"
 
 
+def _emulated(recipe: Recipe, scratch: Scratch) -> GEMMBackend:
+    return GraphedMX(recipe, scratch) if recipe.mx else GraphedEmulation(recipe, scratch)
+
+
 def _torch(recipe: Recipe, scratch: Scratch) -> GEMMBackend:
     from nanotrain_fp8_deepseek_v3.scaled import ScaledFP8
+    from nanotrain_fp8_deepseek_v3.scaled_mx import ScaledMX
 
-    return ScaledFP8(recipe, scratch)
+    return ScaledMX(recipe, scratch) if recipe.mx else ScaledFP8(recipe, scratch)
 
 
 def _needs_meta(device: torch.device, recipe: Recipe) -> str:
@@ -128,7 +142,7 @@ def _te(recipe: Recipe, scratch: Scratch) -> GEMMBackend:
 BACKENDS = {
     backend.name: backend
     for backend in (
-        Backend("emulated", GraphedEmulation, _anywhere),
+        Backend("emulated", _emulated, _anywhere),
         Backend("torch", _torch, _needs_torch),
         Backend("triton", _triton, _needs_triton),
         Backend("te", _te, _needs_te),
@@ -158,7 +172,7 @@ def automatic(device: torch.device, recipe: Recipe) -> str:
     """Return the name of a device's backend: on a GPU the one that rounds a tile in one pass over memory."""
     if device.type in ("cpu", "meta"):
         return "emulated" if device.type == "cpu" else "dry"
-    return "triton" if recipe.tile else "torch"
+    return "triton" if recipe.tile == TILE else "torch"
 
 
 def _others(name: str, device: torch.device, recipe: Recipe) -> str:

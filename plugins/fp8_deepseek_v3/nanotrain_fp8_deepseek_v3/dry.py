@@ -1,4 +1,4 @@
-"""FP8 GEMMs on ``meta``, without values: the tensors that Triton's kernels allocate and save, for a dry run.
+"""FP8 GEMMs on ``meta``, without values: the tensors that a GPU's backend allocates and saves, for a dry run.
 
 Shapes: M rows, K inputs, N outputs; for stacked weights E; k tiles along K.
 """
@@ -26,6 +26,7 @@ class DryFP8(FP8GEMM):
         self, recipe: Recipe, scratch: Scratch | None = None, counts_E: Tensor | None = None
     ) -> None:
         self.recipe, self.scratch, self.counts_E = recipe, scratch or Scratch(), counts_E
+        self.tile, self.scale_dtype = recipe.tile or TILE, torch.uint8 if recipe.mx else torch.float32
         self.read_weight = self.scratch.once(_both_ways)
 
     def grouped(self, counts_E: Tensor) -> DryFP8:
@@ -43,12 +44,12 @@ class DryFP8(FP8GEMM):
 
     def keep(self, x_MK: Tensor) -> Kept:
         """Return codes and scales of x, computed once for all layers that read it."""
-        made: Kept = self.scratch.inputs.get(x_MK, "dry", lambda: _coded(x_MK))
+        made: Kept = self.scratch.inputs.get(x_MK, "dry", lambda: self._coded(x_MK))
         return made
 
     def quantize(self, made_of_MK: Tensor) -> Kept | None:
         """Return codes and scales, or None if the recipe does not request it."""
-        return _coded(made_of_MK) if self.recipe.quantize_swiglu else None
+        return self._coded(made_of_MK) if self.recipe.quantize_swiglu else None
 
     def dequantize(self, kept: Kept, dtype: torch.dtype) -> Tensor:
         """Return the dequantized values."""
@@ -57,11 +58,12 @@ class DryFP8(FP8GEMM):
     def forward(self, x_MK: Tensor, *weights: Tensor) -> tuple[list[Tensor], Kept]:
         """Return x times each transposed weight, and codes and scales of x."""
         kept = self.keep(x_MK)
-        return [_times(kept[0], self._codes(weight)[1], x_MK.dtype) for weight in weights], kept
+        left = self._coded(x_MK)[0] if self.recipe.mx else kept[0]  # MX saves x along its columns
+        return [_times(left, self._codes(weight)[1], x_MK.dtype) for weight in weights], kept
 
     def dgrad(self, d_y_MN: Tensor, weight: Tensor) -> Tensor:
         """Return dy times the weight."""
-        return _times(_coded(d_y_MN)[0], self._codes(weight)[0], d_y_MN.dtype)
+        return _times(self._coded(d_y_MN)[0], self._codes(weight)[0], d_y_MN.dtype)
 
     def wgrad(self, d_y_MN: Tensor, kept: Kept) -> Tensor:
         """Return the transposed dy times x, in float32, of each weight."""
@@ -72,13 +74,13 @@ class DryFP8(FP8GEMM):
         return partial(self._of_coded, self._transposed(d_y_MN), kept)
 
     def _transposed(self, d_y_MN: Tensor) -> Kept:
-        """Return codes [N, P] and scales [N, P / 128]: P is M filled up to whole tiles, of each expert."""
+        """Return codes [N, P] and scales [N, P / tile]: P is M filled up to whole tiles, of each expert."""
         M, N = d_y_MN.shape
         experts = 1 if self.counts_E is None else min(len(self.counts_E), M)
-        tiles = (M + (TILE - 1) * experts) // TILE
-        codes = d_y_MN.new_empty(N, tiles * TILE, dtype=E4M3.dtype)
+        tiles = (M + (self.tile - 1) * experts) // self.tile
+        codes = d_y_MN.new_empty(N, tiles * self.tile, dtype=E4M3.dtype)
         return codes.copy_(d_y_MN.new_empty(()).expand_as(codes)), codes.new_empty(
-            N, tiles, dtype=torch.float32
+            N, tiles, dtype=self.scale_dtype
         )
 
     def _of_coded(self, d_y: Kept, kept: Kept) -> Tensor:
@@ -86,12 +88,10 @@ class DryFP8(FP8GEMM):
         found = torch.mm(left, right).to(torch.float32)
         return found if self.counts_E is None else found.expand(len(self.counts_E), -1, -1).clone()
 
-
-def _coded(x_MK: Tensor) -> Kept:
-    """Return codes [M, K] and scales [M, k]."""
-    return x_MK.to(E4M3.dtype), x_MK.new_empty(
-        (*x_MK.shape[:-1], -(-x_MK.shape[-1] // TILE)), dtype=torch.float32
-    )
+    def _coded(self, x_MK: Tensor) -> Kept:
+        """Return codes [M, K] and scales [M, k]."""
+        k = -(-x_MK.shape[-1] // self.tile)
+        return x_MK.to(E4M3.dtype), x_MK.new_empty((*x_MK.shape[:-1], k), dtype=self.scale_dtype)
 
 
 def _both_ways(weight: Tensor) -> Kept:

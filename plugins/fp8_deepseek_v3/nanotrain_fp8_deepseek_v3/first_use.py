@@ -1,6 +1,7 @@
-"""Compares Triton's kernels on a device with the emulation, once, before a run relies on them.
+"""Compares kernels on a device with the emulation, once, before a run relies on them.
 
-A kernel compiled for an untested device could silently round or sum differently.
+A kernel of Triton compiled for an untested device, or torch's GEMM of MX, which none of our tests has run,
+could silently round or sum differently.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ import torch.nn.functional as F
 
 from nanotrain_core.api.torch import Kept, QuantizedInput, swiglu
 from nanotrain_fp8_deepseek_v3.formats import E4M3, dequantize
-from nanotrain_fp8_deepseek_v3.fused import TritonFP8
-from nanotrain_fp8_deepseek_v3.gemm import EmulatedFP8, Recipe
+from nanotrain_fp8_deepseek_v3.gemm import FP8GEMM, EmulatedFP8, Recipe
+from nanotrain_fp8_deepseek_v3.mx import EmulatedMX
+from nanotrain_fp8_deepseek_v3.scaled_mx import ScaledMX
 
 #: Relative error of sums of 128 terms on tensor cores (DeepSeek-V3, section 3.3.2).
 SUMS = 2.0**-12
@@ -26,30 +28,41 @@ COUNTS = (40, 0, 105)
 @cache
 def disagreement(device: torch.device) -> str:
     """Return which GEMM of Triton's kernels differs from the emulation on ``device``; empty if none does."""
+    from nanotrain_fp8_deepseek_v3.fused import TritonFP8
+
     for recipe in (Recipe(), Recipe(input_power_of_two=True, gradient_power_of_two=True)):
-        for counts in (None, torch.tensor(COUNTS, device=device)):
-            operands = _operands(device, experts=0 if counts is None else len(COUNTS))
-            found, expected, sizes = (
-                _products(make(recipe), counts, *each)
-                for make, each in (
-                    (TritonFP8, operands),
-                    (EmulatedFP8, operands),
-                    (EmulatedFP8, [each.abs() for each in operands]),
-                )
-            )
-            for name in expected:
-                if found[name].dtype != (dtype := expected[name].dtype):
-                    return f"its {name} is {found[name].dtype}, not {dtype}, on {device}"
-                bound = sizes[name].float() * SUMS + expected[name].float().abs() * torch.finfo(dtype).eps
-                if not ((found[name].float() - expected[name].float()).abs() <= bound).all():
-                    of = "a weight" if counts is None else "experts"
-                    return f"its {name} of {of} is not that of the emulation on {device}"
+        if differs := _differs(device, TritonFP8(recipe), EmulatedFP8(recipe)):
+            return differs
     wrong = [name for name, right in _swiglu(device) if not right]
     return f"its {wrong[0]} of SwiGLU is not that of the emulation on {device}" if wrong else ""
 
 
+@cache
+def disagreement_of_mx(device: torch.device, recipe: Recipe) -> str:
+    """Return which of torch's GEMMs of MX differs from the emulation on ``device``; empty if none does."""
+    return _differs(device, ScaledMX(recipe), EmulatedMX(recipe))
+
+
+def _differs(device: torch.device, ours: FP8GEMM, theirs: EmulatedFP8) -> str:
+    """Return which GEMM differs, of a weight or of experts."""
+    for counts in (None, torch.tensor(COUNTS, device=device)):
+        operands = _operands(device, experts=0 if counts is None else len(COUNTS))
+        found, expected = (_products(products, counts, *operands) for products in (ours, theirs))
+        sizes = _products(theirs, counts, *(each.abs() for each in operands))
+        for name in expected:
+            if found[name].dtype != (dtype := expected[name].dtype):
+                return f"its {name} is {found[name].dtype}, not {dtype}, on {device}"
+            bound = sizes[name].float() * SUMS + expected[name].float().abs() * torch.finfo(dtype).eps
+            if not ((found[name].float() - expected[name].float()).abs() <= bound).all():
+                of = "a weight" if counts is None else "experts"
+                return f"its {name} of {of} is not that of the emulation on {device}"
+    return ""
+
+
 def _swiglu(device: torch.device) -> Iterator[tuple[str, bool]]:
     """Yield what was compared, and whether SwiGLU's kernels agree with torch and with emulated rounding."""
+    from nanotrain_fp8_deepseek_v3.fused import TritonFP8
+
     numbers = torch.Generator().manual_seed(0)
     gate, up, d_h = (torch.randn(sum(COUNTS), 200, generator=numbers) for _ in range(3))
     gate[:, 7] *= 30
@@ -106,7 +119,7 @@ def _operands(device: torch.device, experts: int) -> list[torch.Tensor]:
 
 
 def _products(
-    products: TritonFP8 | EmulatedFP8,
+    products: FP8GEMM,
     counts: torch.Tensor | None,
     x: torch.Tensor,
     w: torch.Tensor,

@@ -7,20 +7,27 @@ divided by it in float32 and rounded to nearest, ties to even::
 
 - A power-of-two scale is the next power of two that is not smaller. Then a value has no more significant bits
   than its code, and rounding it again, in tiles of any shape, leaves the largest of a tile unchanged.
-- A tile of zeros has codes and values of zero. Nothing saturates: x / scale is at most the largest value.
+- A scale of MX is a power of two that fits in eight bits (E8M0, from 2^-127): the next one that is not
+  smaller ("ceil"), or the one that makes the leading bit of the largest element that of the format's largest
+  value ("floor", as the specification proposes): what is then above 448 of E4M3 saturates.
+- A tile of zeros has codes and values of zero. Apart from "floor" nothing saturates: x / scale is at most the
+  largest value.
 - One infinite or NaN element makes all values of its tile NaN, so that every sum over it shows it.
 - The last tile of a row may be shorter.
 
 Shapes: R rows, C columns; r, c their tiles.
 
-Sources: DeepSeek-V3, arXiv 2412.19437, section 3.3.2; Micikevicius et al., arXiv 2209.05433 (the formats).
+Sources: DeepSeek-V3, arXiv 2412.19437, section 3.3.2; Micikevicius et al., arXiv 2209.05433 (the formats);
+OCP Microscaling Formats (MX) v1.0, sections 5.4.1 and 6.3 ("floor"); Mishra et al., arXiv 2506.08027
+("ceil").
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import gcd
+from math import floor, gcd, log2
+from typing import Literal
 
 import attrs
 import torch
@@ -28,6 +35,11 @@ import torch.nn.functional as F
 
 #: The smallest scale, float32's smallest normal number: a division by less would lose bits.
 SMALLEST_SCALE = 2.0**-126
+#: That of MX, the smallest number of E8M0.
+SMALLEST_E8M0 = 2.0**-127
+
+#: How MX rounds the logarithm of a scale.
+Rounding = Literal["ceil", "floor"]
 
 #: Elements rounded at once: they and their temporaries fit in a processor's cache.
 IN_CACHE = 2**17
@@ -132,6 +144,7 @@ def quantize(
     format_: Format = E4M3,
     *,
     power_of_two: bool = False,
+    e8m0: Rounding | None = None,
     consume: bool = False,
 ) -> Tiled:
     """Scale ``x`` [..., R, C] tile by tile; it is rounded when its codes or values are requested.
@@ -141,6 +154,7 @@ def quantize(
         tile: rows and columns of a tile; 0: all of them.
         format_: target format.
         power_of_two: use scales that are powers of two.
+        e8m0: use those of MX, rounded like this.
         consume: ``x`` may be overwritten.
     """
     R, C = x.shape[-2:]
@@ -149,15 +163,19 @@ def quantize(
     whole = F.pad(x, (0, missing[1], 0, missing[0])) if any(missing) else x.contiguous()
     pieces = whole.view(*x.shape[:-2], whole.shape[-2] // high, high, whole.shape[-1] // wide, wide)
     amax = largest_of(pieces)
-    scales = scale_of(
-        _merged(_merged(amax, -4, rows // high), -2, columns // wide), format_, power_of_two=power_of_two
-    )
+    largest = _merged(_merged(amax, -4, rows // high), -2, columns // wide)
+    if e8m0 is None:
+        scales = scale_of(largest, format_, power_of_two=power_of_two)
+    else:
+        scales = e8m0_scale_of(largest, format_, e8m0)
     of_pieces = scales
     for dim, count in ((-4, rows // high), (-2, columns // wide)):
         if count > 1:
             of_pieces = of_pieces.repeat_interleave(count, dim).narrow(dim, 0, amax.shape[dim])
-    own = consume or whole is not x
-    return Tiled(_divided(pieces, of_pieces, own=own), scales, of_pieces, (R, C), format_)
+    quotients = _divided(pieces, of_pieces, own=consume or whole is not x)
+    if e8m0 == "floor":
+        quotients.clamp_(-format_.largest, format_.largest)
+    return Tiled(quotients, scales, of_pieces, (R, C), format_)
 
 
 def quantize_groups(
@@ -237,6 +255,16 @@ def scale_of(amax: torch.Tensor, format_: Format, *, power_of_two: bool = False)
     largest = amax.new_full((), format_.largest)
     scales = (amax / largest).clamp_min_(SMALLEST_SCALE)
     return _next_power_of_two(scales) if power_of_two else scales
+
+
+def e8m0_scale_of(amax: torch.Tensor, format_: Format, rounding: Rounding) -> torch.Tensor:
+    """Return the scales of MX blocks with these largest magnitudes, in float32; none is made finite."""
+    if rounding == "floor":
+        leading = amax.view(torch.int32).bitwise_and(EXPONENT).view(torch.float32)
+        scales = torch.where(amax.isfinite(), leading / 2.0 ** floor(log2(format_.largest)), amax)
+        return scales.clamp_min_(SMALLEST_E8M0)
+    scales = amax / amax.new_full((), format_.largest)
+    return _next_power_of_two(scales).masked_fill_(scales <= SMALLEST_E8M0, SMALLEST_E8M0)
 
 
 def _next_power_of_two(scales: torch.Tensor) -> torch.Tensor:

@@ -38,6 +38,7 @@ from nanotrain_fp8_deepseek_v3.formats import (
     E4M3,
     TILE,
     Format,
+    Rounding,
     Tiled,
     dequantize,
     dequantize_columns,
@@ -68,13 +69,13 @@ class Float32GEMM(PreparesWeights, GEMMBackend):
 
     # --- operands: float32, as they are multiplied ------------------------------------------------
 
-    def of_weight(self, weight_NK: torch.Tensor) -> torch.Tensor:
-        """Return the operand for a weight [N, K] or [E, N, K]."""
-        return weight_NK.detach().float()
+    def of_weight(self, weight_NK: torch.Tensor) -> Kept:
+        """Return the operands for a weight [N, K] or [E, N, K]: of y, and of dx if that is another."""
+        return (weight_NK.detach().float(),)
 
     def prepare(self, weight_NK: torch.Tensor) -> Kept:
-        """Return the operand for the weight."""
-        return (self.read_weight(weight_NK),)
+        """Return the operands for the weight."""
+        return self.read_weight(weight_NK)
 
     def of_input(self, x_MK: torch.Tensor) -> tuple[torch.Tensor, Kept]:
         """Return x for the product with the weight, and what to save of it."""
@@ -86,8 +87,11 @@ class Float32GEMM(PreparesWeights, GEMMBackend):
 
     def kept_by_group(self, kept: Kept) -> list[torch.Tensor]:
         """Return x for the weights' gradients, split into each weight's rows."""
-        groups = self.groups or [len(kept[0])]
-        return [self.of_kept(own) for own in zip(*(torch.split(k, groups) for k in kept), strict=True)]
+        return [self.of_kept(own) for own in self.split_kept(kept)]
+
+    def split_kept(self, kept: Kept) -> Iterator[Kept]:
+        """Return what was saved of each weight's rows."""
+        return zip(*(torch.split(k, self.groups or [len(k)]) for k in kept), strict=True)
 
     def of_gradient(self, d_y_MN: torch.Tensor, *, for_weight: bool) -> torch.Tensor:
         """Return dy for the gradient of the input, or of the weight."""
@@ -104,7 +108,7 @@ class Float32GEMM(PreparesWeights, GEMMBackend):
     def forward(self, x_MK: torch.Tensor, *weights_NK: torch.Tensor) -> tuple[list[torch.Tensor], Kept]:
         """Return x times each transposed weight, and what to save of x."""
         x, kept = self.of_input(x_MK)
-        return [self.rows_times(x, self.read_weight(w).mT).to(w.dtype) for w in weights_NK], kept
+        return [self.rows_times(x, self.read_weight(w)[0].mT).to(w.dtype) for w in weights_NK], kept
 
     def keep(self, x_MK: torch.Tensor) -> Kept:
         """Return what to save of x."""
@@ -112,7 +116,7 @@ class Float32GEMM(PreparesWeights, GEMMBackend):
 
     def dgrad(self, d_y_MN: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
         """Return dy times the weight."""
-        return self.input_gradient(d_y_MN, self.read_weight(weight_NK)).to(d_y_MN.dtype)
+        return self.input_gradient(d_y_MN, self.read_weight(weight_NK)[-1]).to(d_y_MN.dtype)
 
     def wgrad(self, d_y_MN: torch.Tensor, kept: Kept) -> torch.Tensor:
         """Return the transposed dy times x, in float32."""
@@ -168,6 +172,8 @@ class Recipe:
     gradient_power_of_two: bool = False
     quantize_swiglu: bool = False
     """Save the inputs of a SwiGLU whose output the layer reads in eight bits too."""
+    mx: Rounding | None = None
+    """Scales of MX, rounded like this; every operand is rounded from itself, along what is summed over."""
 
 
 class FP8GEMM(QuantizedActivations, PreparesWeights, GEMMBackend):
@@ -203,9 +209,9 @@ class EmulatedFP8(FP8GEMM, Float32GEMM):
         """Return ``a_MK @ b_KN``, independent of torch's switches."""
         return exact.matmul(a_MK, b_KN, out)
 
-    def of_weight(self, weight_NK: torch.Tensor) -> torch.Tensor:
+    def of_weight(self, weight_NK: torch.Tensor) -> Kept:
         """Return the weight, rounded in square blocks: transposed they are the same."""
-        return quantize(weight_NK.detach(), (self.recipe.tile, self.recipe.tile)).values()
+        return (quantize(weight_NK.detach(), (self.recipe.tile, self.recipe.tile)).values(),)
 
     def of_input(self, x_MK: torch.Tensor) -> tuple[torch.Tensor, Kept]:
         """Return x rounded along its rows, and the codes and scales of it."""

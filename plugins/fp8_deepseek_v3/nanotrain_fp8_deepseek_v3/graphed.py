@@ -20,16 +20,21 @@ from nanotrain_core.api.torch import (
 )
 from nanotrain_fp8_deepseek_v3.formats import E4M3, E5M2
 from nanotrain_fp8_deepseek_v3.gemm import EmulatedFP8, Float32GEMM, Recipe
+from nanotrain_fp8_deepseek_v3.mx import EmulatedMX, blocks_of, mx_recipe
 from nanotrain_fp8_deepseek_v3.scratch import Scratch
 
 Tensor = torch.Tensor
 
 #: An operator's key for a backend that does not round.
 FLOAT32 = "float32"
+#: The beginning of one of MX, which ends with the rounding of scales.
+MX = "mx "
 
 
 def key_of(recipe: Recipe) -> str:
     """Return ``recipe`` as an operator's key, without what does not affect products."""
+    if recipe.mx:
+        return MX + recipe.mx
     gradients = "e5m2" if recipe.gradients is E5M2 else "e4m3"
     return f"{recipe.tile} {gradients} {int(recipe.input_power_of_two)} {int(recipe.gradient_power_of_two)}"
 
@@ -38,6 +43,8 @@ def _eager(key: str, counts_E: Tensor | None) -> Float32GEMM:
     """Return the eager backend of a key, for the given row count of each weight."""
     if key == FLOAT32:
         found = Float32GEMM()
+    elif key.startswith(MX):
+        found = EmulatedMX(mx_recipe("floor" if key == MX + "floor" else "ceil"))
     else:
         tile, gradients, of_input, of_gradient = key.split()
         form = E5M2 if gradients == "e5m2" else E4M3
@@ -50,7 +57,8 @@ def _eager(key: str, counts_E: Tensor | None) -> Float32GEMM:
 
 @torch.library.custom_op("nanotrain_fp8::emulated_input", mutates_args=())
 def emulated_input(x: Tensor, counts: Tensor | None, key: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Return x as it is multiplied, float32 [M, K], and its codes [M, K] and scales [M, k], to save."""
+    """Return x as it is multiplied, float32 [M, K], and codes [M, K] and scales to save: [M, k], or of MX
+    [m, K]."""
     backend = _eager(key, counts)
     assert isinstance(backend, EmulatedFP8)
     values, (codes, scales) = backend.round_input(x)
@@ -85,10 +93,13 @@ def emulated_wgrad(d_y: Tensor, x: Tensor, counts: Tensor | None, key: str) -> T
 
 @emulated_input.register_fake
 def _(x: Tensor, counts: Tensor | None, key: str) -> tuple[Tensor, Tensor, Tensor]:
+    values, codes = x.new_empty(x.shape, dtype=torch.float32), x.new_empty(x.shape, dtype=E4M3.dtype)
+    if key.startswith(MX):
+        rows = blocks_of(x.shape[0], None if counts is None else counts.shape[0])
+        return values, codes, x.new_empty(rows, x.shape[1], dtype=torch.uint8)
     tile = int(key.split(maxsplit=1)[0])
     tiles = -(-x.shape[1] // tile) if tile else 1
-    values, scales = (x.new_empty(len(x), n, dtype=torch.float32) for n in (x.shape[1], tiles))
-    return values, x.new_empty(x.shape, dtype=E4M3.dtype), scales
+    return values, codes, x.new_empty(x.shape[0], tiles, dtype=torch.float32)
 
 
 @emulated_kept.register_fake
@@ -128,7 +139,7 @@ class Products(QuantizedActivations, GEMMBackend):
     def forward(self, x_MK: Tensor, *weights_NK: Tensor) -> tuple[list[Tensor], Kept]:
         """Return x times each transposed weight, and what to keep of x."""
         x, kept = self._input(x_MK)
-        made = [emulated_forward(x, _form(weight), self.counts_E, self.key) for weight in weights_NK]
+        made = [emulated_forward(x, _forms(weight)[0], self.counts_E, self.key) for weight in weights_NK]
         return [y.to(weight.dtype) for y, weight in zip(made, weights_NK, strict=True)], kept
 
     def keep(self, x_MK: Tensor) -> Kept:
@@ -143,7 +154,7 @@ class Products(QuantizedActivations, GEMMBackend):
 
     def dgrad(self, d_y_MN: Tensor, weight_NK: Tensor) -> Tensor:
         """Return dy times the weight."""
-        d_x: Tensor = emulated_dgrad(d_y_MN, _form(weight_NK), self.counts_E, self.key)
+        d_x: Tensor = emulated_dgrad(d_y_MN, _forms(weight_NK)[-1], self.counts_E, self.key)
         return d_x.to(d_y_MN.dtype)
 
     def wgrad(self, d_y_MN: Tensor, kept: Kept) -> Tensor:
@@ -169,11 +180,10 @@ class Products(QuantizedActivations, GEMMBackend):
         return self.of_one.dequantize(kept, dtype)
 
 
-def _form(weight: Tensor) -> Tensor:
-    """Return a weight's prepared form, which is an input of the graph."""
+def _forms(weight: Tensor) -> Kept:
+    """Return a weight's prepared forms, which are inputs of the graph: for y, and for dx."""
     assert isinstance(weight, Prepared)
-    (form,) = weight.forms
-    return form
+    return weight.forms
 
 
 class _Graphed(Float32GEMM):
@@ -223,4 +233,12 @@ class GraphedEmulation(_Graphed, EmulatedFP8):
 
     def __init__(self, recipe: Recipe, scratch: Scratch | None = None) -> None:
         EmulatedFP8.__init__(self, recipe, scratch)
+        self.in_graph = Products(key_of(recipe), self, None)
+
+
+class GraphedMX(_Graphed, EmulatedMX):
+    """The emulation of MXFP8."""
+
+    def __init__(self, recipe: Recipe, scratch: Scratch | None = None) -> None:
+        EmulatedMX.__init__(self, recipe, scratch)
         self.in_graph = Products(key_of(recipe), self, None)

@@ -20,11 +20,12 @@ from nanotrain_core.api.torch import (
     use_dispatch_codec,
     use_gemm,
 )
-from nanotrain_fp8_deepseek_v3 import FP8DeepSeekV3Config, ModuleFormats
+from nanotrain_fp8_deepseek_v3 import FP8DeepSeekV3Config, ModuleFormats, MXFP8Config
 from nanotrain_fp8_deepseek_v3.backends import choose
 from nanotrain_fp8_deepseek_v3.formats import E4M3, E5M2, TILE, dequantize, quantize
 from nanotrain_fp8_deepseek_v3.gemm import Recipe
 from nanotrain_fp8_deepseek_v3.graphed import GraphedFloat32
+from nanotrain_fp8_deepseek_v3.mx import mx_recipe
 from nanotrain_fp8_deepseek_v3.policy import Row, check_patterns, format_and_why, matches, rows_of, table
 from nanotrain_fp8_deepseek_v3.scratch import Scratch
 
@@ -141,6 +142,16 @@ class FP8Hybrid(ByModule):
     def recipe(self, name: str, tag: Tag, parameter: str) -> Recipe:
         """Return the same rounding for every layer."""
         return Recipe(tile=0, gradients=E5M2)
+
+
+class MXFP8(ByModule):
+    """E4M3 in blocks of 32 along what each product sums over, with scales of E8M0."""
+
+    config: MXFP8Config
+
+    def recipe(self, name: str, tag: Tag, parameter: str) -> Recipe:
+        """Return the same rounding for every layer."""
+        return mx_recipe(self.config.scale_rounding)
 
 
 class Codec:

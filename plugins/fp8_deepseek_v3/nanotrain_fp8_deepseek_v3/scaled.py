@@ -28,6 +28,8 @@ from nanotrain_fp8_deepseek_v3.scratch import Scratch
 
 #: Rows are padded to this: operands of a tensor core, and their scales, begin at multiples of 16 bytes.
 ALIGNED = 16
+#: The ``torch.nn.functional.ScalingType`` of MX.
+MX = "BlockWise1x32"
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +40,7 @@ class Coded:
     """[R, C], C a multiple of 128, row-major."""
     scales: torch.Tensor
     """For tiles [R, C / 128], for blocks [C / 128, R / 128]: both column-major; for a whole tensor a
-    scalar."""
+    scalar; of MX see :mod:`~nanotrain_fp8_deepseek_v3.scaled_mx`."""
     recipe: str
     """The name of its ``torch.nn.functional.ScalingType``."""
 
@@ -58,6 +60,7 @@ class ScaledFP8(FP8GEMM):
 
     def __init__(self, recipe: Recipe, scratch: Scratch | None = None) -> None:
         self.recipe, self.scratch = recipe, scratch or Scratch()
+        self.of_weights = "BlockWise128x128" if recipe.tile else "TensorWise"
         self.read_weight = self.scratch.once(self._of_weight)
 
     def grouped(self, counts_E: torch.Tensor) -> ScaledFP8:
@@ -70,9 +73,9 @@ class ScaledFP8(FP8GEMM):
 
     def _along_rows(self, x_RC: torch.Tensor, format_: Format = E4M3, *, power_of_two: bool = False) -> Coded:
         if self.recipe.tile:
-            codes, scales = quantize_tiles(_aligned(x_RC), format_, power_of_two=power_of_two)
+            codes, scales = quantize_tiles(aligned(x_RC), format_, power_of_two=power_of_two)
             return Coded(codes, scales, "BlockWise1x128")
-        tiled = quantize(_aligned(x_RC), (0, 0), format_)
+        tiled = quantize(aligned(x_RC), (0, 0), format_)
         return Coded(_filled(tiled.codes()), tiled.scales.sum(), "TensorWise")
 
     def _of_gradient(self, d_y_RC: torch.Tensor) -> Coded:
@@ -103,8 +106,8 @@ class ScaledFP8(FP8GEMM):
         """Return :meth:`_of_weight`, as prepared for this step."""
         if not isinstance(weight, Prepared):
             return self.read_weight(weight)
-        kind, forms = "BlockWise128x128" if self.recipe.tile else "TensorWise", weight.forms
-        coded = [Coded(forms[i], forms[i + 1], kind) for i in range(0, len(forms), 2)]
+        forms = weight.forms
+        coded = [Coded(forms[i], forms[i + 1], self.of_weights) for i in range(0, len(forms), 2)]
         return [(coded[i], coded[i + 1]) for i in range(0, len(coded), 2)]
 
     def _block(self, w_RC: torch.Tensor) -> Coded:
@@ -171,7 +174,7 @@ class ScaledFP8(FP8GEMM):
         """Return x transposed, rounded once more if there are tiles."""
         if self.recipe.tile:
             return self._of_input(dequantize(codes_MK, scales, E4M3).T)
-        return Coded(_filled(_aligned(codes_MK.T)), scales, "TensorWise")
+        return Coded(_filled(aligned(codes_MK.T)), scales, "TensorWise")
 
     def _split(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return (rows,) if self.groups is None else torch.split(rows, self.groups)
@@ -208,7 +211,12 @@ def multiply_scaled(
 ) -> torch.Tensor:
     """Return codes left [M, K] times right [N, K], transposed, with their scales of these ``ScalingType``."""
     for_left, for_right = (getattr(F.ScalingType, recipe) for recipe in (left_recipe, right_recipe))
-    y: torch.Tensor = F.scaled_mm(left, right.T, of_left, for_left, of_right, for_right, output_dtype=dtype)
+    product = partial(F.scaled_mm, output_dtype=dtype)
+    if left_recipe == MX:
+        of_left, of_right = (scales.view(torch.float8_e8m0fnu) for scales in (of_left, of_right))
+        order = F.SwizzleType.SWIZZLE_32_4_4
+        product = partial(product, swizzle_a=order, swizzle_b=order)
+    y: torch.Tensor = product(left, right.T, of_left, for_left, of_right, for_right)
     return y
 
 
@@ -235,7 +243,7 @@ def _filled(x_RC: torch.Tensor) -> torch.Tensor:
     return _zeros_around(x_RC, 0, -x_RC.shape[1] % TILE)
 
 
-def _aligned(x_RC: torch.Tensor) -> torch.Tensor:
+def aligned(x_RC: torch.Tensor) -> torch.Tensor:
     """Pad rows with zeros to a multiple of :data:`ALIGNED`."""
     missing = -len(x_RC) % ALIGNED
     return _zeros_around(x_RC, missing, 0) if missing else x_RC

@@ -26,12 +26,16 @@ from nanotrain_fp8_deepseek_v3.tallies import Key, Tally
 
 #: Operands: of y = x W^T and dx = dy W, and of dW = dy^T x if its tiles differ.
 X, W, DY, X_OF_DW, DY_OF_DW = "x", "W", "dy", "x of dW", "dy of dW"
+#: Of dx, in MX: elsewhere the weight is rounded in the same blocks for both.
+W_OF_DX = "W of dx"
 #: Rows in flight to experts on other ranks, and gradients of outputs.
 SENT = "sent"
 
 
 def operands_of(recipe: Recipe) -> tuple[str, ...]:
     """Return the rounded operands, one for each rounding."""
+    if recipe.mx:
+        return X, W, DY, W_OF_DX, X_OF_DW, DY_OF_DW
     return (X, W, DY, X_OF_DW, DY_OF_DW) if recipe.tile else (X, W, DY)
 
 
@@ -169,17 +173,18 @@ class Watched(QuantizedActivations, PreparesWeights, GEMMBackend):
     def _count_input(self, x_MK: torch.Tensor, *, recomputed: bool) -> None:
         """Count x along its rows, unless it is recomputed, and along its columns, if it is saved for them.
 
-        The latter is rounded twice; the losses of both roundings count.
+        The latter is rounded twice, except in MX; the losses of both roundings count.
         """
-        of_dw, power_of_two = self.watch.recomputed, self.recipe.input_power_of_two
+        of_dw, power_of_two, mx = self.watch.recomputed, self.recipe.input_power_of_two, self.recipe.mx
         if recomputed and self.name not in of_dw:
             of_dw.add(self.name)
             self.watch.tallies.pop((self.name, X_OF_DW), None)
         for x in self._groups(x_MK):
-            once = quantize(x, self.along_row, power_of_two=power_of_two)
+            once = quantize(x, self.along_row, power_of_two=power_of_two, e8m0=mx)
             values = once.values() if recomputed else self._tally(X, x).add(x, once)
             if self.recipe.tile and recomputed == (self.name in of_dw):
-                twice = quantize(values, self.along_column, power_of_two=power_of_two, consume=True)
+                source = x if mx else values
+                twice = quantize(source, self.along_column, power_of_two=power_of_two, e8m0=mx)
                 self._tally(X_OF_DW, x).add(x, twice)
 
     def _count_weight(self, weight: torch.Tensor) -> None:
@@ -187,12 +192,16 @@ class Watched(QuantizedActivations, PreparesWeights, GEMMBackend):
         if (self.name, weight.data_ptr()) in self.watch.seen:
             return
         self.watch.seen.add((self.name, weight.data_ptr()))
-        self._tally(W, weight).add(weight, quantize(weight, (self.recipe.tile, self.recipe.tile)))
+        tile, mx = self.recipe.tile, self.recipe.mx
+        ways = {W: self.along_row, W_OF_DX: self.along_column} if mx else {W: (tile, tile)}
+        for operand, way in ways.items():
+            self._tally(operand, weight).add(weight, quantize(weight, way, e8m0=mx))
 
     def _count_gradient(self, operand: str, d_y_MN: torch.Tensor, tile: tuple[int, int]) -> None:
-        form, power_of_two = self.recipe.gradients, self.recipe.gradient_power_of_two
+        form, power_of_two, mx = self.recipe.gradients, self.recipe.gradient_power_of_two, self.recipe.mx
         for d_y in self._groups(d_y_MN):
-            self._tally(operand, d_y).add(d_y, quantize(d_y, tile, form, power_of_two=power_of_two))
+            blocks = quantize(d_y, tile, form, power_of_two=power_of_two, e8m0=mx)
+            self._tally(operand, d_y).add(d_y, blocks)
 
 
 def whole_of(x_MK: torch.Tensor) -> torch.Tensor:

@@ -24,12 +24,15 @@ def outliers(*shape, seed=0):
     return x
 
 
-def checked_product(left, right, scales_left, recipe_left, scales_right, recipe_right, output_dtype):
+def checked_product(
+    left, right, scales_left, recipe_left, scales_right, recipe_right, output_dtype, **swizzles
+):
     """Have torch check the operands as those of a CUDA device, then multiply them here."""
     given = (left, right, scales_left, scales_right)
     with FakeTensorMode():
         fake = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cuda") for t in given]
-        MULTIPLY(fake[0], fake[1], fake[2], recipe_left, fake[3], recipe_right, output_dtype=output_dtype)
+        how = {"output_dtype": output_dtype, **swizzles}
+        MULTIPLY(fake[0], fake[1], fake[2], recipe_left, fake[3], recipe_right, **how)
     a = left.float() * spread(scales_left, recipe_left, left.shape)
     b = right.T.float() * spread(scales_right, recipe_right, right.T.shape)
     return (a @ b.T).to(output_dtype)
@@ -42,7 +45,16 @@ def spread(scales, recipe, shape):
     """Return a scale for every element of [R, C]."""
     if recipe is F.ScalingType.TensorWise:
         return scales
+    if recipe is F.ScalingType.BlockWise1x32:
+        return unswizzled(scales, shape).repeat_interleave(32, 1)
     if recipe is F.ScalingType.BlockWise1x128:
         return scales.repeat_interleave(128, 1)
     blocks = scales.T[:, : shape[1] // 128]
     return blocks.repeat_interleave(128, 0).repeat_interleave(128, 1)
+
+
+def unswizzled(scales, shape):
+    """Return the scales [R, C / 32] that tensor cores read: see ``test_mx.py`` for their order."""
+    row, column = torch.arange(shape[0])[:, None], torch.arange(shape[1] // 32)
+    tile = row // 128 * -(-len(column) // 4) + column // 4
+    return scales.float()[tile * 512 + row % 32 * 16 + row % 128 // 32 * 4 + column % 4]

@@ -1,4 +1,4 @@
-"""Both precisions pass the harness, alone and where ranks must agree on an overflow.
+"""The precisions pass the harness, alone and where ranks must agree on an overflow.
 
 Eight-bit products move single losses of its tiny model by up to 7%, as often up as down. It is the format,
 and nothing rounded that DeepSeek-V3 leaves wide: weights rounded alone move a loss by 2.4%, inputs alone by
@@ -15,9 +15,11 @@ TILED = Case(
     "precision", use="fp8_deepseek_v3", topology={"dp": 2}, overrides={"parallel": [{"use": "summed"}]}
 )
 HYBRID = Case("precision", use="fp8_hybrid")
+BLOCKS = Case("precision", use="mxfp8", topology={"dp": 2}, overrides={"parallel": [{"use": "summed"}]})
 
 test_conformance = conformance(TILED)
 test_hybrid = conformance(HYBRID, slow=pytest.mark.full)
+test_blocks = conformance(BLOCKS, slow=pytest.mark.full)
 
 
 def test_gradients_are_there_though_tokens_go_to_other_experts():

@@ -162,7 +162,7 @@ def test_a_backend_that_cannot_run_is_refused_and_never_replaced(wanted):
 )
 def test_auto_takes_the_tensor_cores_of_a_gpu_or_refuses(capability, cuda, refusal, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
-    monkeypatch.setattr(backends, "_disagreement", lambda device: "")
+    monkeypatch.setattr(backends, "_disagreement", lambda device, recipe: "")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.version, "cuda", cuda)
     if refusal is None:
@@ -220,7 +220,7 @@ def test_a_version_of_transformer_engine_that_cannot_be_used_is_refused(changed,
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.version, "cuda", "12.9")
-    monkeypatch.setattr(backends, "_disagreement", lambda device: "")
+    monkeypatch.setattr(backends, "_disagreement", lambda device, recipe: "")
     refusal = f"'te' cannot run: it needs Transformer Engine 2.3 or later, and {text}"
     try:
         with pytest.raises(NanotrainError, match=re.escape(refusal) + ".*; 'torch'.* can, 'emulated' runs"):
@@ -243,7 +243,7 @@ def test_kernels_that_do_otherwise_on_a_device_are_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.version, "cuda", "12.9")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
-    monkeypatch.setattr(backends, "_disagreement", lambda device: "its y of experts is another")
+    monkeypatch.setattr(backends, "_disagreement", lambda device, recipe: "its y of experts is another")
     text = "'triton', which auto chooses on cuda, cannot run: its y of experts is another; 'torch' can"
     with pytest.raises(NanotrainError, match=re.escape(text)):
         choose("auto", torch.device("cuda"), Recipe())
