@@ -75,7 +75,7 @@ class ModelPart(nn.Module):
         """Return the values of the whole model's buffer of that global name: by default there is none.
 
         Each rank keeps the block given by its placement. Buffers never change during training, and
-        checkpoints omit them.
+        checkpoints omit them; those of a ``CountingRouter`` may, in ``balance``, and are saved.
         """
         raise uninitialized(name)
 

@@ -20,6 +20,7 @@ from nanotrain_core.errors import PluginError
 from nanotrain_core.layout.dtensors import local_of
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import PlacedParameter, Placement, Placements
+from nanotrain_core.moe.routing import router_buffers
 from nanotrain_core.run.random_state import stream_seed
 
 #: Approximate elements per random stream. Part of the definition of every run's initial weights.
@@ -103,13 +104,15 @@ def _constant(part: nn.Module, name: str, placements: Placements) -> torch.Tenso
 def changed_buffers(parts: Iterable[nn.Module], placements: Placements) -> list[str]:
     """Return the names of buffers that differ from ``constant`` now: checkpoints omit them.
 
-    A script's parts have no placements, and its checkpoints include buffers.
+    A script's parts have no placements, and its checkpoints include buffers. Those of routers are saved, too.
     """
+    parts = list(parts)
+    kept = router_buffers(parts)
     return [
         name
         for part in parts
         for name, buffer in part.named_buffers()
-        if name in placements and not buffer.is_meta
+        if name in placements and name not in kept and not buffer.is_meta
         if not torch.equal(buffer, _constant(part, name, placements).to(buffer))
     ]
 

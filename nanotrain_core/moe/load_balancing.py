@@ -1,4 +1,4 @@
-"""The auxiliary loss that balances experts, computed per sequence and summed over sequences.
+"""The auxiliary loss that balances experts, of each sequence or of the whole batch, summed over sequences.
 
 Shapes: ... sequences, S tokens of one, E experts, K chosen per token.
 """
@@ -8,16 +8,25 @@ from __future__ import annotations
 import torch
 
 
-def load_balancing_loss(scores_SE: torch.Tensor, experts_SK: torch.Tensor) -> torch.Tensor:
+def load_balancing_loss(
+    scores_SE: torch.Tensor, experts_SK: torch.Tensor, load_E: torch.Tensor | None = None
+) -> torch.Tensor:
     """Return the sum of E f P over experts, f an expert's share of the choices, P the mean of its scores.
 
     Even load gives 1 for each sequence. f has no gradient; P has. A sum over sequences is the same on every
     layout, as a product of means over a microbatch, or over a rank's tokens, would not be.
 
+    ``load_E``: the choices that f counts instead of each sequence's own, such as those of a global batch.
+
     Sources: Fedus et al., arXiv 2101.03961, equations 4 to 6; for K experts per token, DeepSeek-V2, arXiv
-    2405.04434, equations 23 to 25.
+    2405.04434, equations 23 to 25; for f of the global batch, Qiu et al., arXiv 2501.11873, equation 3.
     """
-    return (expert_share(scores_SE, experts_SK) * scores_SE.mean(-2)).sum()
+    if load_E is None:
+        share_E = expert_share(scores_SE, experts_SK)
+    else:
+        load_E = load_E.to(scores_SE.dtype)
+        share_E = load_E * (len(load_E) / load_E.sum())
+    return (share_E * scores_SE.mean(-2)).sum()
 
 
 def expert_share(scores_SE: torch.Tensor, experts_SK: torch.Tensor) -> torch.Tensor:

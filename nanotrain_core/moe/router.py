@@ -26,10 +26,24 @@ class TopKRouter(CountingRouter):
     A subclass overrides what differs: ``score``, ``best``, and ``losses`` for its balance losses.
     """
 
-    def __init__(self, width: int, experts: int, top_k: int, *, normalize: bool, scale: float = 1.0) -> None:
+    load: torch.Tensor | None
+    """Tokens of each expert [E] in the last step, over the whole batch: what a loss of the global batch
+    counts. None unless asked for; ones before the first step, which is even load."""
+
+    def __init__(
+        self,
+        width: int,
+        experts: int,
+        top_k: int,
+        *,
+        normalize: bool,
+        scale: float = 1.0,
+        keeps_load: bool = False,
+    ) -> None:
         super().__init__(experts)
         self.top_k, self.normalize, self.scale = top_k, normalize, scale
         self.weight = nn.Parameter(torch.empty(experts, width))
+        self.register_buffer("load", torch.ones(experts, dtype=torch.int64) if keeps_load else None)
 
     def forward(self, x_BSD: torch.Tensor) -> Routing:
         """Return experts and weights of every token, and with :meth:`train` losses and load."""
@@ -56,3 +70,8 @@ class TopKRouter(CountingRouter):
     def losses(self, scores_BSE: torch.Tensor, experts_BSK: torch.Tensor) -> Mapping[str, torch.Tensor]:
         """Return balance losses by name, each a sum over sequences."""
         return {}
+
+    def balance(self, load: torch.Tensor) -> None:
+        """Keep the global ``load`` [E] of a step for the losses of the next."""
+        if self.load is not None:
+            self.load.copy_(load)

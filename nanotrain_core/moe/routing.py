@@ -126,8 +126,9 @@ class CountingRouter(nn.Module):
     def balance(self, load: torch.Tensor) -> None:
         """Update the balancing state from the global ``load`` [E] of a step.
 
-        The state is a buffer, or a frozen parameter, modified in place: if only the device
-        knows whether the step is skipped, its values are restored there.
+        The state is modified in place: if only the device knows whether the step is skipped, its values are
+        restored there. It is a buffer, which checkpoints save beside the weights, or, where the model
+        computes something else without it, a frozen parameter.
         """
 
 
@@ -147,6 +148,15 @@ def counting_routers(parts: Iterable[nn.Module]) -> dict[str, CountingRouter]:
         for name, module, tag in tagged(part)
         if tag.role is Role.ROUTER and isinstance(module, CountingRouter)
     }
+
+
+def router_buffers(parts: Iterable[nn.Module]) -> dict[str, torch.Tensor]:
+    """Return the buffers of the routers that count tokens, by global name.
+
+    They are what a router keeps from one step to the next: checkpoints have them, beside the weights.
+    """
+    routers = counting_routers(parts).items()
+    return {f"{name}.{key}": each for name, router in routers for key, each in router.named_buffers()}
 
 
 def count_of(experts: torch.Tensor, number: int) -> torch.Tensor:

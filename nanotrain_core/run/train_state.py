@@ -12,6 +12,7 @@ from nanotrain_core.checkpoint.quarantine import on_rank_0, set_branch_aside
 from nanotrain_core.checkpoint.run_state import NO_RUN_STATE, state_problems
 from nanotrain_core.contracts import Block, TrainState
 from nanotrain_core.errors import CheckpointError, NanotrainError
+from nanotrain_core.moe.routing import router_buffers
 from nanotrain_core.precision.quantized_storage import dequantize, quantize_into
 from nanotrain_core.recipe import write_resolved
 from nanotrain_core.recipe.model_table import model_table, refuse_other_model
@@ -27,6 +28,8 @@ def capture_state(engine: RuntimeEngine) -> TrainState:
     run = engine.run
     engine.weights_ready()
     weights = [Block.of("", dequantize(p.parameter), p.placement) for p in run.placed]
+    buffers = router_buffers(run.stages.values()).items() if run.placements else ()  # else it is a script
+    kept = [Block.of("router", tensor, run.placements[name]) for name, tensor in buffers]
     meta = {
         **engine.reached.meta(),
         "trusted": engine.step - suspect if (suspect := engine.events.suspect_steps()) else None,
@@ -39,7 +42,7 @@ def capture_state(engine: RuntimeEngine) -> TrainState:
         "data": run.feed.meta(),
         "monitors": engine.events.meta(),
     }
-    return TrainState([*weights, *run.optimizer.blocks()], meta, random_state.capture(run.mesh.device))
+    return TrainState([*weights, *kept, *run.optimizer.blocks()], meta, random_state.capture(run.mesh.device))
 
 
 def restore_meta(engine: RuntimeEngine, meta: Mapping[str, Any]) -> None:

@@ -53,6 +53,11 @@ class MoETransformerConfig(TransformerConfig):
     """Numbers of further layers with a dense feed-forward layer instead of experts; the first is 0."""
     aux_loss_coeff: float = attrs.field(default=0.001, validator=Range(0.0, 1e3), metadata={TRAINING: True})
     """Weight of the auxiliary loss that balances experts, summed over layers. Even load gives 1 per layer."""
+    load_balancing_type: Literal["seq_aux_loss", "global_aux_loss"] = attrs.field(
+        default="seq_aux_loss", metadata={TRAINING: True}
+    )
+    """Whose tokens the auxiliary loss counts for each expert: those of the `seq`uence, or those of the whole
+    batch of the step before, `global`."""
 
     def is_moe(self, layer: int) -> bool:
         """Return whether a layer has experts."""

@@ -87,6 +87,10 @@ class MoETransformerPart(TransformerPart):
             count_routed(routed, cast(MoEBlock, layer).moe.router, losses)
         return x_BSD, losses
 
+    def constant(self, name: str) -> torch.Tensor:
+        """Return even load, the routers' before the first step."""
+        return torch.ones(self.config.experts, dtype=torch.int64)
+
     def initializer(self, name: str) -> Initializer:
         """Return the transformer's; the experts' last matrices write to the residual stream, too."""
         return super().initializer("ffn.down.weight" if name.endswith("experts.down") else name)
@@ -129,9 +133,12 @@ class Router(TopKRouter):
     """Softmax over all experts, the best K."""
 
     def __init__(self, config: MoETransformerConfig) -> None:
-        super().__init__(config.width, config.experts, config.top_k, normalize=config.normalize_weights)
-        self.balances = config.aux_loss_coeff > 0
+        c, balances = config, config.aux_loss_coeff > 0
+        whole_batch = balances and c.load_balancing_type == "global_aux_loss"
+        normalize = c.normalize_weights
+        super().__init__(c.width, c.experts, c.top_k, normalize=normalize, keeps_load=whole_batch)
+        self.balances = balances
 
     def losses(self, scores_BSE: torch.Tensor, experts_BSK: torch.Tensor) -> Mapping[str, torch.Tensor]:
         """Return the auxiliary loss, if it has a weight."""
-        return {"aux": load_balancing_loss(scores_BSE, experts_BSK)} if self.balances else {}
+        return {"aux": load_balancing_loss(scores_BSE, experts_BSK, self.load)} if self.balances else {}
