@@ -4,11 +4,15 @@ import json
 
 import pytest
 import torch
+from command import nanotrain
 from compositions import MODELS, VOCAB
+from doc_blocks import ROOT, blocks, commands
 from safetensors.torch import load_file
+from test_own_conversations import write_model
 from transformers import AutoModelForCausalLM
 
 from nanotrain_core.cli import main
+from nanotrain_core.errors import Exit
 from nanotrain_core.testing import Case
 from nanotrain_core.testing.probe import make_engine
 
@@ -118,3 +122,29 @@ def test_what_has_no_adapter_is_not_written_as_one(tmp_path, capsys):
     assert main(["convert", str(tmp_path / "plain"), str(tmp_path / "out"), "--to", "peft"]) == 2
     assert "--to peft: these weights can be written as huggingface, nanotrain" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.full
+def test_the_page_leads_from_convert_to_an_adapter_on_tp_2_dp_2(tmp_path):
+    page = [block for block in blocks() if block.page == ROOT / "docs/weights.md"]
+    (at,) = (number for number, block in enumerate(page) if "--to peft" in block.text)
+    write_model(tmp_path / "SmolLM2-135M")
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus" / "text.txt").write_text("Once upon a time there was a king. " * 400)
+    (tmp_path / "lora.toml").write_text(page[at + 1].text)
+    small = ["run.steps=20", "run.device=cpu", "batch.length=32", "optimizer.lr=0.01", "precision.use=fp32"]
+    changes = {
+        "run": [word for setting in small for word in ("--set", setting)],
+        "sample": ["--temperature", "0", "--tokens", "8", "--set", "precision.use=fp32"],
+    }
+    for _, *words in commands(page[at]):
+        done = nanotrain(*words, *changes.get(words[0], []), cwd=tmp_path)
+        assert done.code == Exit.DONE, f"{words}: {done.err}"
+    rows = map(json.loads, (tmp_path / "runs/lora/metrics.jsonl").read_text().splitlines())
+    losses = [row["loss"] for row in rows if row["event"] == "step"]
+    assert losses[-1] < losses[0] / 2
+    base, merged = (load_file(tmp_path / name / "model.safetensors") for name in ("SmolLM2-135M", "merged"))
+    assert base.keys() == merged.keys()
+    changed = {name for name, weight in base.items() if not torch.equal(weight, merged[name])}
+    assert changed == {name for name in base if name.endswith("_proj.weight")}
+    assert (tmp_path / "adapter/adapter_config.json").is_file()
