@@ -11,13 +11,20 @@ from nanotrain_core.layout.layout import Layout, View
 from nanotrain_core.layout.placement import Placement, place
 from nanotrain_core.registry.contract_checks import check_part
 
-NORMAL = Initializer("normal", 0.02)
+NORMAL, UNIFORM = Initializer("normal", 0.02), Initializer("uniform", 0.5)
 LAYOUT = Layout({"dense": View(("dp", "tp"), (1, 4))})
 
 
 @pytest.mark.parametrize(
     ("kind", "value"),
-    [("ones", 1.0), ("Constant", 0.1), ("normal", -0.1), ("normal", float("nan")), ("normal", "0.1")],
+    [
+        ("ones", 1.0),
+        ("Constant", 0.1),
+        ("normal", -0.1),
+        ("uniform", -0.1),
+        ("normal", float("nan")),
+        ("normal", "0.1"),
+    ],
 )
 def test_an_initializer_that_means_nothing_is_refused(kind, value):
     """It was drawn as if it were normal."""
@@ -25,23 +32,31 @@ def test_an_initializer_that_means_nothing_is_refused(kind, value):
         Initializer(kind, value)
 
 
-def draw(shape, axis=None, index=0, count=1, *, name="layers.0.ffn.up.weight", seed=1):
+def draw(shape, axis=None, index=0, count=1, *, name="layers.0.ffn.up.weight", seed=1, of=NORMAL):
     placement = Placement.whole(name, shape, LAYOUT)
     if axis is not None:
         placement = placement.split(axis, "tp", index, count)
-    return initial_block(NORMAL, seed, placement)
+    return initial_block(of, seed, placement)
 
 
 @pytest.mark.parametrize("shape", [(24, 6), (8, 4, 6), (12,)])
 @pytest.mark.parametrize("chunk", [7, 48, 2**20])
-def test_blocks_of_any_split_put_together_are_the_whole(monkeypatch, shape, chunk):
+@pytest.mark.parametrize("of", [NORMAL, UNIFORM], ids=["normal", "uniform"])
+def test_blocks_of_any_split_put_together_are_the_whole(monkeypatch, shape, chunk, of):
     monkeypatch.setattr(initialization, "CHUNK", chunk)
-    whole = draw(shape)
+    whole = draw(shape, of=of)
     for axis in range(len(shape)):
         for count in (2, 4):
             if shape[axis] % count == 0:
-                blocks = [draw(shape, axis, index, count) for index in range(count)]
+                blocks = [draw(shape, axis, index, count, of=of) for index in range(count)]
                 assert torch.equal(torch.cat(blocks, axis), whole)
+
+
+def test_a_uniform_is_within_its_bound_on_both_sides():
+    values = draw((100, 100), of=UNIFORM)
+    assert values.abs().max() <= 0.5
+    assert (values.min() < -0.49) & (values.max() > 0.49)
+    assert values.std() == pytest.approx(1 / 12**0.5, rel=0.02)
 
 
 def test_seed_and_name_decide():

@@ -5,11 +5,13 @@ import torch
 from nanotrain_lora import LoRAConfig
 
 from nanotrain_core.batch import Batch
+from nanotrain_core.cli import main
 from nanotrain_core.compose import compose
 from nanotrain_core.engine import RuntimeEngine
-from nanotrain_core.errors import NanotrainError, RecipeError
+from nanotrain_core.errors import Exit, NanotrainError, RecipeError
 from nanotrain_core.hf.open_weights import open_weights
 from nanotrain_core.pipeline.actions import Part
+from nanotrain_core.recipe import write_resolved
 from nanotrain_core.testing import Case, RankFailure, run_ranks
 from nanotrain_core.testing.probe import train
 
@@ -162,3 +164,18 @@ def test_it_is_listed_after_wrappers_that_split_layers():
 def test_keys_of_other_libraries_are_explained(key, text):
     with pytest.raises(RecipeError, match=text):
         case({key: 1}).recipe()
+
+
+@pytest.mark.parametrize(
+    ("target", "text"),
+    [
+        ("q_proj", "parallel.0.targets.1: the model has no module '*.q_proj'; modules have the names"),
+        ("dwn", "parallel.0.targets.1: the model has no module '*.dwn' (did you mean '*.down'?)"),
+        ("layers.0.atn", "the model has no module 'layers.0.atn' (did you mean 'layers.0.attn'?)"),
+    ],
+)
+def test_a_target_that_names_no_module_is_refused_before_ranks_start(target, text, tmp_path, capsys):
+    recipe = case({"targets": ["v", target]}).recipe()
+    (tmp_path / "recipe.toml").write_text(write_resolved(recipe))
+    assert main(["check", str(tmp_path / "recipe.toml")]) == Exit.USER
+    assert text in capsys.readouterr().err
