@@ -8,10 +8,14 @@ import pytest
 from compositions import MODELS, VOCAB
 from examples_of_plugins import ALIBI, example
 from examples_of_plugins import TP as SUMMED_TP
+from nanotrain_plan.blocks.composer import Composer
+from nanotrain_plan.hardware import find_hardware
+from nanotrain_plan.plan import make_plan
 from planned import happened, planned
 from test_docs import failed
+from test_plan_stages import SYNCED
 
-from nanotrain_core.api import Exit
+from nanotrain_core.api import Exit, resolve_recipe
 from nanotrain_core.cli import main
 from nanotrain_core.testing import Case, run_ranks
 from nanotrain_core.testing.compare import assert_same, whole
@@ -192,3 +196,17 @@ def test_zero12_shards_the_momentum_and_the_moments():
     for state in ("momentum", "exp_avg", "exp_avg_sq"):
         assert sum(found[state] for found in halves) == whole_state[state]
         assert max(found[state] for found in halves) < 0.6 * whole_state[state]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("sync", ["ddp", "zero12"])
+def test_a_sweep_has_the_matrix_products_of_an_update_in_proportion(sync, tmp_path):
+    """A probe of few layers tells what a stage's update takes. Without that, it was a tenth of a step off."""
+    path = tmp_path / "synced.toml"
+    path.write_text(SYNCED.replace("{more}", f'[[parallel]]\nuse = "{sync}"\n[optimizer]\nuse = "muon"\n'))
+    found = resolve_recipe(str(path), overrides=["schedule.use=1f1b", "batch.sequences=8"])
+    composer = Composer(found.registry, find_hardware("h100"))
+    estimate = composer.estimate(found.recipe, found.layout).time
+    whole_plan = make_plan(found.recipe, found.registry, found.layout, composer.hardware).time
+    assert estimate.seconds == pytest.approx(whole_plan.seconds, rel=0.02)
+    assert estimate.after == pytest.approx(whole_plan.after, rel=0.2)

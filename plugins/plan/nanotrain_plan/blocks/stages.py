@@ -311,6 +311,7 @@ def _around(
         moved=found.work.moved * moved,
         eager=found.work.eager * moved,
         kernels=found.work.kernels * tensors,
+        gemm=Counter({kind: flops * moved for kind, flops in found.work.gemm.items()}),
         count=Counter({key: n * by_axis.get(key[0], 1.0) for key, n in found.work.count.items()}),
         sent=Counter({key: n * by_axis.get(key[0], 1.0) for key, n in found.work.sent.items()}),
     )
