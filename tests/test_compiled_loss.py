@@ -1,5 +1,7 @@
 """The loss of a chunk as compiled functions, against the eager definition: numbers, and how many graphs."""
 
+import operator
+
 import pytest
 import torch
 from drawn import draw
@@ -94,6 +96,30 @@ def test_nothing_wide_of_the_logits_size_leaves_the_graph():
     assert torch.equal(logits, before)
     assert d_logits.shape == (10, 16)
     assert not d_logits[:, V:].any()
+
+
+def test_a_target_among_columns_that_are_no_logits_is_an_error():
+    loss = CompiledLoss("eager", "head", log=False)
+    with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
+        loss(draw("logits", (10, 16)), torch.full((10,), V), V, None, gradient=False)
+
+
+def test_statistics_and_gradient_are_of_one_size_with_columns_that_are_no_logits():
+    """Inductor fuses them into the kernel of one reduction only then, which reads a row from memory once."""
+    widths = set()
+
+    def backend(graph, inputs):
+        for node in graph.graph.nodes:
+            value = node.meta.get("example_value")
+            if node.target is operator.getitem:  # of the logits, from which the target's is read
+                continue
+            if isinstance(value, torch.Tensor) and value.dim() == 2 and value.shape[1] > 3:
+                widths.add(value.shape[1])
+        return aot_eager(graph, inputs)
+
+    loss = CompiledLoss(backend, "head", log=False)
+    loss(draw("logits", (10, 16)).bfloat16(), TARGETS[:10], V, None, gradient=True)
+    assert widths == {16}
 
 
 def test_kernels_with_a_loss_of_their_own_keep_it():

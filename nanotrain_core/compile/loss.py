@@ -19,7 +19,6 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from nanotrain_core.compile.function import CompiledFunction
@@ -117,13 +116,25 @@ def own_statistics(
     logits_CP: torch.Tensor, target_C: torch.Tensor, columns: int, first: int | None
 ) -> torch.Tensor:
     """Return each row's largest logit, the sum of exponentials relative to it, and the target's [C, 3]."""
-    logits_CV = logits_CP[:, :columns]
-    wide_CV = logits_CV.to(wide_dtype(logits_CP))
-    largest_C1 = wide_CV.amax(dim=1, keepdim=True)
-    sum_C1 = (wide_CV - largest_C1).exp().sum(dim=1, keepdim=True)
+    wide_CP = _widen(logits_CP, columns)
+    largest_C1 = wide_CP.amax(dim=1, keepdim=True)
+    sum_C1 = (wide_CP - largest_C1).exp().sum(dim=1, keepdim=True)
     at_C1, mine_C1 = locate(target_C, columns, first)
-    at_target_C1 = logits_CV.gather(1, at_C1).to(wide_CV.dtype).masked_fill(~mine_C1, 0.0)
+    at_target_C1 = logits_CP[:, :columns].gather(1, at_C1).to(wide_CP.dtype).masked_fill(~mine_C1, 0.0)
     return torch.cat((largest_C1, sum_C1, at_target_C1), dim=1)
+
+
+def _widen(logits_CP: torch.Tensor, columns: int) -> torch.Tensor:
+    """Return logits in the dtype of the softmax, -inf in the columns that are none.
+
+    These are masked instead of cut off: the compiler puts statistics and gradient into one kernel, which
+    reads the logits of a row from memory once, only if both have the same number of columns.
+    """
+    wide_CP = logits_CP.to(wide_dtype(logits_CP))
+    if logits_CP.shape[1] == columns:
+        return wide_CP
+    none_P = torch.arange(logits_CP.shape[1], device=logits_CP.device) >= columns
+    return wide_CP.masked_fill(none_P, float("-inf"))
 
 
 def loss_and_gradient(
@@ -140,10 +151,8 @@ def loss_and_gradient(
     loss = loss_of(all_C3, target_C)
     if not gradient:
         return loss, None
-    exp_CV = (logits_CP[:, :columns].to(own_C3.dtype) - own_C3[:, :1]).exp()
+    exp_CP = (_widen(logits_CP, columns) - own_C3[:, :1]).exp()  # 0 in the columns that are none
     at_C1, mine_C1 = locate(target_C, columns, first)
-    onehot_CV = mine_C1 & (torch.arange(columns, device=target_C.device) == at_C1)
-    d_logits_CV = exp_CV * softmax_scale(own_C3, all_C3, target_C) - onehot_CV.to(exp_CV.dtype)
-    missing = logits_CP.shape[1] - columns
-    narrow = d_logits_CV.to(logits_CP.dtype)
-    return loss, F.pad(narrow, (0, missing)) if missing else narrow
+    onehot_CP = mine_C1 & (torch.arange(logits_CP.shape[1], device=target_C.device) == at_C1)
+    d_logits_CP = exp_CP * softmax_scale(own_C3, all_C3, target_C) - onehot_CP.to(exp_CP.dtype)
+    return loss, d_logits_CP.to(logits_CP.dtype)
