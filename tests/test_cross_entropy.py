@@ -4,11 +4,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from drawn import draw
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanotrain_core.batch import IGNORE
 from nanotrain_core.builtin.configs import TorchKernelsConfig
 from nanotrain_core.models import gpu_ops
-from nanotrain_core.models.cross_entropy import Chunks, linear_cross_entropy, matmul
+from nanotrain_core.models.cross_entropy import Chunks, linear_cross_entropy, matmul, times
 from nanotrain_core.models.kernels import TorchKernels
 from nanotrain_core.models.ops import TORCH
 
@@ -108,3 +110,49 @@ def test_the_heads_weight_gradient_is_not_rounded_on_its_way_to_a_wider_sum():
     assert weight.grad.dtype == torch.float32
     assert not torch.equal(weight.grad, weight.grad.bfloat16().float())
     assert (weight.grad.double() - wide.grad).norm() < 2.0**-8 * wide.grad.norm()
+
+
+class Computed(TorchDispatchMode):
+    """Records operators that a GPU runs a kernel for, and runs none of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        written = (kwargs or {}).get("out")
+        if written is None:
+            return operator(*args, **(kwargs or {}))
+        self.found.append(str(operator))
+        return written
+
+
+def test_on_a_gpu_a_product_is_added_to_a_wider_sum_where_that_is():
+    """A product of its own, of the size of the head's weight in float32, would be written and read again."""
+    with FakeTensorMode():
+        left, right = (torch.empty(s, dtype=torch.bfloat16, device="cuda") for s in ((8, 4), (4, 6)))
+        total = torch.empty(8, 6, device="cuda")
+        with Computed() as computed:
+            assert gpu_ops.matmul(left, right, total) is total
+    assert computed.found == ["aten.addmm.dtype_out"]
+
+
+def test_on_a_gpu_a_gradient_is_scaled_in_one_kernel():
+    with FakeTensorMode():
+        gradient = torch.empty(5000, 6, dtype=torch.bfloat16, device="cuda")
+        with Computed() as computed:
+            found = times(gradient, torch.empty((), device="cuda"))
+    assert (found.dtype, found.shape) == (torch.bfloat16, (5000, 6))
+    assert computed.found == ["aten.mul.out"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_gpu_adds_products_and_scales_gradients_without_rounding_in_between(dtype):
+    left, right, total = (draw(n, s) for n, s in (("l", (96, 64)), ("r", (64, 40)), ("t", (96, 40))))
+    left, right, total = left.cuda().to(dtype), right.cuda().to(dtype), total.cuda().float()
+    expected = total.double() + left.double() @ right.double()
+    torch.testing.assert_close(gpu_ops.matmul(left, right, total).double(), expected, rtol=1e-5, atol=1e-5)
+    factor = torch.tensor(1 / 5777, device="cuda")
+    assert torch.equal(times(left, factor), (left.float() * factor).to(dtype))

@@ -94,4 +94,5 @@ def matmul(left: Tensor, right: Tensor, total: Tensor | None = None) -> Tensor:
     """Multiply as plain PyTorch does, but bf16 or fp16 into a float32 total without rounding the product."""
     if total is None or left.dtype == total.dtype or not left.is_cuda or torch.compiler.is_compiling():
         return cross_entropy.matmul(left, right, total)
-    return total.add_(torch.mm(left, right, out_dtype=total.dtype))
+    # Into `total` itself: a product of its own would be written, and read again to be added.
+    return torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
