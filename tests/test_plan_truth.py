@@ -1,5 +1,6 @@
 """Plans of small recipes against what happens on gloo: state, every collective, activations, peak memory."""
 
+import attrs
 import pytest
 from compositions import MODELS, OPTIMIZERS, VOCAB
 from fp8_models import DEEPSEEK
@@ -118,6 +119,15 @@ def test_every_step_is_as_planned(name, precision):
             precision=precision,
         )
     )
+
+
+@pytest.mark.full
+def test_parts_of_sequences_that_pipelines_send_are_as_planned():
+    """Of 7 tokens the first rank of tp has 3, and sends them to the first one of the next stage."""
+    odd = case({"pp": 2, "tp": 2}, "transformer", "1f1b", SP, {})
+    odd = attrs.evolve(odd, overrides={**odd.overrides, "batch": {**BATCH, "length": 7}})
+    for plan, step in zip(planned(odd), happened(odd), strict=True):
+        assert (plan.state, plan.collectives) == (step.state, step.collectives)
 
 
 @pytest.mark.full

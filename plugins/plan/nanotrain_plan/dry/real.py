@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -75,8 +76,9 @@ def predict(recipe: Recipe, registry: Registry, layout: Layout) -> list[StepReco
     pp = layout.degree("pp")
     stride = layout.view(["pp"]).stride("pp") if pp > 1 else 0
     told = survey(recipe, registry, [n * stride for n in range(pp)], host=True) if pp > 1 else []
-    values, found = Values(), []
+    pipelines, found = defaultdict[int, Values](Values), []  # of uneven shares their messages differ
     for rank in range(layout.world_size):
+        values = pipelines[rank % stride if pp > 1 else 0]
         step = dry_rank(recipe, registry, layout, rank, told, values, host=True, every_microbatch=True)
         found.append(of_phases(dict(step.state), step.phases))
     return found
