@@ -132,8 +132,11 @@ def test_parts_of_sequences_that_pipelines_send_are_as_planned():
 
 @pytest.mark.full
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("schedule", ["zb_h1", "dualpipe_v"])
-def test_what_waits_for_w_passes_in_fp8_is_as_planned(schedule, recompute):
+@pytest.mark.parametrize(
+    ("schedule", "precision"),
+    [("zb_h1", "fp8_deepseek_v3"), ("dualpipe_v", "fp8_deepseek_v3"), ("zb_h1", "mxfp8")],
+)
+def test_what_waits_for_w_passes_in_fp8_is_as_planned(schedule, precision, recompute):
     """Widths are whole tiles, and a microbatch too."""
     overrides = {
         "batch": {"sequences": 6, "microbatch": 1, "length": 128},
@@ -141,7 +144,7 @@ def test_what_waits_for_w_passes_in_fp8_is_as_planned(schedule, recompute):
         "data": {"vocab": DEEPSEEK["vocab"]},
         "optimizer": OPTIMIZERS["adamw"],
         "schedule": {"use": schedule},
-        "precision": {"use": "fp8_deepseek_v3"},
+        "precision": {"use": precision},
         "parallel": [{"use": "recompute"}] if recompute else [],
     }
     assert_as_planned(Case("topology", use="grid", topology={"pp": 2}, overrides=overrides))

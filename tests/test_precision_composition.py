@@ -124,31 +124,37 @@ def test_fp8_is_that_of_one_process(name):
         assert_same(weights, whole([one.weights]), "weights after 3 steps", atol=EXACT)
 
 
-#: Whole blocks of 32 rows, of a half of a sequence too.
-LONG = {"sequences": 4, "microbatch": 1, "length": 64}
+#: Layouts of MXFP8, of which no shard of an operand cuts a block.
+IN_BLOCKS = {name: LAYOUTS[name] for name in LAYOUTS if name != "tp2-cut"} | {
+    "cp2": layout({"cp": 2}, [{"use": "cp"}, DDP], apart=EXPERTS),
+    "fsdp2": layout({"dp": 2}, [{"use": "fsdp2"}]),
+    "recompute": layout({}, [{"use": "recompute"}]),
+}
 
 
-def in_blocks(topology, around):
+def in_blocks(topology, around, length):
     """Return the ranks' traces of two steps in MXFP8."""
-    return traces(case({"use": "exact_mx"}, topology, around), run={"steps": 2}, batch=LONG)
+    batch = {"sequences": 256 // length, "microbatch": 1, "length": length}
+    return traces(case({"use": "exact_mx"}, topology, around), run={"steps": 2}, batch=batch)
 
 
 @cache
-def alone_in_blocks(optimizer):
-    (trace,) = in_blocks({}, {"model": ALIGNED, "optimizer": {"sgd": SGD, "adamw": ADAMW}[optimizer]})
+def alone_in_blocks(length, adamw):
+    (trace,) = in_blocks({}, {"model": ALIGNED, "optimizer": ADAMW if adamw else SGD}, length)
     return trace
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "tp2-cut"])
+@pytest.mark.parametrize("name", IN_BLOCKS)
 def test_mxfp8_is_that_of_one_process(name):
     """Where experts get other rows together, what falls into other blocks is rounded almost alike.
 
     Scales are powers of two: another one moves only numbers that are subnormal in a block.
     """
-    topology, around, apart = LAYOUTS[name]
-    ranks = in_blocks(topology, around)
-    one = alone_in_blocks("adamw" if "stage" in around["optimizer"] else "sgd")
+    topology, around, apart = IN_BLOCKS[name]
+    length = 128 if "cp" in topology else 64  # a rank has whole blocks of tokens
+    ranks = in_blocks(topology, around, length)
+    one = alone_in_blocks(length, "stage" in around["optimizer"])
     found, expected = whole([t.gradients for t in ranks], atol=1e-4), whole([one.gradients])
     assert found.keys() == expected.keys()
     for parameter in expected:

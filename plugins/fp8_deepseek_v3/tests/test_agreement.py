@@ -19,6 +19,7 @@ from nanotrain_fp8_deepseek_v3 import scaled
 from nanotrain_fp8_deepseek_v3.backends import BACKENDS
 from nanotrain_fp8_deepseek_v3.formats import E4M3, E5M2, TILE, dequantize, quantize
 from nanotrain_fp8_deepseek_v3.gemm import Recipe
+from nanotrain_fp8_deepseek_v3.mx import mx_recipe
 from nanotrain_fp8_deepseek_v3.scratch import Scratch
 
 pytestmark = pytest.mark.gpu
@@ -31,7 +32,7 @@ RECIPES = [
 RUNNABLE = [
     pytest.param(name, recipe, id=f"{name}-{number}")
     for name, backend in BACKENDS.items()
-    for number, recipe in enumerate(RECIPES)
+    for number, recipe in enumerate([*RECIPES, mx_recipe("ceil"), mx_recipe("floor")])
     if not backend.refusal(DEVICE, recipe)
 ]
 
@@ -140,7 +141,15 @@ def by_definition(recipe, x, w, d_y, *, once):
 
     ``once``: x along its columns is not rounded from what was rounded along its rows.
     """
-    row, column = ((1, TILE), (TILE, 1)) if recipe.tile else ((0, 0), (0, 0))
+    tile = recipe.tile
+    row, column = ((1, tile), (tile, 1)) if tile else ((0, 0), (0, 0))
+    if recipe.mx:
+        x_rows, x_columns, w_rows, w_columns, d_y_rows, d_y_columns = (
+            quantize(each, way, e8m0=recipe.mx).values().double()
+            for each in (x, w, d_y)
+            for way in (row, column)
+        )
+        return [sized(x_rows, w_rows.T), sized(d_y_rows, w_columns), sized(d_y_columns.T, x_columns)]
     inputs, powers = recipe.input_power_of_two, recipe.gradient_power_of_two
     rounded_x = quantize(x, row, power_of_two=inputs).values()
     transposed_x = rounded_x
