@@ -21,6 +21,7 @@ MACHINES = [
     ("long_context", 8, "h100"),
     ("long_context", 16, "h100"),
     ("qwen3_30b_a3b", 32, "h100"),
+    ("mixtral_8x7b", 32, "h100"),
     ("deepseek_v2_lite", 8, "h100"),
     ("deepseek_v3_671b", 2048, "h800"),
     ("deepseek_v3_128k", 2048, "h800"),
@@ -60,6 +61,7 @@ GOLDEN = {
     "llama_70b": 70_553_706_496,
     "long_context": 8_030_261_248,
     "qwen3_30b_a3b": 30_532_122_624,
+    "mixtral_8x7b": 46_702_792_704,
 }
 
 

@@ -34,6 +34,7 @@ SMALL = {
     "llama_70b": (8, LLAMA, {"topology": "{tp=2,pp=2}"}),
     "long_context": (4, LLAMA, {"topology": "{tp=2}"}),
     "qwen3_30b_a3b": (4, MOE, {"topology": "{ep=2}", "batch.sequences": 16}),
+    "mixtral_8x7b": (4, MOE, {"topology": "{ep=2}", "batch.sequences": 8}),
     # The second step is one of the second phase.
     "deepseek_v2_lite": (
         2,

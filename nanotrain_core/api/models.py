@@ -6,13 +6,14 @@ Files of the core may move; these names stay. What any model needs is in :mod:`n
 from nanotrain_core.deprecated import attribute_of
 from nanotrain_core.models.transformer import Block as TransformerBlock
 from nanotrain_core.models.transformer import Transformer, TransformerPart
-from nanotrain_core.moe.experts import Experts
+from nanotrain_core.moe.experts import Experts, Once
 from nanotrain_core.moe.load_balancing import expert_share, load_balancing_loss
 from nanotrain_core.moe.router import TopKRouter
 from nanotrain_core.moe.routing import Routed, count_routed
 
 __all__ = [
     "Experts",
+    "Once",
     "Routed",
     "TopKRouter",
     "Transformer",

@@ -33,3 +33,20 @@ class Experts(nn.Module):
     def compute(self, rows_ND: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
         """Return the experts' outputs [N, D] for rows sorted by expert, ``counts_E`` of them for each."""
         return self.ops.experts(rows_ND, counts_E, self.gate, self.up, self.down)
+
+
+class Once:
+    """Calls a module once, at the first call: while rows are in flight to experts, or afterwards.
+
+    For ``Routing.meanwhile``.
+    """
+
+    def __init__(self, module: nn.Module, x: torch.Tensor) -> None:
+        self.module, self.x = module, x
+        self.y: torch.Tensor | None = None
+
+    def __call__(self) -> torch.Tensor:
+        """Return its output."""
+        if self.y is None:
+            self.y = self.module(self.x)
+        return self.y

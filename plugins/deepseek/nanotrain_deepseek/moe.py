@@ -13,24 +13,10 @@ import torch
 from torch import nn
 
 from nanotrain_core.api import Role, tag
-from nanotrain_core.api.models import Experts
+from nanotrain_core.api.models import Experts, Once
 from nanotrain_core.api.torch import Ops, Routing, SwiGLU
 from nanotrain_deepseek.config import DeepSeekConfig
 from nanotrain_deepseek.router import Router
-
-
-class Once:
-    """Calls a module once, at the first call: while rows are in flight to experts, or afterwards."""
-
-    def __init__(self, module: nn.Module, x: torch.Tensor) -> None:
-        self.module, self.x = module, x
-        self.y: torch.Tensor | None = None
-
-    def __call__(self) -> torch.Tensor:
-        """Return its output."""
-        if self.y is None:
-            self.y = self.module(self.x)
-        return self.y
 
 
 class MixtureOfExperts(nn.Module):

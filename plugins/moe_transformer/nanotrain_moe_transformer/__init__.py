@@ -1,4 +1,4 @@
-"""Mixtral and Qwen3-MoE: the core's transformer with routed experts in place of feed-forward layers.
+"""Mixtral, Qwen2-MoE and Qwen3-MoE: the core's transformer with routed experts as feed-forward layers.
 
 The plugin's entry module: every ``nanotrain`` command imports it, so it never imports torch.
 """
@@ -18,7 +18,7 @@ def nanotrain_register_model(register: Register) -> None:
             name="moe_transformer",
             config=MoETransformerConfig,
             factory="nanotrain_moe_transformer.model:MoETransformer",
-            summary="Mixtral or Qwen3-MoE: grouped-query attention, softmax-routed experts",
+            summary="Mixtral, Qwen2-MoE, Qwen3-MoE: grouped-query attention, softmax-routed experts",
             provides={"document_masks"},
             cuda_graphs=experts_captured,
             check=check_moe_transformer,

@@ -14,6 +14,7 @@ from nanotrain_core.api import (
     Divisible,
     Problem,
     Range,
+    Role,
     TransformerConfig,
     check_transformer,
     divisible_experts,
@@ -23,13 +24,13 @@ if TYPE_CHECKING:
     from nanotrain_core.api import Layout, Recipe
 
 #: Keys that have no meaning if every layer is dense, and those that have none if none is.
-_OF_EXPERTS = {"experts", "top_k", "expert_ffn", "normalize_weights"}
+_OF_EXPERTS = {"experts", "top_k", "expert_ffn", "normalize_weights", "shared_expert_ffn"}
 _OF_DENSE = {"ffn", "ffn_bias"}
 
 
 @attrs.define(frozen=True, kw_only=True)
 class MoETransformerConfig(TransformerConfig):
-    """``[model] use = "moe_transformer"``: a decoder of Mixtral or Qwen3-MoE shape.
+    """``[model] use = "moe_transformer"``: a decoder of Mixtral, Qwen2-MoE or Qwen3-MoE shape.
 
     The keys of `transformer`, with SwiGLU alone, and those of experts.
     """
@@ -44,9 +45,12 @@ class MoETransformerConfig(TransformerConfig):
     top_k: int = attrs.field(validator=Range(1, LARGEST_SIZE))
     """Experts K per token."""
     expert_ffn: int = attrs.field(validator=Range(1, LARGEST_SIZE))
-    """Width F of one expert: `moe_intermediate_size` of Qwen3-MoE, `intermediate_size` of Mixtral."""
+    """Width F of one expert: `moe_intermediate_size` of Qwen's, `intermediate_size` of Mixtral."""
     normalize_weights: bool = True
     """Divide the chosen experts' scores by their sum: `norm_topk_prob`."""
+    shared_expert_ffn: int = attrs.field(default=0, validator=Range(0, LARGEST_SIZE))
+    """Width of one more expert, of all tokens, whose output each token weights by a sigmoid:
+    `shared_expert_intermediate_size` of Qwen2-MoE. 0 means none."""
     decoder_sparse_step: int = attrs.field(default=1, validator=Range(1, MOST_LAYERS))
     """Every such layer has experts, beginning with layer `decoder_sparse_step` - 1: 1 is every layer."""
     mlp_only_layers: tuple[int, ...] = attrs.field(default=(), validator=Range(0, MOST_LAYERS))
@@ -85,6 +89,9 @@ class MoETransformerConfig(TransformerConfig):
         dense = self.moe_layers < self.layers
         yield from (each for each in super().divisibility() if dense or each.key != "model.ffn")
         yield from divisible_experts(self)
+        if self.moe_layers and self.shared_expert_ffn:
+            width, what = self.shared_expert_ffn, "columns of the shared expert"
+            yield Divisible((Role.COLUMN, Role.ROW), "model.shared_expert_ffn", width, what, row=width)
 
 
 def check_moe_transformer(recipe: Recipe, config: MoETransformerConfig, layout: Layout) -> Iterator[Problem]:

@@ -1,6 +1,6 @@
-"""Hugging Face's options and names of Mixtral and Qwen3-MoE. Never imports torch.
+"""Hugging Face's options and names of Mixtral, Qwen2-MoE and Qwen3-MoE. Never imports torch.
 
-What is not of experts is that of Mistral and of Qwen3, whose mapping the core has.
+What is not of experts is that of Mistral, Qwen2 and Qwen3, whose mapping the core has.
 """
 
 from __future__ import annotations
@@ -20,21 +20,32 @@ from nanotrain_core.api import (
 )
 from nanotrain_moe_transformer.config import MoETransformerConfig
 
-_MIXTRAL, _QWEN3 = "mixtral", "qwen3_moe"
-_CLASSES = {_MIXTRAL: "MixtralForCausalLM", _QWEN3: "Qwen3MoeForCausalLM"}
+_MIXTRAL, _QWEN2, _QWEN3 = "mixtral", "qwen2_moe", "qwen3_moe"
+_CLASSES = {
+    _MIXTRAL: "MixtralForCausalLM",
+    _QWEN2: "Qwen2MoeForCausalLM",
+    _QWEN3: "Qwen3MoeForCausalLM",
+}
 #: The dense model of the same attention.
-_DENSE = {_MIXTRAL: "mistral", _QWEN3: "qwen3"}
+_DENSE = {_MIXTRAL: "mistral", _QWEN2: "qwen2", _QWEN3: "qwen3"}
 #: Defaults of optional options, where they are not those of the dense model.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     _MIXTRAL: {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "sliding_window": None},
+    _QWEN2: {"num_key_value_heads": 16},
     _QWEN3: {"num_key_value_heads": 4, "attention_bias": False},
 }
+_QWEN_PRODUCTS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 #: Our products and theirs.
 _PRODUCTS = {
     _MIXTRAL: {"gate": "w1", "up": "w3", "down": "w2"},
-    _QWEN3: {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"},
+    _QWEN2: _QWEN_PRODUCTS,
+    _QWEN3: _QWEN_PRODUCTS,
 }
-_MODULES = {_MIXTRAL: "block_sparse_moe", _QWEN3: "mlp"}
+_MODULES = {_MIXTRAL: "block_sparse_moe", _QWEN2: "mlp", _QWEN3: "mlp"}
+
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+#: Dense models without biases.
+_NO_BIASES = ("llama", "mistral", "ministral")
 
 _dense = TransformerNames()
 
@@ -42,7 +53,7 @@ _dense = TransformerNames()
 class MoETransformerNames(HFMapping):
     """See :class:`~nanotrain_core.api.HFMapping`."""
 
-    model_types = (_MIXTRAL, _QWEN3)
+    model_types = (_MIXTRAL, _QWEN2, _QWEN3)
     ignored = (r".*\.rotary_emb\.inv_freq",)
 
     def table(self, hf: Mapping[str, Any], tensors: Collection[str]) -> dict[str, Any]:
@@ -60,6 +71,11 @@ class MoETransformerNames(HFMapping):
                 "experts": _experts(f, "num_local_experts", "num_experts"),
                 "expert_ffn": expect_size(f, "intermediate_size"),
             }
+        if kind == _QWEN2:
+            table["attention_bias"] = expect_flag(f, "qkv_bias", default=True)
+            table["shared_expert_ffn"] = expect_size(
+                {"shared_expert_intermediate_size": 5632, **f}, "shared_expert_intermediate_size"
+            )
         return table | {
             "experts": _experts(f, "num_experts", "num_local_experts"),
             "expert_ffn": expect_size(f, "moe_intermediate_size"),
@@ -77,12 +93,18 @@ class MoETransformerNames(HFMapping):
         c, kind = config, _kind(config)
         found = _dense.config(c)
         found |= {"architectures": [_CLASSES[kind]], "model_type": kind, "num_experts_per_tok": c.top_k}
+        if kind != _QWEN3:
+            found = {key: value for key, value in found.items() if key not in ("attention_bias", "mlp_bias")}
         if kind == _MIXTRAL:
-            biases = ("attention_bias", "mlp_bias")
-            return {key: value for key, value in found.items() if key not in biases} | {
+            return found | {
                 "num_local_experts": c.experts,
                 "intermediate_size": c.expert_ffn,
                 "sliding_window": found.get("sliding_window"),
+            }
+        if kind == _QWEN2:
+            found |= _window_options(c) | {
+                "qkv_bias": bool(c.resolved().attention_bias),
+                "shared_expert_intermediate_size": c.shared_expert_ffn,
             }
         return found | {
             "num_experts": c.experts,
@@ -104,8 +126,12 @@ class MoETransformerNames(HFMapping):
 
 
 def _with_defaults(hf: Mapping[str, Any], kind: str) -> dict[str, Any]:
-    # A window is that of every layer: the classes of both models read neither of the last two.
-    f = {**_DEFAULTS[kind], **hf, "layer_types": None, "max_window_layers": 0}
+    f = {**_DEFAULTS[kind], **hf}
+    if kind != _QWEN2:  # a window is that of every layer: their classes read neither
+        f |= {"layer_types": None, "max_window_layers": 0}
+    elif not f.get("layer_types") and expect_flag(f, "use_sliding_window", default=False):
+        most, layers = f.get("max_window_layers", 28), expect_size(f, "num_hidden_layers")
+        f["layer_types"] = [_SLIDING if i % 2 == 0 and i < most else _FULL for i in range(layers)]
     if f["num_key_value_heads"] is None:
         f["num_key_value_heads"] = f.get("num_attention_heads")
     if f.get("head_dim") is None:  # the dense Qwen3 has another default
@@ -114,6 +140,14 @@ def _with_defaults(hf: Mapping[str, Any], kind: str) -> dict[str, Any]:
     if kind == _MIXTRAL and not any(isinstance(t, Mapping) and "rope_theta" in t for t in tables):
         f["rope_theta"] = 1e6
     return f
+
+
+def _window_options(c: MoETransformerConfig) -> dict[str, Any]:
+    """Return the entries of Qwen2-MoE's ``config.json``, whose class reads which layers have a window."""
+    kinds = [c.type_of(layer) for layer in range(c.layers)]
+    windowed = _SLIDING in kinds
+    found = {"use_sliding_window": windowed, "sliding_window": c.window if windowed else None}
+    return found | {"layer_types": kinds, "max_window_layers": kinds.index(_SLIDING) if windowed else 0}
 
 
 def _experts(f: Mapping[str, Any], key: str, alias: str) -> int:
@@ -139,17 +173,21 @@ def _kind(c: MoETransformerConfig) -> str:
         HFError: there is none.
     """
     dense, biased = _dense.config(c)["model_type"], bool(c.resolved().attention_bias)
+    if c.shared_expert_ffn and (dense == "qwen2" or (dense in _NO_BIASES and not biased)):
+        return _QWEN2
     if len({c.type_of(layer) for layer in range(c.layers)}) > 1:
         raise HFError("some of its layers have a window; of Mixtral and Qwen3-MoE, all or none have it")
-    if dense == "qwen3":
+    if dense == "qwen3" and not c.shared_expert_ffn:
         return _QWEN3
     everywhere = c.moe_layers == c.layers
-    if dense in ("llama", "mistral") and not biased and c.normalize_weights and everywhere:
+    if dense in _NO_BIASES and not biased and c.normalize_weights and everywhere:
         return _MIXTRAL
     raise HFError(
         "it is neither a Mixtral, without biases, with normalize_weights = True and experts in every layer, "
-        f"nor a Qwen3-MoE, with qk_norm = True; it has attention_bias = {biased}, normalize_weights = "
-        f"{c.normalize_weights}, qk_norm = {c.qk_norm}, and experts in {c.moe_layers} of {c.layers} layers"
+        "nor a Qwen2-MoE, with shared_expert_ffn and without qk_norm, nor a Qwen3-MoE, with qk_norm = True "
+        f"alone; it has attention_bias = {biased}, normalize_weights = {c.normalize_weights}, qk_norm = "
+        f"{c.qk_norm}, shared_expert_ffn = {c.shared_expert_ffn}, and experts in {c.moe_layers} of "
+        f"{c.layers} layers"
     )
 
 
@@ -159,6 +197,12 @@ def _experts_of(config: MoETransformerConfig, kind: str, layer: int) -> Iterator
     for name, other in _PRODUCTS[kind].items():
         each = [HFTensor(f"{theirs}.experts.{number}.{other}.weight") for number in range(config.experts)]
         yield ParameterMapping(f"{ours}.experts.{name}", tuple(each))
+    if not config.shared_expert_ffn:
+        return
+    for name, other in _PRODUCTS[kind].items():
+        shared = HFTensor(f"{theirs}.shared_expert.{other}.weight")
+        yield ParameterMapping(f"{ours}.shared.ffn.{name}.weight", shared)
+    yield ParameterMapping(f"{ours}.shared.weight_of.weight", HFTensor(f"{theirs}.shared_expert_gate.weight"))
 
 
 names = MoETransformerNames()

@@ -1,13 +1,15 @@
-"""Mixtral and Qwen3-MoE: the core's transformer, with experts in place of feed-forward layers.
+"""Mixtral, Qwen2-MoE and Qwen3-MoE: the core's transformer, with experts in place of feed-forward layers.
 
 Shapes: B batch, S sequence, D width, E experts, K chosen per token.
 
-Sources: Jiang et al., arXiv 2401.04088 (Mixtral); Yang et al., arXiv 2505.09388 (Qwen3).
+Sources: Jiang et al., arXiv 2401.04088 (Mixtral); Yang et al., arXiv 2407.10671 (Qwen2) and
+arXiv 2505.09388 (Qwen3).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -16,6 +18,7 @@ from torch import nn
 from nanotrain_core.api import Costs, Part, Role, TransformerConfig, tag
 from nanotrain_core.api.models import (
     Experts,
+    Once,
     Routed,
     TopKRouter,
     Transformer,
@@ -24,7 +27,7 @@ from nanotrain_core.api.models import (
     count_routed,
     load_balancing_loss,
 )
-from nanotrain_core.api.torch import TORCH, Batch, Initializer, LayerCache, Ops, Rotation
+from nanotrain_core.api.torch import TORCH, Batch, Initializer, LayerCache, Ops, Rotation, SwiGLU
 from nanotrain_moe_transformer.config import MoETransformerConfig
 
 
@@ -54,9 +57,11 @@ class MoETransformer(Transformer):
         return counts
 
     def flops(self, length: int) -> Costs:
-        """Return those of the transformer, with a router and K experts in the layers that have them."""
+        """Return the transformer's, with router, K experts and a shared one in layers that have them."""
         c, dense = self.config, super().flops(length)
         experts = c.width * (3 * c.expert_ffn * c.top_k + c.experts)
+        if c.shared_expert_ffn:
+            experts += c.width * (3 * c.shared_expert_ffn + 1)
         more = 3.0 * 2 * (experts - 3 * c.width * c.ffn)
         layers = tuple(cost + c.is_moe(number) * more for number, cost in enumerate(dense.layers))
         return Costs(layers=layers, head=dense.head)
@@ -116,17 +121,36 @@ class MoEBlock(TransformerBlock):
 
 
 class MixtureOfExperts(nn.Module):
-    """Route, and run the chosen experts."""
+    """Route, run the chosen experts, add the shared one."""
 
     def __init__(self, config: MoETransformerConfig, ops: Ops) -> None:
         super().__init__()
         self.router = tag(Router(config), Role.ROUTER)
         self.experts = Experts(config.experts, config.width, config.expert_ffn, ops)
+        self.shared = SharedExpert(config, ops) if config.shared_expert_ffn else None
 
     def forward(self, x_BSD: torch.Tensor) -> tuple[torch.Tensor, Routed]:
         """Return each token's weighted sum of its experts, and what the part counts."""
         routing = self.router(x_BSD)
-        return self.experts(x_BSD, routing), Routed(dict(routing.losses), routing.load)
+        routed = Routed(dict(routing.losses), routing.load)
+        if self.shared is None:
+            return self.experts(x_BSD, routing), routed
+        shared = Once(self.shared, x_BSD)
+        y_BSD = self.experts(x_BSD, replace(routing, meanwhile=shared))
+        return y_BSD + shared(), routed
+
+
+class SharedExpert(nn.Module):
+    """An expert of all tokens, whose output each token weights by a sigmoid."""
+
+    def __init__(self, config: MoETransformerConfig, ops: Ops) -> None:
+        super().__init__()
+        self.ffn = SwiGLU(config.width, config.shared_expert_ffn, ops)
+        self.weight_of = tag(nn.Linear(config.width, 1, bias=False), Role.REPLICATED)
+
+    def forward(self, x_BSD: torch.Tensor) -> torch.Tensor:
+        """Return its weighted output."""
+        return self.weight_of(x_BSD).sigmoid() * self.ffn(x_BSD)
 
 
 class Router(TopKRouter):

@@ -1,4 +1,4 @@
-"""Tables of two small models, of Qwen3-MoE's shape and of Mixtral's, to test this package and others."""
+"""Tables of small models of each shape, to test this package and others."""
 
 from typing import Any
 
@@ -19,6 +19,16 @@ QWEN3: dict[str, Any] = {
     "qk_norm": True,
     "top_k": 3,
     "mlp_only_layers": [0],
+    "ffn": 48,
+}
+QWEN2: dict[str, Any] = {
+    **SIZES,
+    "top_k": 3,
+    "normalize_weights": False,
+    "attention_bias": True,
+    "output_bias": False,
+    "shared_expert_ffn": 24,
+    "decoder_sparse_step": 2,
     "ffn": 48,
 }
 MIXTRAL: dict[str, Any] = {**SIZES, "top_k": 2}

@@ -7,7 +7,7 @@ import pytest
 import torch
 from nanotrain_moe_transformer.config import MoETransformerConfig
 from nanotrain_moe_transformer.model import MoETransformer
-from nanotrain_moe_transformer.samples import MIXTRAL, QWEN3
+from nanotrain_moe_transformer.samples import MIXTRAL, QWEN2, QWEN3
 
 from nanotrain_core.api import TransformerConfig
 from nanotrain_core.batch import Batch
@@ -20,6 +20,7 @@ from nanotrain_core.testing import Case
 BASES = {
     "mixtral": MIXTRAL,
     "qwen3": {**QWEN3, "mlp_only_layers": (0,)},
+    "qwen2": QWEN2,
     "no-experts": {**QWEN3, "mlp_only_layers": (0, 1, 2)},
 }
 #: For every key of experts other values; among them what some bases mean by another key.
@@ -32,6 +33,7 @@ OTHERS = {
     "expert_ffn": [12],
     "normalize_weights": [False],
     "decoder_sparse_step": [2, 3],
+    "shared_expert_ffn": [0, 12],
     "mlp_only_layers": [(), (0,), (1, 0), (0, 2), (0, 1, 2)],
 }
 

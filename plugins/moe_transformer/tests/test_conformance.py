@@ -1,7 +1,7 @@
 """Small models of Qwen3-MoE's and of Mixtral's shape pass the harness."""
 
 import pytest
-from nanotrain_moe_transformer.samples import MIXTRAL, QWEN3
+from nanotrain_moe_transformer.samples import MIXTRAL, QWEN2, QWEN3
 
 from nanotrain_core.testing import Case, conformance
 
@@ -9,6 +9,7 @@ test_conformance = conformance(Case("model", use="moe_transformer", config=QWEN3
 
 OTHERS = {
     "mixtral": MIXTRAL,
+    "qwen2": QWEN2,
     "mixtral-tied": {**MIXTRAL, "tied": True},
     "every-second": {**QWEN3, "layers": 4, "mlp_only_layers": [], "decoder_sparse_step": 2},
     "all-dense": {**QWEN3, "mlp_only_layers": [0, 1, 2]},

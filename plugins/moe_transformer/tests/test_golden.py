@@ -3,7 +3,10 @@
 from pathlib import Path
 
 import pytest
+import torch
+import transformers
 from nanotrain_moe_transformer.config import MoETransformerConfig
+from nanotrain_moe_transformer.hf_names import names
 from nanotrain_moe_transformer.model import MoETransformer
 
 from nanotrain_core.pipeline.actions import Part
@@ -34,6 +37,21 @@ def test_parameters_are_those_of_the_released_model(name, total, active):
     routed = sum(count for n, count in counts.items() if ".experts." in n)
     share = model.config.top_k / model.config.experts
     assert f"{(total - routed * (1 - share)) / 1e9:.2f}" == active
+
+
+def test_qwen2_moe_has_the_parameters_of_transformers_class():
+    """Its defaults are those of Qwen1.5-MoE-A2.7B: 14.3B parameters."""
+    hf = transformers.Qwen2MoeConfig()
+    with torch.device("meta"):
+        theirs = sum(p.numel() for p in transformers.Qwen2MoeForCausalLM(hf).parameters())
+    config = MoETransformerConfig(**names.table(hf.to_dict(), ()) | {"mlp_only_layers": ()})
+    model = MoETransformer(config)
+    ours = {n: p.numel() for n, p in model.build(Part.whole(model.layers)).named_parameters()}
+    assert sum(ours.values()) == theirs
+    assert f"{theirs / 1e9:.1f}" == "14.3"
+    attention = 24 * 4 * 2048**2
+    weights = attention + 24 * (2048 * (3 * 1408 * 4 + 60) + 2048 * (3 * 5632 + 1)) + 151936 * 2048
+    assert model.flops(0).total == pytest.approx(6 * weights, rel=1e-12)
 
 
 def test_operations_are_six_for_each_active_weight_without_the_embedding():

@@ -42,6 +42,17 @@ CHOICES = {
         {"intermediate_size": 24, "num_local_experts": 6, "num_experts_per_tok": 3}
         | {"tie_word_embeddings": True, "head_dim": 16, "rope_parameters": None},
     ),
+    "qwen2": (
+        transformers.Qwen2MoeForCausalLM,
+        {"moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 3}
+        | {"shared_expert_intermediate_size": 40, "intermediate_size": 80},
+    ),
+    "qwen2-mixed": (
+        transformers.Qwen2MoeForCausalLM,
+        {"moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 3, "qkv_bias": False}
+        | {"shared_expert_intermediate_size": 40, "intermediate_size": 80, "norm_topk_prob": True}
+        | {"decoder_sparse_step": 2, "mlp_only_layers": [3]},
+    ),
     "qwen3": (
         transformers.Qwen3MoeForCausalLM,
         {"moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 3, "head_dim": 16}
@@ -58,6 +69,12 @@ WINDOWS = {"sliding_window": 7, "use_sliding_window": True, "max_window_layers":
 CHOICES |= {
     f"{choice}-window": (CHOICES[choice][0], CHOICES[choice][1] | WINDOWS) for choice in ("mixtral", "qwen3")
 }
+#: Qwen2-MoE's class has it in every second layer of the first ones, unless the file says in which.
+CHOICES["qwen2-window"] = CHOICES["qwen2"][0], CHOICES["qwen2"][1] | WINDOWS | {"max_window_layers": 3}
+CHOICES["qwen2-plain-window"] = (
+    CHOICES["qwen2"][0],
+    CHOICES["qwen2-mixed"][1] | WINDOWS | {"layer_types": ["sliding_attention"] * 4},
+)
 
 
 def theirs(choice, folder):
@@ -106,7 +123,7 @@ def test_logits_are_those_of_transformers_there_and_back(choice, tmp_path):
         assert (tmp_path / "ours" / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
 
 
-@pytest.mark.parametrize("choice", ["mixtral", "qwen3"])
+@pytest.mark.parametrize("choice", ["mixtral", "qwen2", "qwen3"])
 def test_an_export_has_the_tensors_of_the_released_files(choice, tmp_path):
     theirs(choice, tmp_path / "theirs")
     convert(tmp_path / "theirs", tmp_path / "ours", load_plugins())
@@ -115,6 +132,7 @@ def test_an_export_has_the_tensors_of_the_released_files(choice, tmp_path):
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
     expert = {"mixtral": "block_sparse_moe.experts.5.w2.weight", "qwen3": "mlp.experts.5.down_proj.weight"}
+    expert["qwen2"] = "mlp.shared_expert_gate.weight"
     assert f"model.layers.3.{expert[choice]}" in after
 
 
@@ -128,7 +146,7 @@ def test_a_file_that_says_which_layers_have_a_window_is_read_as_transformers_rea
         assert (our_logits(tmp_path / choice) - logits(model)).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("choice", ["mixtral", "qwen3"])
+@pytest.mark.parametrize("choice", ["mixtral", "qwen2", "qwen3"])
 def test_options_that_are_left_out_mean_what_they_mean_to_transformers(choice, tmp_path):
     """Released files have them; a file written by hand, or by another version, may not."""
     model_class, _ = CHOICES[choice]
@@ -147,6 +165,8 @@ def test_options_that_are_left_out_mean_what_they_mean_to_transformers(choice, t
     assert found.rope_theta == theirs.rope_parameters["rope_theta"]
     assert found.normalize_weights == getattr(theirs, "norm_topk_prob", True)
     assert found.moe_layers == 2
+    assert found.shared_expert_ffn == getattr(theirs, "shared_expert_intermediate_size", 0)
+    assert bool(found.attention_bias) == getattr(theirs, "qkv_bias", False)
 
 
 RECIPE = """
