@@ -157,9 +157,7 @@ class Board:
             step: the logged one.
             values: metrics of the core, the same on every rank.
         """
-        before, self._waiting = self._waiting, None
-        reports = [self._read(before)] if before is not None else []
-        sent = self._send(step, values)
+        reports, sent = self.rest(), self._send(step, values)
         if self.late:
             self._waiting = sent
             return reports

@@ -18,20 +18,15 @@ from nanotrain_core.errors import PluginError, did_you_mean
 Kind = Literal["scalar", "histogram", "text"]
 Reduce = Literal["sum", "mean", "max", "min", "last"]
 Level = Literal["minimal", "standard", "debug"]
+#: What a metric costs: nothing, since the host has the number anyway; a number that the device has anyway, which
+#: travels in the one reduction of a logged step; in logged steps a few kernels at each watched module; or in
+#: logged steps a pass over all weights, gradients or optimizer state.
 Cost = Literal["host", "device", "layers", "weights"]
 #: A :class:`Rule`'s verdict on a value.
 Verdict = Literal["good", "warn", "bad"]
 #: Statistics of a tensor that can be published; ``{statistic}`` in a name stands for one of them.
 Statistic = Literal["norm", "rms", "mean", "std", "max_abs", "nonfinite"]
 STATISTICS: tuple[Statistic, ...] = get_args(Statistic)
-
-#: The meaning of each cost level.
-COSTS: Mapping[Cost, str] = {
-    "host": "the host has the number anyway",
-    "device": "a number that the device has anyway; it travels in the one reduction of a logged step",
-    "layers": "a few kernels at each watched module, in logged steps",
-    "weights": "a pass over all weights, gradients or optimizer state, in logged steps",
-}
 
 #: Reported for a per-rank value: the largest, the mean, the lower median, and the rank with the largest.
 OVER = ("max", "mean", "median", "rank")

@@ -145,10 +145,8 @@ class Events:
             if self.collectives.rank == 0:
                 for name, rank in report.failed.items():
                     text = "a monitor failed on a rank: what it published until this step is left out"
-                    if self._was_logged(f"{name} on rank {rank}"):
-                        record("warning", text, monitor=name, on_rank=rank)
-                    else:
-                        self.log.warning(text, monitor=name, on_rank=rank, step=report.step)
+                    said = {"monitor": name, "on_rank": rank, "step": report.step}
+                    self._warn_once(f"{name} on rank {rank}", text, **said)
         for number, monitor in self._subscribers("derive"):
             if number in self.left_out:
                 continue
@@ -373,10 +371,7 @@ class Events:
             if self.strict:
                 raise NanotrainError(f"the monitor in {what}: {problem}") from None
             text = "a monitor's event was ended: it failed on another rank"
-            if self._was_logged(what, str(problem)):
-                record("warning", text, monitor=what, why=str(problem))
-            else:
-                self.log.warning(text, monitor=what, why=str(problem))
+            self._warn_once(what, text, str(problem), monitor=what, why=str(problem))
             return
         if self.strict or isinstance(problem, NanotrainError):
             raise problem
@@ -385,6 +380,13 @@ class Events:
             record("error", text, monitor=what, error=describe(problem))
         else:
             self.log.exception(text, monitor=what)
+
+    def _warn_once(self, what: str, text: str, problem: str = "", **said: Any) -> None:
+        """Warn, and write what is said of the same problem later to the log's file alone."""
+        if self._was_logged(what, problem):
+            record("warning", text, **said)
+        else:
+            self.log.warning(text, **said)
 
     def _was_logged(self, what: str, problem: str = "") -> bool:
         """Return whether this problem was logged before, ignoring numbers in its text, and count it."""

@@ -37,12 +37,7 @@ class RunProgress:
 
     def meta(self) -> dict[str, Any]:
         """Return it for a checkpoint."""
-        return {
-            "step": self.step,
-            "evaluation_pending": self.evaluation_pending,
-            "save_pending": self.save_pending,
-            "evaluated": self.evaluated,
-        }
+        return attrs.asdict(self)
 
     def load_meta(self, meta: Mapping[str, Any]) -> None:
         """Restore it."""

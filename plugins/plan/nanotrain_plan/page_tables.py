@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from html import escape
 
+from nanotrain_plan.activation_words import told_activations, told_layers, told_stages, told_tensor
 from nanotrain_plan.comms import AxisTraffic
 from nanotrain_plan.memory import StageActivations, activations_by_stage
 from nanotrain_plan.number_format import spans
 from nanotrain_plan.plan import Plan, largest
 from nanotrain_plan.rendering.page import table
 from nanotrain_plan.rendering.parts import Bytes, Seconds, Table
-from nanotrain_plan.show import told_activations, told_layers, told_stages, told_tensor
 
 STYLE = """
 table { border-collapse: collapse; font-size: .85rem; margin: .4rem 0 1rem } .wide { overflow-x: auto }

@@ -8,12 +8,13 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from nanotrain_plan.activation_words import told_activations, told_layers, told_stages, told_tensor
 from nanotrain_plan.advice import Advice
-from nanotrain_plan.data_use import DataPosition
-from nanotrain_plan.memory import Activation, RankMemory, StageActivations, activations
-from nanotrain_plan.number_format import count, duration, size, spans
+from nanotrain_plan.memory import RankMemory, activations
+from nanotrain_plan.number_format import count, duration, size
 from nanotrain_plan.plan import Plan, largest
-from nanotrain_plan.rendering.terminal import INDENT, narrowest, new_table, print_indented
+from nanotrain_plan.rendering.terminal import INDENT, grid, narrowest, new_table, print_indented
+from nanotrain_plan.show_beside import beside
 from nanotrain_plan.sweep import Swept
 
 #: Pipeline ranks that are told one by one; of longer pipelines, those that differ in kind.
@@ -116,21 +117,12 @@ def _sections(
     yield "Time", _time(plan)
     if plan.phases:
         yield "Phases", _phases(plan)
-    yield "Beside the devices", _beside(plan)
+    yield "Beside the devices", beside(plan)
     if advice is not None and not plan.fits:
         enough = not advice or any(each.fits for each in advice)
         heading = "What would make it fit" if enough else "What lowers the peak, but not enough: add ranks"
         yield heading, _advice(plan, advice)
     yield "Assumptions", Group(*(Text(f"- {each}", style="dim") for each in plan.assumptions))
-
-
-def _grid(rows: Iterable[tuple[str, str]]) -> Table:
-    table = Table.grid(padding=(0, 2))
-    table.add_column(no_wrap=True)
-    table.add_column()
-    for name, told in rows:
-        table.add_row(Text(name, style="dim"), told)
-    return table
 
 
 def _table(*columns: str, left: int = 1) -> Table:
@@ -164,7 +156,7 @@ def _model(plan: Plan) -> RenderableType:
     if p.mtp:
         rows.insert(1, ("further tokens (MTP)", f"{count(p.mtp)} more parameters"))
         rows.insert(5, ("", f"+ {f.mtp / factor:.2f} {unit} for further tokens (MTP)"))
-    return _grid(rows)
+    return grid(rows)
 
 
 def _phases(plan: Plan) -> RenderableType:
@@ -246,47 +238,6 @@ def _activations(plan: Plan) -> Iterator[tuple[str, RenderableType]]:
     yield f"Activations{of}: {told_activations(found)}", Group(shown, table)
 
 
-def told_stages(found: StageActivations) -> str:
-    """Return the stage that was measured, and those that are like it."""
-    others = [stage for stage in found.stages if stage != found.measured]
-    return f"stage {found.measured}" + (f" (alike: {spans(others)})" if others else "")
-
-
-def told_activations(found: StageActivations) -> str:
-    """Return how many bytes a stage keeps."""
-    told = f"{size(found.bytes)} for each microbatch, kept for backward"
-    if found.recomputable:
-        left = size(found.bytes - found.recomputable)
-        told += f"; {left} where fused kernels compute casts and activation functions again"
-    return told
-
-
-def told_tensor(each: Activation) -> tuple[str, str, str, str]:
-    """Return module, operator, shape and dtype."""
-    return (
-        each.module or "between layers",
-        each.op.removeprefix("aten::").strip("_"),
-        " x ".join(map(str, each.shape)) or "scalar",
-        each.dtype,
-    )
-
-
-def told_layers(found: StageActivations) -> str:
-    """Return the bytes of each layer: ``embed 1.05 MB, layers.0 to 3 each 12.6 MB``."""
-    return ", ".join(f"{layer} {size(n)}" for layer, n in _grouped(found.layers))
-
-
-def _grouped(layers: dict[str, int]) -> list[tuple[str, int]]:
-    """Return layers in order, consecutive ones of equal size as one."""
-    found: list[tuple[str, str, int]] = []
-    for layer, n in layers.items():
-        if found and found[-1][2] == n and layer.startswith("layers."):
-            found[-1] = (found[-1][0], layer, n)
-        else:
-            found.append((layer, layer, n))
-    return [(a if a == b else f"{a} to {b.rpartition('.')[2]} each", n) for a, b, n in found if n >= 1000]
-
-
 def _collectives(plan: Plan) -> RenderableType:
     table = _table("axis", "collective", "ranks", "count", "bytes", "time", "not hidden", left=2)
     for each in sorted(plan.traffic[plan.loudest], key=lambda each: -each.seconds):
@@ -340,66 +291,11 @@ def _time(plan: Plan) -> RenderableType:
             f"{_hours(plan.seconds * plan.ranks / 3600)} device-hours",
         ),
     ]
-    return _grid(rows)
-
-
-def _beside(plan: Plan) -> RenderableType:
-    c, d, h = plan.checkpoints, plan.data, plan.host
-    disk = f"{c.kept} on disk {size(c.bytes * c.kept)}"
-    if c.free is not None:
-        disk += f", of {size(c.free)} free here"
-        if c.bytes * c.kept > c.free:
-            disk += ": too little for a run on this machine"
-    rows = [
-        ("checkpoint", f"{size(c.bytes)}, written in {duration(c.seconds)}; {disk}"),
-        (
-            "data",
-            f"{count(d.tokens_per_step)} tokens in a step"
-            + (f"; {_epochs(d.epochs)} epochs of {d.sequences:,} sequences" if d.epochs is not None else ""),
-        ),
-        ("data position", _position(d.position)),
-        (
-            "host memory",
-            f"{size(h.total)} for {h.ranks} rank{'s' if h.ranks > 1 else ''}, of "
-            f"{size(plan.hardware.host_memory_gb * 1e9)}: processes {size(h.processes)}, "
-            f"checkpoint {size(h.checkpoint)}"
-            + (f", tensors {size(h.tensors)}" if h.tensors else "")
-            + (f", optimizer state {size(h.offloaded)}" if h.offloaded else "")
-            + (f", activations {size(h.activations)}" if h.activations else "")
-            + ("" if h.fits else f": too little; {_relief(plan)}"),
-        ),
-    ]
-    return _grid(rows)
-
-
-def _position(p: DataPosition) -> str:
-    """Return where the run ends in its data, and what a checkpoint saves of that."""
-    if p.epoch is None or p.sequence is None or p.train is None:
-        told = f"the run ends after {p.taken:,} sequences; how many an epoch has is known when data is opened"
-    elif p.sequence:
-        told = f"the run ends in epoch {p.epoch + 1:,}, after {p.sequence:,} of its {p.train:,} sequences"
-    else:
-        told = f"the run ends with epoch {p.epoch:,}, of {p.train:,} sequences"
-    return f"{told}. A checkpoint saves the count of sequences and the data's fingerprint"
-
-
-def _epochs(number: float) -> str:
-    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
+    return grid(rows)
 
 
 def _hours(number: float) -> str:
     return "less than 0.01" if number < 0.01 else f"{number:.3g}" if number < 100 else f"{number:,.0f}"
-
-
-def _relief(plan: Plan) -> str:
-    """Return what would take less of a host's memory."""
-    h = plan.host
-    if h.checkpoint > max(h.offloaded, h.activations, h.processes):
-        shares = "a checkpoint of which every rank writes a share, such as checkpoint.use = 'sharded_v2'"
-        return f"{shares}, is not put together on one host"
-    if h.activations > max(h.offloaded, h.processes):
-        return "activation checkpointing in place of offload"
-    return "optimizer.offload = false keeps it on the devices" if h.offloaded else "fewer ranks on a host"
 
 
 def _advice(plan: Plan, advice: Sequence[Advice]) -> RenderableType:

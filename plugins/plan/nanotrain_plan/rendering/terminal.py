@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from rich import box
 from rich.cells import cell_len
@@ -72,6 +72,16 @@ def new_table(columns: Sequence[str], numbers: Sequence[bool]) -> RichTable:
     table = RichTable(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, header_style="dim")
     for column, number in zip(columns, numbers, strict=True):
         table.add_column(column, justify="right" if number else "left", no_wrap=number, overflow="fold")
+    return table
+
+
+def grid(rows: Iterable[tuple[str, str]]) -> RichTable:
+    """Return lines of a name and what is said of it."""
+    table = RichTable.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column()
+    for name, told in rows:
+        table.add_row(Text(name, style="dim"), told)
     return table
 
 
