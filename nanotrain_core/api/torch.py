@@ -107,10 +107,8 @@ from nanotrain_core.pipeline.p2p import describe as describe_message
 from nanotrain_core.pipeline.passes import Passes
 from nanotrain_core.precision.dequantizing_gemm import DequantizingGEMM
 from nanotrain_core.precision.dtypes import cast, keep_dtype
-from nanotrain_core.precision.gemm import LINEAR, gemm_parameters, gemms_of, use_gemm
+from nanotrain_core.precision.gemm import LINEAR, GEMMBackend, Kept, gemm_parameters, gemms_of, use_gemm
 from nanotrain_core.precision.gemm_backend import (
-    GEMMBackend,
-    Kept,
     Prepared,
     PreparesWeights,
     QuantizedActivations,

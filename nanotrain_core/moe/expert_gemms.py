@@ -98,7 +98,7 @@ class _Experts(torch.autograd.Function):
             (g_NF,), x_gate = of_gate.forward(rows_ND, gate)
             (u_NF,), x_up = of_up.forward(rows_ND, up)
         y_ND, g, u = _down(of_down, g_NF, u_NF, down)
-        if not any(ctx.needs_input_grad[1:7]):  # all are frozen: nothing reads the rows again
+        if not any(ctx.needs_input_grad[1:7]):  # frozen: nothing reads the rows again
             x_gate = x_up = ()
         ctx.dtype = g_NF.dtype if g and u else None
         g, u = g or (g_NF,), u or (u_NF,)

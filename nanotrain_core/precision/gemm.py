@@ -229,9 +229,8 @@ class _Linear(torch.autograd.Function):
         # and a backend that caches a form of a weight identifies the weight by its parameter.
         ctx.parameter = None if torch.compiler.is_compiling() else weight_NK
         share, ctx.again = (place and place.again) or (None, None)
-        saved = (share,) if share is not None else of if make is not None else kept
-        if not any(ctx.needs_input_grad[1:3]):  # frozen: nothing reads the input again
-            saved = ()
+        frozen = not any(ctx.needs_input_grad[1:3])  # then nothing reads the input again
+        saved = () if frozen else (share,) if share is not None else of if make is not None else kept
         ctx.save_for_backward(weight_NK, *forms, *saved)
         return y_MN.view(*x.shape[:-1], len(weight_NK))
 

@@ -10,9 +10,9 @@ Sources: Hu et al., arXiv 2106.09685, equation 3; Kalajdzievski, arXiv 2312.0373
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from math import sqrt
-from typing import cast
+from typing import Any, cast
 
 import attrs
 import torch
@@ -56,8 +56,7 @@ class LoRA(Parallel):
                 added[f"{name}.lora_b"] = Initializer("constant", 0.0)
                 # First: before what a wrapper has ranks do with their parts of the output.
                 module.register_forward_hook(Adapter(self.config.scale), prepend=True)
-        given = part.initializer
-        part.initializer = lambda name: added[name] if name in added else given(name)  # type: ignore[operator]
+        initialize(part, added)
         return part
 
     def shard(self, part: nn.Module, placements: Placements, mesh: Mesh) -> None:
@@ -91,6 +90,12 @@ class LoRA(Parallel):
                 )
         if not seen:
             raise NanotrainError("lora: the model has no linear layer in its layers to add an adapter to")
+
+
+def initialize(part: Any, added: Mapping[str, Initializer]) -> None:
+    """Have the part say how parameters that were added to it are initialized."""
+    given = part.initializer
+    part.initializer = lambda name: added[name] if name in added else given(name)
 
 
 def linear_layers(part: nn.Module) -> Iterator[tuple[str, nn.Module]]:
