@@ -60,7 +60,7 @@ def test_commands_take_what_they_are_given(block, words, written, monkeypatch):
         rest = [word for before, word in pairwise(["", *rest]) if word != ">" and before != ">"]
         seen = parsed(rest, written, monkeypatch)
         word = getattr(seen, "recipe", None)
-        if word and not word.startswith(("my.toml", "mine.toml", "runs/")):
+        if word and not word.startswith(("my.toml", "mine.toml", "lora.toml", "runs/")):
             with chdir(ROOT):
                 assert find_recipe(word).exists()
     elif program == "pip":
@@ -168,6 +168,8 @@ CANNOT_RUN = {
     "nanotrain convert SmolLM2": "needs downloaded weights",
     "llama/tokenizer.json": "needs downloaded weights; tests/test_own_conversations.py makes some",
     "--special-tokens": "needs a tokenizer that has some; tests/test_own_conversations.py makes one",
+    "lora.toml": "needs downloaded weights; tests/test_lora_weights.py makes some",
+    "runs/lora": "needs that run; tests/test_lora_weights.py makes one",
     "nanotrain sample runs/deepseek": "needs that run; tests/test_sample_on_layouts.py makes one",
     "nanotrain sample runs/mine --chat": "needs a run on conversations; tests/test_sample_chat.py makes one",
     "nanotrain eval runs/deepseek": "needs that run; tests/test_evaluate_on_layouts.py makes one",

@@ -10,7 +10,9 @@ from nanotrain_plan.advice import (
     advise,
     try_plan,
     with_component,
+    with_degree,
     with_microbatch,
+    with_zero,
 )
 from nanotrain_plan.blocks import buffers
 from nanotrain_plan.blocks.composer import Composer
