@@ -189,8 +189,8 @@ def test_unknown_name_suggests_lists_and_says_what_to_install():
         PluginError, match=r"no optimizer named 'adam' \(did you mean 'adamw'\?\); installed: adamw"
     ):
         registry.get("optimizer", "adam")
-    with pytest.raises(PluginError, match=r"no optimizer named 'mine'; installed: .*; .* --plugin PATH"):
-        registry.get("optimizer", "mine")
+    with pytest.raises(PluginError, match=r"no optimizer named 'special'; installed: .*; .* --plugin PATH"):
+        registry.get("optimizer", "special")
     how = r"pip install nanotrain-pp-1f1b \(in a checkout: pip install -e plugins/pp_1f1b\)$"
     with pytest.raises(PluginError, match=how):
         Registry(()).get("schedule", "zb_h1")
@@ -210,17 +210,17 @@ def test_what_to_install_is_known_of_every_plugin_of_this_project():
 
 def test_name_of_another_kind_or_of_a_plugin_is_told_where_it_belongs(tmp_path):
     file = tmp_path / "many.py"
-    file.write_text(PLUGIN.format(name="mine"))
+    file.write_text(PLUGIN.format(name="special"))
     registry = load(local=[str(file)])
     with pytest.raises(
         PluginError, match=r"no parallel named 'adamw'; .*; optimizer 'adamw' stands under \[opt"
     ):
         registry.get("parallel", "adamw")
     with pytest.raises(
-        PluginError, match=r"no optimizer named 'mine'; .*; monitor 'mine' stands under \[\[monitor"
+        PluginError, match=r"no optimizer named 'special'; .*; monitor 'special' stands under \[\[monitor"
     ):
-        registry.get("optimizer", "mine")
-    with pytest.raises(PluginError, match="'many' is a plugin, which offers monitor \"mine\""):
+        registry.get("optimizer", "special")
+    with pytest.raises(PluginError, match="'many' is a plugin, which offers monitor \"special\""):
         registry.get("parallel", "many")
 
 

@@ -166,14 +166,12 @@ class MasterOptimizer(Optimizer):
     @torch.no_grad()
     def step(self, *, loss_scale: float = 1.0) -> StepStats:
         """Unscale, clip, update, write the new weights through to the model."""
-        gradient_of = self.gradients.gradient_of
-        gradients = [gradient_of(slot.piece) for slot in self.slots]
+        gradients = [self.gradients.gradient_of(slot.piece) for slot in self.slots]
         norm = self.norm.of(gradients) / loss_scale
         skipped = ~torch.isfinite(norm)
         # Without found_inf, gradients must not be preconditioned in a step that is skipped.
-        no_precondition = type(self).precondition is MasterOptimizer.precondition
-        can_skip = no_precondition and not self.encoded and self.skips_on_device
-        on_device = self.mesh.device_is_async and can_skip
+        can_skip = self.skips_on_device and type(self).precondition is MasterOptimizer.precondition
+        on_device = self.mesh.device_is_async and can_skip and not self.encoded
         if not on_device and skipped:  # the only host synchronization in a step
             return StepStats(norm, skipped=True)
         found_inf = skipped.float() if on_device else None

@@ -7,15 +7,13 @@ from nanotrain_core.testing import Case, conformance
 RANGED = {"parallel": [{"use": "ranged"}]}
 
 test_conformance = conformance(Case("optimizer", use="muon"), slow=pytest.mark.full)
-test_of_ranges = conformance(
-    Case("optimizer", use="muon", topology={"dp": 2}, overrides=RANGED), slow=pytest.mark.full
-)
 # All keys, on every layout of the harness.
 test_exhaustively = pytest.mark.full(
     conformance(
         *(
             Case("optimizer", use="muon", config=config, topology={"dp": dp}, overrides=around)
             for config in (
+                {},
                 {"scale": "original", "adamw_lr_ratio": 0.1},
                 {"nesterov": False},
                 {"momentum": 0.0},

@@ -47,6 +47,7 @@ def test_scales_are_those_of_torch(shape):
         assert scale_of(ours, *shape) == pytest.approx(torchs._adjust_lr(1.0, theirs, torch.Size(shape)))
 
 
+@pytest.mark.full  # torch's counter imports much
 def test_flops_are_those_that_are_computed():
     with FlopCounterMode(display=False) as counter:
         orthogonalize(torch.randn(1, 24, 40), 3)
