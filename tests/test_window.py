@@ -3,6 +3,7 @@
 With transformers' Mistral, Qwen2 and Qwen3 it is compared in test_convert_window.py.
 """
 
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -15,6 +16,7 @@ from nanotrain_core.batch import Batch
 from nanotrain_core.contracts import Monitor
 from nanotrain_core.errors import PluginError, RecipeError
 from nanotrain_core.models.cache import Cache
+from nanotrain_core.models.gpu_ops import window_attention
 from nanotrain_core.models.ops import TORCH, attention, wrap_ops
 from nanotrain_core.models.transformer import Transformer
 from nanotrain_core.models.window import SMALLEST_BLOCK, tokens_seen
@@ -203,6 +205,22 @@ class Windows(Monitor):
         run.tap_calls(
             "attention", lambda name, *args: self.seen.append((name, args[5:])), ["layers.0", "layers.1"]
         )
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("heads", [4, 2])
+def test_a_gpus_kernel_is_traced_without_a_warning(heads):
+    """torch warns once of a cached function in a graph; here nothing of the graph is run."""
+
+    def backend(graph, inputs):
+        (result,) = graph.graph.find_nodes(op="output")
+        return lambda *_: [torch.zeros(each.meta["example_value"].shape) for each in result.args[0]]
+
+    q, k, v = (torch.zeros(2, 32, n, 8, dtype=torch.bfloat16) for n in (4, heads, heads))
+    compiled = torch.compile(window_attention, backend=backend, fullgraph=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*lru_cache.*")
+        assert compiled(q, k, v, None, 8).shape == q.shape
 
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.full)])

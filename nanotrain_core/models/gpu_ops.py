@@ -6,7 +6,7 @@ Shapes are those of :mod:`~nanotrain_core.models.ops`.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -74,20 +74,15 @@ def window_attention(
     ends = torch.arange(batch + 1, device=q_BSHK.device, dtype=torch.int32)
     q, k, v = (x.flatten(0, 1) for x in (q_BSHK, k_BTGK, v_BTGV))
     # Older versions share key heads without being asked.
-    shares: dict[str, Any] = {"enable_gqa": q.shape[1] != k.shape[1]} if _asks_for_shared_heads() else {}
+    shares: dict[str, Any] = {}
+    if q.shape[1] != k.shape[1] and "enable_gqa" in signature(varlen_attn).parameters:
+        shares = {"enable_gqa": True}
     before = (window - 1, 0)  # how many tokens before itself, and after, one sees
     y = varlen_attn(
         q, k, v, ends * queries, ends * tokens, queries, tokens, scale=scale, window_size=before, **shares
     )
     assert isinstance(y, Tensor)
     return y.view(batch, queries, *y.shape[1:])
-
-
-@lru_cache
-def _asks_for_shared_heads() -> bool:
-    from torch.nn.attention.varlen import varlen_attn
-
-    return "enable_gqa" in signature(varlen_attn).parameters
 
 
 def matmul(left: Tensor, right: Tensor, total: Tensor | None = None) -> Tensor:
