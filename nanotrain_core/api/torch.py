@@ -65,11 +65,7 @@ from nanotrain_core.layout.placement import RANGE, Piece, PlacedParameter, Place
 from nanotrain_core.layout.transport import Transport
 from nanotrain_core.metrics.publish import Metrics
 from nanotrain_core.metrics.report import Histogram
-from nanotrain_core.models.activation_checkpointing import (
-    blocks,
-    outside_of_layers,
-    store_in_selective_checkpointing,
-)
+from nanotrain_core.models.activation_checkpointing import blocks, store_in_selective_checkpointing
 from nanotrain_core.models.cache import Cache, LayerCache
 from nanotrain_core.models.cross_entropy import Chunks, MatMul, SplitVocabulary, linear_cross_entropy
 from nanotrain_core.models.cross_entropy import matmul as torch_matmul
@@ -282,7 +278,6 @@ __all__ = [
     "open_simple_weights",
     "open_weights",
     "ops_of",
-    "outside_of_layers",
     "plain_ops",
     "quantize_into",
     "quantize_swiglu",

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.distributed as dist
 
-from nanotrain_core.api.torch import outside_of_layers
+from nanotrain_core.api.models import outside_of_layers
 from nanotrain_cpu.barrier import HostBarrier, Meeting, open_meeting
 from nanotrain_cpu.shared_memory import add_up, map_for_all
 
