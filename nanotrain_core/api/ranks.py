@@ -3,6 +3,7 @@
 Torch-free until ranks start. Files of the core may move; these names stay.
 """
 
+from nanotrain_core.checkpoint.info import without_average
 from nanotrain_core.deprecated import attribute_of
 from nanotrain_core.launch.device import choose_device
 from nanotrain_core.launch.environment import Ranks, is_port, loopback
@@ -35,6 +36,7 @@ __all__ = [
     "prepare_ranks",
     "run_ranks",
     "start_ranks",
+    "without_average",
 ]
 
 __getattr__ = attribute_of(__name__)

@@ -90,6 +90,8 @@ class AdamWConfig(OptimizerConfig):
     moment_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
     """Dtype of both moments between steps. `float32` is as wide as the master weight, `bfloat16` half of it;
     `int8` is companded, with one scale per 32 elements of a row. Resume with the same."""
+    ema_decay: float = attrs.field(default=0.0, validator=Range(0.0, 1.0, below=True))
+    """Share that a step keeps of an average of the weights (EMA), such as 0.999; 0 keeps no average."""
 
     @weight_decay.validator
     def _leaves_weights(self, field: Any, value: float) -> None:
@@ -104,6 +106,8 @@ class SGDConfig(OptimizerConfig):
     """Momentum coefficient of the velocity; 0 keeps no state."""
     weight_decay: float = attrs.field(default=0.0, validator=Range(0.0, 1e3))
     """Factor of the weight added to the gradient of tensors with two or more dimensions."""
+    ema_decay: float = attrs.field(default=0.0, validator=Range(0.0, 1.0, below=True))
+    """Share that a step keeps of an average of the weights (EMA), such as 0.999; 0 keeps no average."""
 
     @weight_decay.validator
     def _leaves_weights(self, field: Any, value: float) -> None:

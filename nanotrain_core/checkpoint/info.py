@@ -31,6 +31,16 @@ DTYPE_NAMES = {code: name for code, (name, _) in _DTYPES.items()}
 DTYPE_BYTES = {code: size for code, (_, size) in _DTYPES.items()}
 
 
+#: Behind the path of a checkpoint, or of a run: the moving averages of its weights.
+AVERAGED = "@ema"
+
+
+def without_average(path: Path) -> tuple[Path, bool]:
+    """Return a path without ``@ema``, and whether it had that."""
+    averaged = path.name.endswith(AVERAGED) and not path.exists()
+    return (path.with_name(path.name.removesuffix(AVERAGED)), True) if averaged else (path, False)
+
+
 def unexpected_kinds(names: Iterable[str], wanted: Iterable[str]) -> list[str]:
     """Return the kinds of saved tensors that ``wanted`` lacks: ``exp_avg``, "" for weights.
 

@@ -264,7 +264,8 @@ def open_simple_weights(path: Path) -> SavedWeights | None:
             raise CheckpointError(f"{path}: {'; '.join(problems)}")
         if "model" not in meta:
             raise CheckpointError(f"{path} does not say of which model its weights are")
-        return SavedWeights(meta["model"], SimpleWeights(path, file), meta.get("step"), meta["recipe"])
+        weights, averages = SimpleWeights(path, file), SimpleWeights(path, file, "ema/")
+        return SavedWeights(meta["model"], weights, meta.get("step"), meta["recipe"], averages)
     except (OSError, SafetensorError, KeyError, ValueError) as problem:
         raise CheckpointError(f"{path} is damaged: {problem}") from None
 
@@ -272,14 +273,16 @@ def open_simple_weights(path: Path) -> SavedWeights | None:
 class SimpleWeights:
     """See :class:`~nanotrain_core.contracts.WeightReader`."""
 
-    def __init__(self, path: Path, file: Any) -> None:
-        self.path, self.file = path, file
-        saved = {name: file.get_slice(name) for name in names_in(file) if "/" not in name}
+    def __init__(self, path: Path, file: Any, kind: str = "") -> None:
+        self.path, self.file, self.kind = path, file, kind
+        names = [name.removeprefix(kind) for name in names_in(file) if name.startswith(kind)]
+        saved = {name: file.get_slice(kind + name) for name in names if "/" not in name}
         self.shapes = {name: tuple(tensor.get_shape()) for name, tensor in saved.items()}
         self.dtypes = {name: DTYPES[tensor.get_dtype()] for name, tensor in saved.items()}
 
     def read(self, name: str, index: tuple[slice, ...]) -> torch.Tensor:
         """Return one block."""
+        name = self.kind + name
         found = self.file.get_slice(name)[index] if index else self.file.get_tensor(name)
         return found  # type: ignore[no-any-return]
 

@@ -9,6 +9,7 @@ import signal
 import sys
 from pathlib import Path
 
+from nanotrain_core.checkpoint.info import without_average
 from nanotrain_core.checkpoint.listing import resume_path
 from nanotrain_core.cli.argument_types import positive_int, unsigned_int
 from nanotrain_core.cli.common import add_recipe_options, plugin_arguments, resolve
@@ -160,7 +161,7 @@ def use_weights(args: argparse.Namespace) -> None:
         return
     if args.resume:
         raise NanotrainError("--weights starts a new run, --resume goes on with one: give one of them")
-    if not Path(args.weights).exists():
+    if not without_average(Path(args.weights))[0].exists():
         near = nearby_weights(Path(args.weights))
         raise NanotrainError(f"--weights {args.weights}: there is no such file or folder{near}")
     args.set = [*args.set, f"run.weights={json.dumps(args.weights)}"]

@@ -143,3 +143,5 @@ class SavedWeights:
     """Of the checkpoint."""
     recipe: str = ""
     """Of the run that saved them, as its checkpoints have it: its wrappers may have added parameters."""
+    averages: WeightReader | None = None
+    """Moving averages of weights, by the weights' names: the state ``ema/NAME`` of the optimizer."""

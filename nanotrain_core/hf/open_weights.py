@@ -19,6 +19,7 @@ import tomli
 import torch
 from torch import nn
 
+from nanotrain_core.checkpoint.info import without_average
 from nanotrain_core.checkpoint.listing import newest_path
 from nanotrain_core.checkpoint.run_state import load_json, read_json
 from nanotrain_core.checkpoint.safetensors_files import DTYPES, Shards, Tensors
@@ -71,7 +72,7 @@ def open_weights(path: Path, registry: Registry, added: Mapping[str, Shape] = NO
     """Open the weights at ``path``, and compare names and shapes with the model of its table.
 
     Args:
-        path: of a file or folder.
+        path: of a file or folder; of a checkpoint or a run with ``@ema`` behind it: the averaged weights.
         registry: the plugins.
         added: shapes of parameters that a run has beside the model's: the weights may have them too. Other
             parameters that wrappers of the run that saved them have added are merged.
@@ -80,9 +81,13 @@ def open_weights(path: Path, registry: Registry, added: Mapping[str, Shape] = NO
         CheckpointError: there are no weights, or they do not match the model.
         HFError: no component can represent the other library's model.
     """
-    if (path / CONFIG).is_file() and not (path / TABLE).is_file():
+    path, averaged = without_average(path)
+    if (path / CONFIG).is_file() and not (path / TABLE).is_file() and not averaged:
         return _open_hf(path, registry)
-    saved = _open_ours(path) if (path / TABLE).is_file() else _open_checkpoint(path, registry)
+    ours = (path / TABLE).is_file() and not averaged
+    saved = _open_ours(path) if ours else _open_checkpoint(path, registry)
+    if averaged:
+        saved = attrs.evolve(saved, reader=Averaged(path, saved))
     selection = select(saved.model, registry, path)
     shapes, reader, beside = shapes_of(selection, registry), saved.reader, []
     if saved.recipe and reader.shapes.keys() - shapes.keys() - added.keys():
@@ -99,6 +104,25 @@ def open_weights(path: Path, registry: Registry, added: Mapping[str, Shape] = NO
     refuse(path, problems)
     unmerged = saved.reader if beside else None
     return Weights(path, selection, reader, False, saved.step, beside, unmerged)
+
+
+class Averaged:
+    """Moving averages of weights where there are any, and the weights that are not trained.
+
+    See :class:`~nanotrain_core.contracts.WeightReader`.
+    """
+
+    def __init__(self, path: Path, saved: SavedWeights) -> None:
+        if saved.averages is None or not saved.averages.shapes:
+            raise CheckpointError(f"{path} has no averaged weights: expected a run with optimizer.ema_decay")
+        self.weights, self.averages = saved.reader, saved.averages
+        self.shapes: Mapping[str, Shape] = saved.reader.shapes
+        self.dtypes: Mapping[str, torch.dtype] = {**saved.reader.dtypes, **saved.averages.dtypes}
+        self.damage = saved.reader.damage
+
+    def read(self, name: str, index: tuple[slice, ...]) -> torch.Tensor:
+        """Return one block."""
+        return (self.averages if name in self.averages.shapes else self.weights).read(name, index)
 
 
 def refuse(path: Path, problems: Sequence[str]) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import attrs
 
+from nanotrain_core.checkpoint.info import without_average
 from nanotrain_core.data.survey import Survey
 from nanotrain_core.errors import DataError, NanotrainError, PluginError, Problem, describe
 from nanotrain_core.layout.roles import Role
@@ -46,8 +47,8 @@ def input_problems(found: Resolution, *, weights: bool = True) -> list[Problem]:
     said = {problem.message for problem in survey.problems}
     others = dict.fromkeys(problem for problem in _in_phases(recipe, known) if problem.message not in said)
     problems = [*survey.problems, *others, *_vocabulary(recipe, survey), *_sequences(recipe, known)]
-    if weights and recipe.run.weights and not Path(recipe.run.weights).exists():
-        path = Path(recipe.run.weights)
+    path = without_average(Path(recipe.run.weights or ""))[0]
+    if weights and recipe.run.weights and not path.exists():
         problems.append(
             Problem("run.weights", f"{path}: there is no such file or folder{nearby_weights(path)}")
         )

@@ -25,6 +25,9 @@ from nanotrain_core.registry.contract_checks import check_masters
 #: from 0 doubles the rate at most.
 JUMP = 3.0
 
+#: The kind of a weight's state that is its moving average.
+EMA = "ema"
+
 
 class MasterOptimizer(Optimizer):
     """Steps a ``torch.optim`` optimizer on the masters; subclasses define the optimizer and its state.
@@ -130,7 +133,8 @@ class MasterOptimizer(Optimizer):
         group_of = {weight: group for group in self.inner.param_groups for weight in group["params"]}
         for slot in self.slots:
             slot.group = group_of[slot.weight]
-            self.inner.state[slot.weight] = self.state_of(slot)
+            average = {EMA: slot.weight.detach().clone()} if self.config.ema_decay else {}
+            self.inner.state[slot.weight] = self.state_of(slot) | average
             if not slot.plain:
                 slot.forget()
         self.plain = PlainWeights(self.slots)
@@ -190,6 +194,7 @@ class MasterOptimizer(Optimizer):
         if self.plain.slots:
             self.update_plain(gradients, found_inf)
             self.plain.write_back()  # a skipped step writes the existing values
+            self._average(self.plain.slots, found_inf)
         self._keep_movement()
         gradient_of = dict(zip(self.slots, gradients, strict=True)) if self.encoded else {}
         for wave in waves(self.encoded):
@@ -198,10 +203,20 @@ class MasterOptimizer(Optimizer):
                 slot.weight.grad = gradient_of[slot].to(slot.weight.device)
             with only(self.inner, wave):
                 self.inner.step()
+            self._average(wave, None)
             for slot in wave:
                 lost = slot.store()
                 if lost is not None and slot.group["lr"]:
                     self.carry(slot, lost)
+
+    def _average(self, slots: Iterable[Slot], found_inf: torch.Tensor | None) -> None:
+        """Move the averages of updated weights, and by nothing if ``found_inf`` is 1."""
+        if not self.config.ema_decay:
+            return
+        moved = 1.0 - self.config.ema_decay
+        share = moved if found_inf is None else moved * (1.0 - found_inf)
+        for slot in slots:
+            self.inner.state[slot.weight][EMA].lerp_(slot.weight, share)
 
     def _lr(self) -> float:
         """Return the scheduled learning rate of ``config.lr``: a schedule changes all groups' alike.

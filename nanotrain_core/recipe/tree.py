@@ -214,6 +214,8 @@ class OptimizerConfig:
 
     weight_decay = 0.0
     """No key, unless an optimizer's table has it: decay of matrices, for ``MasterOptimizer``."""
+    ema_decay = 0.0
+    """Likewise: share of the averaged weights that each step keeps; 0 keeps no average."""
 
 
 def _frozen(versions: Mapping[str, str]) -> Mapping[str, str]:

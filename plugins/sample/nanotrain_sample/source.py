@@ -21,7 +21,7 @@ from nanotrain_core.api import (
     Resolution,
     find_checkpoint,
 )
-from nanotrain_core.api.ranks import adding_wrappers
+from nanotrain_core.api.ranks import adding_wrappers, without_average
 from nanotrain_core.api.text import HasConversations, HasPrefix, HasTokenizer, TextCodec, make_tokenizer
 from nanotrain_core.api.torch import open_weights
 
@@ -37,7 +37,7 @@ class Source:
     """Weights, and what is known of them."""
 
     path: Path
-    """One checkpoint, or a folder of weights alone."""
+    """One checkpoint, or a folder of weights alone; with ``@ema`` behind it for averaged weights."""
     tables: Mapping[str, Any]
     """Of the run's resolved recipe; of weights alone ``model`` and ``precision``."""
     tokenizer: str | None
@@ -65,7 +65,8 @@ def find(path: Path, step: int | None, tokenizer: str | None, registry: Registry
     Raises:
         NanotrainError: nothing that text can be written with, or no tokenizer is known.
     """
-    if any((path / name).is_file() for name in WEIGHTS_ALONE):
+    path, averaged = without_average(path)
+    if any((path / name).is_file() for name in WEIGHTS_ALONE) and not averaged:
         return _weights_alone(path, step, tokenizer, registry)
     _, saved = find_checkpoint(path, registry, step)
     meta = saved.describe()["meta"]
@@ -76,7 +77,7 @@ def find(path: Path, step: int | None, tokenizer: str | None, registry: Registry
         )
     tables = tomli.loads(meta["recipe"])
     return Source(
-        saved.path,
+        saved.path.with_name(saved.path.name + "@ema") if averaged else saved.path,
         _of_phase(tables, meta, registry),
         tokenizer,
         fingerprint=meta.get("data", {}).get("fingerprint"),

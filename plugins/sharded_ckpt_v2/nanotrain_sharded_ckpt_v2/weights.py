@@ -28,16 +28,18 @@ def open_weights(path: Path) -> SavedWeights | None:
     found = folders.open_manifest(folder)
     if "model" not in found.meta:
         raise CheckpointError(f"{folder / manifest.NAME} does not say of which model its weights are")
-    return SavedWeights(found.meta["model"], ShardedWeights(folder, found), found.step, found.meta["recipe"])
+    weights, averages = ShardedWeights(folder, found), ShardedWeights(folder, found, "ema/")
+    return SavedWeights(found.meta["model"], weights, found.step, found.meta["recipe"], averages)
 
 
 class ShardedWeights:
     """See :class:`~nanotrain_core.contracts.WeightReader`."""
 
-    def __init__(self, path: Path, found: Manifest) -> None:
-        self.path, self.manifest = path, found
+    def __init__(self, path: Path, found: Manifest, kind: str = "") -> None:
+        self.path, self.manifest, self.kind = path, found, kind
         self._open: dict[str, Any] = {}
-        own = {name: tensor for name, tensor in found.tensors.items() if "/" not in name}
+        of_kind = {n.removeprefix(kind): tensor for n, tensor in found.tensors.items() if n.startswith(kind)}
+        own = {name: tensor for name, tensor in of_kind.items() if "/" not in name}
         self.shapes: Mapping[str, Shape] = {name: tensor.shape for name, tensor in own.items()}
         self.dtypes: Mapping[str, torch.dtype] = {
             name: getattr(torch, DTYPE_NAMES[tensor.dtype]) for name, tensor in own.items()
@@ -48,6 +50,7 @@ class ShardedWeights:
         begin = tuple(part.start for part in index)
         shape = tuple(part.stop - part.start for part in index)
         block = torch.empty(shape, dtype=self.dtypes[name])
+        name = self.kind + name
         for number, offset, size in self.manifest.tensors[name].chunks:
             common = [
                 (max(b, o), min(b + n, o + m)) for b, n, o, m in zip(begin, shape, offset, size, strict=True)
