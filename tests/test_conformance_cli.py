@@ -55,11 +55,11 @@ def test_what_a_component_declares_not_to_do_is_skipped_by_name(tmp_path, capsys
     plugin.write_text(
         "from nanotrain_core import hookimpl\n"
         "from nanotrain_core.component import Component, Support\n"
-        "from nanotrain_core.testing.components.gpipe import StagedConfig\n"
+        "from nanotrain_core.testing.components.registered import NoKeys\n"
         "@hookimpl\n"
         "def nanotrain_register_schedule(register):\n"
-        "    register(Component(name='alone', config=StagedConfig, mesh_dims={'pp'}, summary='s',\n"
-        "        factory='nanotrain_core.testing.components.gpipe:build', supports={\n"
+        "    register(Component(name='alone', config=NoKeys, mesh_dims={'pp'}, summary='s',\n"
+        "        factory='nanotrain_core.testing.components.registered:staged', supports={\n"
         "            'pp': Support.UNSUPPORTED, 'uneven_layers': Support.PARTIAL}))\n"
     )
     call("schedule:alone", "--plugin", str(plugin), "--list")

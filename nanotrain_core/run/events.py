@@ -145,8 +145,8 @@ class Events:
             if self.collectives.rank == 0:
                 for name, rank in report.failed.items():
                     text = "a monitor failed on a rank: what it published until this step is left out"
-                    said = {"monitor": name, "on_rank": rank, "step": report.step}
-                    self._warn_once(f"{name} on rank {rank}", text, **said)
+                    where: dict[str, Any] = {"on_rank": rank, "step": report.step}
+                    self._warn_once(f"{name} on rank {rank}", text, monitor=name, **where)
         for number, monitor in self._subscribers("derive"):
             if number in self.left_out:
                 continue

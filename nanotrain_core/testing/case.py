@@ -43,20 +43,8 @@ TINY: Tables = {
 #: what is held out can be told from what is trained on. Whole corpora hold many a line twice.
 CORPUS = str(Path(__file__).with_name("corpus.txt"))
 
-#: Plugins that every case knows.
-HARNESS = tuple(
-    str(Path(__file__).parent / "components" / f"{name}.py")
-    for name in (
-        "all_reduce",  # summed: a gradient sync
-        "zero1",  # ranged: one that shards optimizer state
-        "moe",  # routed: a model with experts
-        "low_precision_masters",  # coarse: a precision that loses much
-        "float64_norms",  # wide_norms: a precision of two dtypes
-        "tensor_parallel",  # sliced
-        "expert_parallel",  # spread
-        "gpipe",  # staged: a pipeline schedule
-    )
-)
+#: The plugin that every case knows.
+HARNESS = str(Path(__file__).parent / "components" / "registered.py")
 
 #: What to do about a recipe that cannot run.
 REMEDY = "to change the recipe around the component: Case(..., overrides={...}), or --with KEY=VALUE"
@@ -115,7 +103,7 @@ class Case:
     @property
     def local(self) -> PluginArguments:
         """The plugin files of every case and of this one."""
-        return PluginArguments(local=(*HARNESS, *self.plugins))
+        return PluginArguments(local=(HARNESS, *self.plugins))
 
     def registry(self) -> Registry:
         """Return the plugins of this process, including the case's own.

@@ -1,4 +1,4 @@
 """The harness's own components: minimal ones, with which others are tested without other plugins.
 
-Each has a torch-free file that registers it, under the name in its first line, and one that implements it.
+``registered.py`` registers them, without torch; each of the other files implements one.
 """

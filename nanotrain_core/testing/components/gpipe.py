@@ -1,42 +1,8 @@
-"""``staged``: a minimal GPipe, for components tested in a pipeline without other plugins.
-
-Every case of the harness knows it: ``overrides={"schedule": {"use": "staged"}}``. It imports no torch.
-"""
+"""``staged``: a minimal GPipe, for components tested in a pipeline without other plugins. Torch-free."""
 
 from __future__ import annotations
 
-from typing import Any
-
-import attrs
-
-from nanotrain_core import hookimpl
-from nanotrain_core.component import Component
-from nanotrain_core.hookspecs import Register
 from nanotrain_core.pipeline.actions import Action, Costs, Part, parts_between
-
-
-@attrs.define(frozen=True, kw_only=True)
-class StagedConfig:
-    """It has no keys."""
-
-
-@hookimpl
-def nanotrain_register_schedule(register: Register) -> None:
-    """Register ``staged``."""
-    register(
-        Component(
-            name="staged",
-            config=StagedConfig,
-            factory=f"{__name__}:build",
-            summary="one stage a rank, all forward passes before all backward passes, for tests",
-            mesh_dims={"pp"},
-        )
-    )
-
-
-def build(config: StagedConfig) -> Any:
-    """Return the schedule."""
-    return Staged()
 
 
 class Staged:

@@ -1,18 +1,11 @@
-"""``routed``: a small mixture of experts with every role, to test wrappers without a model plugin.
-
-Every case of the harness knows it: ``overrides={"model": {"use": "routed"}}``.
-"""
+"""The table of ``routed``: a small mixture of experts with every role, to test wrappers without plugins."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import attrs
 
-from nanotrain_core import hookimpl
-from nanotrain_core.component import Component
-from nanotrain_core.hookspecs import Register
 from nanotrain_core.layout.roles import Role
 from nanotrain_core.recipe.divisibility import Divisible
 from nanotrain_core.recipe.model_config import ModelConfig
@@ -47,23 +40,3 @@ class RoutedConfig(ModelConfig):
         yield Divisible(split, "model.ffn", self.ffn, "columns of the shared expert")
         yield Divisible((Role.EXPERTS,), "model.experts", self.experts, "experts")
         yield Divisible((Role.EXPERTS,), "model.ffn", self.ffn, "columns of an expert", width=True)
-
-
-@hookimpl
-def nanotrain_register_model(register: Register) -> None:
-    """Register ``routed``."""
-    register(
-        Component(
-            name="routed",
-            config=RoutedConfig,
-            factory=f"{__name__}:build",
-            summary="a small mixture of experts with every role once, for tests",
-        )
-    )
-
-
-def build(config: RoutedConfig) -> Any:
-    """Return the model."""
-    from nanotrain_core.testing.components.moe_model import Routed
-
-    return Routed(config)
