@@ -1,7 +1,9 @@
 """A script with a folder: its model, its loaders and optimizers, trained to some step."""
 
 import copy
+import gc
 
+import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -146,3 +148,11 @@ def many_batches():
     generator = torch.Generator().manual_seed(2)
     tokens = [torch.randint(11, (4, 6), generator=generator) for _ in range(MANY)]
     return [(each, (each * 3 + 1) % 11) for each in tokens]
+
+
+@pytest.fixture
+def workers(monkeypatch):
+    """Let the garbage collector end a loader's workers, in the time between two of their checks."""
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.1)
+    yield
+    gc.collect()

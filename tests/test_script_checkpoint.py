@@ -1,7 +1,6 @@
 """A script that is stopped and run again goes on bit by bit, from what its folder has."""
 
 import copy
-import gc
 
 import pytest
 import torch
@@ -19,6 +18,7 @@ from resumed_script import (
     plain_list,
     script,
     shuffled,
+    workers,  # noqa: F401, of usefixtures
 )
 from torch import nn
 
@@ -85,14 +85,6 @@ def test_state_that_cannot_be_saved_is_refused(tmp_path):
     optimizer.state[3] = {"steps": 0}
     with pytest.raises(CheckpointError, match="keeps state under a int; only that of the model's parameters"):
         RuntimeEngine(model, optimizer, ScriptConfig(folder=tmp_path)).fit(plain_list(), steps=1)
-
-
-@pytest.fixture
-def workers(monkeypatch):
-    """Let the garbage collector end a loader's workers, in the time between two of their checks."""
-    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.1)
-    yield
-    gc.collect()
 
 
 @pytest.mark.usefixtures("workers")

@@ -4,7 +4,15 @@ from itertools import islice
 
 import pytest
 import torch
-from resumed_script import MANY, Net, Records, many_batches, tokens_and_targets, with_workers
+from resumed_script import (
+    MANY,
+    Net,
+    Records,
+    many_batches,
+    tokens_and_targets,
+    with_workers,
+    workers,  # noqa: F401, of usefixtures
+)
 from torch import nn
 from torch.nn import functional as F
 

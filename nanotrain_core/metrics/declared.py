@@ -18,9 +18,9 @@ from nanotrain_core.errors import PluginError, did_you_mean
 Kind = Literal["scalar", "histogram", "text"]
 Reduce = Literal["sum", "mean", "max", "min", "last"]
 Level = Literal["minimal", "standard", "debug"]
-#: What a metric costs: nothing, since the host has the number anyway; a number that the device has anyway, which
-#: travels in the one reduction of a logged step; in logged steps a few kernels at each watched module; or in
-#: logged steps a pass over all weights, gradients or optimizer state.
+#: What a metric costs: nothing, since the host has the number anyway; a number that the device has anyway,
+#: which travels in the one reduction of a logged step; in logged steps a few kernels at each watched module;
+#: in logged steps a pass over all weights, gradients or optimizer state.
 Cost = Literal["host", "device", "layers", "weights"]
 #: A :class:`Rule`'s verdict on a value.
 Verdict = Literal["good", "warn", "bad"]
