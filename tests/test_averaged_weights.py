@@ -20,7 +20,7 @@ def averaging(use="adamw", **config):
     return Case("optimizer", use=use, config={"lr": 0.01, "ema_decay": DECAY, **config})
 
 
-@pytest.mark.parametrize("use", ["adamw", "sgd"])
+@pytest.mark.parametrize("use", ["adamw", "sgd", "muon"])
 @pytest.mark.parametrize("kind", ["simple", "sharded_v2"])
 def test_an_average_is_that_of_the_weights_after_each_step(use, kind, tmp_path, monkeypatch):
     changes = {"run": {"steps": 3}, "checkpoint": {"use": kind}}

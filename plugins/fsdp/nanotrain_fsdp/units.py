@@ -65,8 +65,9 @@ class Unit:
 def units(part: nn.Module, placements: Placements, dims: Collection[str]) -> Iterator[Unit]:
     """Yield the units of ``part``, inner ones first and the part itself last.
 
-    Frozen ones are gathered, too, but without gradients. In no unit are parameters whose gradients are partial
-    along none of ``dims``, or would be, and what routers keep and do not train: each rank updates that itself.
+    Frozen ones are gathered, too, but without gradients. In no unit are parameters whose gradients are
+    partial along none of ``dims``, or would be, and what routers keep and do not train: each rank updates
+    that itself.
     """
     along = {
         parameter: next((dim for dim in dims if dim in placements[name].summed), None)

@@ -53,6 +53,9 @@ class MuonConfig(OptimizerConfig):
     adamw_names: tuple[str, ...] = ()
     """Matrices that AdamW updates too: names of parameters or patterns, such as `"layers.*.attn.kv_b.*"`."""
 
+    ema_decay: float = attrs.field(default=0.0, validator=Range(0.0, 1.0, below=True))
+    """Share that a step keeps of an average of the weights (EMA), such as 0.999; 0 keeps no average."""
+
     @weight_decay.validator
     def _leaves_weights(self, field: Any, value: float) -> None:
         if self.lr * value >= 1:

@@ -88,7 +88,7 @@ class Muon(MasterOptimizer):
         """Indices of matrices among the slots."""
         matrices = [self.slots[number] for number in self.numbers]
         states = [self.inner.state[slot.weight] for slot in matrices]
-        self.momenta = [state["momentum"] for state in states if state]
+        self.momenta = [state["momentum"] for state in states if "momentum" in state]
         blocks = [placed.placement for placed in parameters if placed.parameter.requires_grad]
         self.orthogonalizer = Orthogonalizer(
             [slot.piece for slot in matrices],
