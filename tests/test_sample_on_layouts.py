@@ -40,6 +40,7 @@ CASES = {
 #: All layouts, with whole sequences between split layers too.
 OTHERS = {
     "llama-tp2": (LLAMA, {"tp": 2}),
+    "llama-window-pp2-tp2": (LLAMA | {"window": 3}, PIPELINE),
     "llama-tp4": (LLAMA, {"tp": 4}),  # two ranks have each key and value head
     "llama-dp2-tp2": (LLAMA, {"dp": 2, "tp": 2}),
     "v3-tp2": (DEEPSEEK_V3, {"tp": 2}),

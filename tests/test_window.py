@@ -129,6 +129,18 @@ def test_from_a_cache_logits_are_those_of_the_whole_text(lengths, types):
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
+def test_a_cache_keeps_no_more_than_two_windows():
+    part, tokens = whole(kv_heads=2, window=3, layer_types=ALTERNATE), tokens_of(40)
+    cache = Cache(40)
+    with torch.no_grad():
+        expected = part(tokens, Batch(tokens)).value
+    found = in_passes(part, tokens, (2,) + (1,) * 38, cache)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    rooms = [cache.layer(number).kept[0].shape[1] for number in "012"]
+    assert [room <= 6 for room in rooms] == [True, False, True]
+    assert rooms[1] == 40
+
+
 def test_flops_are_those_of_the_tokens_that_one_sees():
     """A band of the score matrix, of which the diagonal counts as a half, as in the whole triangle."""
     length, window = 12, 5

@@ -15,28 +15,45 @@ import torch
 
 
 class LayerCache:
-    """The cached tensors of one layer, which grow along the sequence."""
+    """The cached tensors of one layer, which grow along the sequence, up to its window if it has one."""
 
     def __init__(self, limit: int) -> None:
         self.limit, self.length = limit, 0
         self.kept: tuple[torch.Tensor, ...] = ()
-        """Each [B, limit, ...], of which the first ``length`` tokens are written."""
+        """Each [B, room, ...], of whose first ``written`` tokens the last are those of the text."""
+        self.written = 0
 
-    def extend(self, *new: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def extend(self, *new: torch.Tensor, window: int | None = None) -> tuple[torch.Tensor, ...]:
         """Append tensors [B, S, ...] of this pass's tokens; return each with all earlier ones [B, T, ...].
+
+        With a ``window``, in which a token sees itself and ``window`` - 1 before it, returned are only as
+        many earlier ones: the first of these S tokens sees no others. Twice as many are kept at most.
 
         Raises:
             ValueError: there are more tokens than the cache has room for.
         """
-        if not self.kept:
-            self.kept = tuple(x.new_empty(x.shape[0], self.limit, *x.shape[2:]) for x in new)
-        begin, end = self.length, self.length + new[0].shape[1]
-        if end > self.limit:
-            raise ValueError(f"a cache for {self.limit} tokens was given {end}")
+        size = new[0].shape[1]
+        self.length += size
+        if self.length > self.limit:
+            raise ValueError(f"a cache for {self.limit} tokens was given {self.length}")
+        before = self.written if window is None else min(self.written, window - 1)
+        if not self.kept or self.written + size > self.kept[0].shape[1]:
+            self._move(before, size, new, window)
+        begin, end = self.written, self.written + size
         for kept, x in zip(self.kept, new, strict=True):
             kept[:, begin:end] = x
-        self.length = end
-        return tuple(kept[:, :end] for kept in self.kept)
+        self.written = end
+        return tuple(kept[:, begin - before : end] for kept in self.kept)
+
+    def _move(self, before: int, size: int, new: tuple[torch.Tensor, ...], window: int | None) -> None:
+        """Move the last ``before`` tokens to the front, of new storage if ``size`` more would not fit."""
+        room = self.limit if window is None else min(self.limit, before + max(size, window))
+        old = [x[:, self.written - before : self.written].clone() for x in self.kept]
+        if not self.kept or before + size > self.kept[0].shape[1]:
+            self.kept = tuple(x.new_empty(x.shape[0], room, *x.shape[2:]) for x in new)
+        for kept, x in zip(self.kept, old, strict=False):
+            kept[:, :before] = x
+        self.written = before
 
 
 class Cache:

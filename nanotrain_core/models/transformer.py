@@ -223,7 +223,9 @@ class Attention(nn.Module):
         if cos_sin is not None:
             q_BSHK, k_BSHK = self.ops.rope(q_BSHK, *cos_sin), self.ops.rope(k_BSHK, *cos_sin)
         if cache is not None:
-            k_BSHK, v_BSHK = cache.extend(k_BSHK, v_BSHK)  # of all tokens so far
+            # Documents begin at places of the whole text, so of a text with them all keys are kept.
+            kept = self.window if begins_BS is None else None
+            k_BSHK, v_BSHK = cache.extend(k_BSHK, v_BSHK, window=kept)
         window = () if self.window is None else (self.window,)
         more = (None, begins_BS, *window) if window or begins_BS is not None else ()
         y_BSHK = self.ops.attention(q_BSHK, k_BSHK, v_BSHK, *more)

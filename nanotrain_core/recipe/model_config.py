@@ -19,7 +19,7 @@ class CachedToken:
     flops: float
     """FLOPs for a new token to attend to it: scores and values, 2 for each multiply-add."""
     window: int = 0
-    """Cached tokens that a new one attends to in layers with sliding-window attention; all are kept."""
+    """Cached tokens that a new one attends to in layers with sliding-window attention: others are dropped."""
     sliding: float = 0.0
     """Share of such layers in elements and FLOPs."""
 

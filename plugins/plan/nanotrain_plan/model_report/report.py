@@ -175,7 +175,7 @@ def _cache(found: ModelReport) -> Body:
         bytes=size,
         dtype="bfloat16",
         kilobytes=f"{size / 1000:.3f}",
-        sequence=Bytes(size * found.recipe.batch.length),
+        sequence=Bytes(round(size * found.cached.attended(found.recipe.batch.length))),
         length=found.recipe.batch.length,
     )
 
