@@ -4,9 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanotrain_core.moe.experts import Experts
-from nanotrain_core.moe.routing import Routing
+from nanotrain_core.moe.routing import Routing, sort_by_expert
 from nanotrain_core.pipeline.passes import Passes
 from nanotrain_core.pipeline.weight_gradients import DeferredGradients
 from nanotrain_core.precision.gemm import TorchGEMM, use_gemm
@@ -105,3 +106,29 @@ def test_weight_gradients_can_be_deferred():
     later.compute()
     for found, expected in zip((experts.gate, experts.up, experts.down), (gate, up, down), strict=True):
         assert torch.equal(found.grad, expected)
+
+
+class SortedKeys(TorchDispatchMode):
+    """Records the dtypes of what is sorted."""
+
+    def __init__(self):
+        super().__init__()
+        self.dtypes = []
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        if "sort" in str(operator):
+            self.dtypes.append(args[0].dtype)
+        return operator(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("count", "dtype"), [(256, torch.int16), (2**15, torch.int16), (2**15 + 1, torch.int64)]
+)
+def test_choices_are_sorted_stably_by_keys_of_few_bytes(count, dtype):
+    """A radix sort makes a pass for each byte; with more experts than two signed bytes tell apart, eight."""
+    chosen = torch.tensor([[count - 1, 3], [0, count - 1], [3, 1]])
+    with SortedKeys() as keys:
+        order, rows = sort_by_expert(chosen, count)
+    assert order.tolist() == [2, 5, 1, 4, 0, 3]
+    assert rows[[0, 1, 3, count - 1]].tolist() == [1, 1, 2, 2]
+    assert keys.dtypes == [dtype]

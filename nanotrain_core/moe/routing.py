@@ -61,8 +61,12 @@ class Routed(NamedTuple):
 
 
 def sort_by_expert(experts: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the order [N] that stably sorts flattened choices by expert, and each expert's rows [E]."""
-    return experts.flatten().argsort(stable=True), count_of(experts, count)
+    """Return the order [N] that stably sorts flattened choices by expert, and each expert's rows [E].
+
+    A radix sort makes a pass for each byte of a key: eight for int64, two for int16.
+    """
+    keys = experts.flatten().to(torch.int16 if count <= 2**15 else experts.dtype)
+    return keys.argsort(stable=True), count_of(experts, count)
 
 
 def inverted(order: torch.Tensor) -> torch.Tensor:
@@ -211,14 +215,13 @@ def unless(skipped: torch.Tensor, modules: Iterable[nn.Module]) -> Iterator[None
     Raises:
         PluginError: a tensor was replaced by another, which cannot be undone.
     """
-    modules = list(modules)
-    state = [_state_of(module) for module in modules]
+    state = [(module, _state_of(module)) for module in modules]
     alike: dict[torch.dtype, list[torch.Tensor]] = {}
-    for tensor in (each for found in state for each in found.values()):
+    for tensor in (each for _, found in state for each in found.values()):
         alike.setdefault(tensor.dtype, []).append(tensor.detach())
     before = [torch.cat([tensor.reshape(-1) for tensor in tensors]) for tensors in alike.values()]
     yield
-    for module, found in zip(modules, state, strict=True):
+    for module, found in state:
         for name, tensor in _state_of(module).items():
             if found.get(name) is not tensor:
                 raise PluginError(
