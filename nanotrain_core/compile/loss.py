@@ -130,11 +130,9 @@ def _widen(logits_CP: torch.Tensor, columns: int) -> torch.Tensor:
     These are masked instead of cut off: the compiler puts statistics and gradient into one kernel, which
     reads the logits of a row from memory once, only if both have the same number of columns.
     """
-    wide_CP = logits_CP.to(wide_dtype(logits_CP))
-    if logits_CP.shape[1] == columns:
-        return wide_CP
-    none_P = torch.arange(logits_CP.shape[1], device=logits_CP.device) >= columns
-    return wide_CP.masked_fill(none_P, float("-inf"))
+    wide_CP, stored = logits_CP.to(wide_dtype(logits_CP)), logits_CP.shape[1]
+    none_P = torch.arange(stored, device=logits_CP.device) >= columns
+    return wide_CP.masked_fill(none_P, float("-inf")) if stored > columns else wide_CP
 
 
 def loss_and_gradient(
