@@ -28,14 +28,15 @@ PLAIN = Composition(
 )
 LORA = {"use": "lora", "rank": 4, "alpha": 32.0}
 
-#: One layout of each kind in the first tier.
-FIRST = [{"tp": 2, "sp": True, "dp": 2}]
+#: In the first tier.
+FIRST = [{"tp": 2, "sp": True}]
 LAYOUTS = [
     {"dp": 2},
     {"dp": 2, "zero": 1},
     {"dp": 2, "zero": 2, "recompute": True},
     {"tp": 2},
     {"tp": 2, "sp": True, "recompute": True},
+    {"tp": 2, "sp": True, "dp": 2},
     {"tp": 4, "sp": True},  # ranks use copies of key and value heads
     {"tp": 4},
     {"pp": 2, "schedule": "1f1b", "tied": True},

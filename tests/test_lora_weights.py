@@ -69,7 +69,7 @@ CASES = {
 }
 
 
-@pytest.mark.full_cases("gpt2, some", "moe", "deepseek")
+@pytest.mark.full_cases("llama", "gpt2, some", "moe", "deepseek")
 @pytest.mark.parametrize("name", CASES)
 def test_the_base_with_the_adapter_is_the_merged_model(tmp_path, name):
     base, adapter, merged = folders(tmp_path, *CASES[name])

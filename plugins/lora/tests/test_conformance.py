@@ -36,6 +36,6 @@ test_exhaustively = pytest.mark.full(
         case({"dp": 2}, SUMMED, config={"rank": 3, "rslora": True, "targets": ["attn", "up"]}, name="some"),
         case({"tp": 4}, SLICED),
         case({"tp": 2, "dp": 2}, {"use": "recompute"}, SLICED, SUMMED, name="recompute"),
-        case({"ep": 2}, SPREAD, name="experts", model={"use": "routed"}),
+        case({"dp": 2, "ep": 2}, SPREAD, name="experts", model={"use": "routed"}),
     )
 )
