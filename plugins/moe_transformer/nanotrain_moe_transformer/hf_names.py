@@ -144,7 +144,7 @@ def _with_defaults(hf: Mapping[str, Any], kind: str) -> dict[str, Any]:
 
 def _window_options(c: MoETransformerConfig) -> dict[str, Any]:
     """Return the entries of Qwen2-MoE's ``config.json``, whose class reads which layers have a window."""
-    kinds = [c.type_of(layer) for layer in range(c.layers)]
+    kinds: list[str] = [c.type_of(layer) for layer in range(c.layers)]
     windowed = _SLIDING in kinds
     found = {"use_sliding_window": windowed, "sliding_window": c.window if windowed else None}
     return found | {"layer_types": kinds, "max_window_layers": kinds.index(_SLIDING) if windowed else 0}

@@ -150,7 +150,8 @@ class SharedExpert(nn.Module):
 
     def forward(self, x_BSD: torch.Tensor) -> torch.Tensor:
         """Return its weighted output."""
-        return self.weight_of(x_BSD).sigmoid() * self.ffn(x_BSD)
+        weight_BS1: torch.Tensor = self.weight_of(x_BSD)
+        return weight_BS1.sigmoid() * self.ffn(x_BSD)
 
 
 class Router(TopKRouter):
