@@ -150,8 +150,8 @@ class SharedExpert(nn.Module):
 
     def forward(self, x_BSD: torch.Tensor) -> torch.Tensor:
         """Return its weighted output."""
-        weight_BS1: torch.Tensor = self.weight_of(x_BSD)
-        return weight_BS1.sigmoid() * self.ffn(x_BSD)
+        y_BSD: torch.Tensor = self.ffn(x_BSD)
+        return self.weight_of(x_BSD).sigmoid() * y_BSD
 
 
 class Router(TopKRouter):
