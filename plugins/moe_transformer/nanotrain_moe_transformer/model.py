@@ -150,8 +150,8 @@ class SharedExpert(nn.Module):
 
     def forward(self, x_BSD: torch.Tensor) -> torch.Tensor:
         """Return its weighted output."""
-        y_BSD: torch.Tensor = self.ffn(x_BSD)
-        return self.weight_of(x_BSD).sigmoid() * y_BSD
+        y_BSD: torch.Tensor = self.weight_of(x_BSD).sigmoid() * self.ffn(x_BSD)
+        return y_BSD
 
 
 class Router(TopKRouter):
