@@ -170,6 +170,7 @@ CANNOT_RUN = {
     "--special-tokens": "needs a tokenizer that has some; tests/test_own_conversations.py makes one",
     "lora.toml": "needs downloaded weights; tests/test_lora_weights.py makes some",
     "runs/lora": "needs that run; tests/test_lora_weights.py makes one",
+    "@ema": "needs a run with averages; tests/test_averaged_weights.py makes one",
     "nanotrain sample runs/deepseek": "needs that run; tests/test_sample_on_layouts.py makes one",
     "nanotrain sample runs/mine --chat": "needs a run on conversations; tests/test_sample_chat.py makes one",
     "nanotrain eval runs/deepseek": "needs that run; tests/test_evaluate_on_layouts.py makes one",

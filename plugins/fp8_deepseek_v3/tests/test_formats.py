@@ -4,6 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from fp8_corpus import CORPUS, not_finite
 from nanotrain_fp8_deepseek_v3.formats import E4M3, E5M2, SMALLEST_SCALE, TILE, dequantize, quantize
 
 NUMPY = {E4M3: ml_dtypes.float8_e4m3fn, E5M2: ml_dtypes.float8_e5m2}
@@ -27,40 +28,6 @@ def reference(x, tile, form, *, power_of_two):
     return codes, values
 
 
-def every_exponent(rows, columns):
-    """Numbers of all sizes, subnormal ones of float32 among them."""
-    rng = np.random.default_rng(0)
-    exponents = rng.integers(-149, 127, (rows, columns)).astype(np.float64)
-    return rng.choice([-1.0, 1.0], (rows, columns)) * rng.uniform(1, 2, exponents.shape) * 2.0**exponents
-
-
-def on_the_grid(rows, columns):
-    """Every number of the format, and every middle between two, where rounding must go to the even one."""
-    numbers = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
-    numbers = np.sort(numbers[np.isfinite(numbers)])
-    both = np.concatenate([numbers, (numbers[1:] + numbers[:-1]) / 2])
-    wanted = np.resize(both, (rows, columns))
-    wanted[:, ::TILE] = 448.0  # have a scale of one in tiles along rows
-    return wanted
-
-
-def normal(rows, columns):
-    return np.random.default_rng(1).normal(size=(rows, columns))
-
-
-def with_outliers(rows, columns):
-    x = normal(rows, columns)
-    x[:, columns // 2] *= 1e4
-    x[rows // 2] *= 1e-6
-    return x
-
-
-def not_finite(rows, columns):
-    x = normal(rows, columns)
-    x[0, 0], x[rows // 2, columns - 1], x[rows - 1, columns // 2] = np.inf, -np.inf, np.nan
-    return x
-
-
 #: Rows and columns: less than a tile, a tile, and tiles that the shape cuts.
 SHAPES = [
     (1, 1),
@@ -69,17 +36,6 @@ SHAPES = [
     pytest.param((3, 127), marks=pytest.mark.full),
     pytest.param((200, 129), marks=pytest.mark.full),
 ]
-CORPUS = {
-    "normal": normal,
-    "every_exponent": every_exponent,
-    "on_the_grid": on_the_grid,
-    "outliers": with_outliers,
-    "not_finite": not_finite,
-    "zeros": lambda rows, columns: np.zeros((rows, columns)),
-    "equal": lambda rows, columns: np.full((rows, columns), -0.3),
-    "largest": lambda rows, columns: np.full((rows, columns), np.finfo(np.float32).max),
-    "smallest": lambda rows, columns: np.full((rows, columns), 2.0**-149),
-}
 
 
 @FORMATS

@@ -7,6 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from fp8_corpus import CORPUS
 from fp8_operands import checked_product, normal, outliers
 from nanotrain_fp8_deepseek_v3 import backends, first_use, scaled, scaled_mx
 from nanotrain_fp8_deepseek_v3.backends import choose
@@ -15,7 +16,6 @@ from nanotrain_fp8_deepseek_v3.formats import E4M3, quantize
 from nanotrain_fp8_deepseek_v3.mx import EmulatedMX, e8m0, mx_recipe
 from nanotrain_fp8_deepseek_v3.scaled_mx import ScaledMX, swizzled
 from nanotrain_fp8_deepseek_v3.watched import Watch, Watched
-from test_formats import CORPUS
 
 from nanotrain_core.errors import NanotrainError
 from nanotrain_core.layout.roles import Role, tag

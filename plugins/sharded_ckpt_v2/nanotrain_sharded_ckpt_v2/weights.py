@@ -29,7 +29,7 @@ def open_weights(path: Path) -> SavedWeights | None:
     if "model" not in found.meta:
         raise CheckpointError(f"{folder / manifest.NAME} does not say of which model its weights are")
     weights, averages = ShardedWeights(folder, found), ShardedWeights(folder, found, "ema/")
-    return SavedWeights(found.meta["model"], weights, found.step, found.meta["recipe"], averages)
+    return SavedWeights(found.meta["model"], weights, found.step, found.meta.get("recipe", ""), averages)
 
 
 class ShardedWeights:
