@@ -195,3 +195,12 @@ def test_a_plugin_that_nobody_has_heard_of_is_explained(tmp_path, capsys):
     for each in sections["Communication"]["statements"]:
         if each["values"].get("owner") == "Parallel 'mini_tp'":
             assert each["sources"][0]["file"] == plugin
+
+
+@pytest.mark.full
+def test_masters_that_read_their_weights_when_they_are_made_are_explained(tmp_path, capsys):
+    """Ranks along tp are composed to tell their blocks from another's, without numbers to read."""
+    recipe = write(tmp_path, "tp_sp")
+    assert main(["explain", recipe, "--set", "precision.use=fp4_master", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert any("master" in json.dumps(section) for section in told["sections"])

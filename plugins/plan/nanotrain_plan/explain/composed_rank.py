@@ -14,6 +14,8 @@ from nanotrain_core.api import Layout, Recipe, Registry, Role, tagged
 from nanotrain_core.api.torch import Placement, Run, gemms_of, storage_of
 from nanotrain_plan.dry.origin import Origin, place_of
 from nanotrain_plan.dry.rank import compose_dry, dry_recipe, survey
+from nanotrain_plan.dry.recorder import Recorder
+from nanotrain_plan.dry.values import Values
 from nanotrain_plan.dry.world import fake_world
 
 
@@ -145,7 +147,7 @@ class Neighbors:
         """Return those of a rank, by name."""
         if rank not in self._known:
             told = self._stages()
-            with fake_world(rank, self.layout.world_size):
+            with fake_world(rank, self.layout.world_size), Recorder("meta", Values()):  # answers what is read
                 run = compose_dry(self.recipe, self.registry, rank, told, host=self.host)
             self._known[rank] = {each.placement.name: each.placement for each in run.placed}
         return self._known[rank]
