@@ -66,8 +66,13 @@ class DryMesh(Mesh):
             kwargs: of the mesh.
         """
         kwargs["transport"] = (HostTransport if host else DeviceTransport)(lasting=lasting)
-        self._told, self._asked = told, False
+        self._told, self._asked, self._host = told, False, host
         super().__init__(*args, **kwargs)
+
+    @property
+    def device_is_async(self) -> bool:
+        """Whether the device that is planned for is, on which an optimizer's dtypes and kernels depend."""
+        return not self._host
 
     def gather(self, value: Any, *dims: str) -> list[Any]:
         """Return what all ranks would say.
