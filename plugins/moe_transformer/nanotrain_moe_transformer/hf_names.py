@@ -16,6 +16,7 @@ from nanotrain_core.api import (
     TransformerNames,
     expect,
     expect_flag,
+    expect_real,
     expect_size,
 )
 from nanotrain_moe_transformer.config import MoETransformerConfig
@@ -57,7 +58,7 @@ class MoETransformerNames(HFMapping):
     ignored = (r".*\.rotary_emb\.inv_freq",)
 
     def table(self, hf: Mapping[str, Any], tensors: Collection[str]) -> dict[str, Any]:
-        """Return the ``[model]`` table. The auxiliary loss keeps its default."""
+        """Return the ``[model]`` table."""
         kind = hf["model_type"]
         f = _with_defaults(hf, kind)
         table = {
@@ -67,6 +68,7 @@ class MoETransformerNames(HFMapping):
         if kind == _MIXTRAL:
             # Every layer has experts: none has the width of a dense one.
             del table["ffn"]
+            table |= _aux_loss(f, table["top_k"], table["layers"])
             return table | {
                 "experts": _experts(f, "num_local_experts", "num_experts"),
                 "expert_ffn": expect_size(f, "intermediate_size"),
@@ -76,13 +78,20 @@ class MoETransformerNames(HFMapping):
             table["shared_expert_ffn"] = expect_size(
                 {"shared_expert_intermediate_size": 5632, **f}, "shared_expert_intermediate_size"
             )
-        return table | {
-            "experts": _experts(f, "num_experts", "num_local_experts"),
-            "expert_ffn": expect_size(f, "moe_intermediate_size"),
-            "normalize_weights": expect_flag(f, "norm_topk_prob", default=False),
-            "decoder_sparse_step": expect_size({"decoder_sparse_step": 1, **f}, "decoder_sparse_step"),
-            "mlp_only_layers": _dense_layers(f, table["layers"]),
-        }
+        step = expect_size({"decoder_sparse_step": 1, **f}, "decoder_sparse_step")
+        dense = _dense_layers(f, table["layers"])
+        with_experts = {*range(step - 1, table["layers"], step)} - {*dense}
+        return (
+            table
+            | _aux_loss(f, table["top_k"], len(with_experts))
+            | {
+                "experts": _experts(f, "num_experts", "num_local_experts"),
+                "expert_ffn": expect_size(f, "moe_intermediate_size"),
+                "normalize_weights": expect_flag(f, "norm_topk_prob", default=False),
+                "decoder_sparse_step": step,
+                "mlp_only_layers": dense,
+            }
+        )
 
     def config(self, config: MoETransformerConfig) -> dict[str, Any]:
         """Return a ``config.json``.
@@ -93,6 +102,7 @@ class MoETransformerNames(HFMapping):
         c, kind = config, _kind(config)
         found = _dense.config(c)
         found |= {"architectures": [_CLASSES[kind]], "model_type": kind, "num_experts_per_tok": c.top_k}
+        found["router_aux_loss_coef"] = _rounded(c.aux_loss_coeff * c.moe_layers / c.top_k)
         if kind != _QWEN3:
             found = {key: value for key, value in found.items() if key not in ("attention_bias", "mlp_bias")}
         if kind == _MIXTRAL:
@@ -140,6 +150,18 @@ def _with_defaults(hf: Mapping[str, Any], kind: str) -> dict[str, Any]:
     if kind == _MIXTRAL and not any(isinstance(t, Mapping) and "rope_theta" in t for t in tables):
         f["rope_theta"] = 1e6
     return f
+
+
+def _aux_loss(f: Mapping[str, Any], top_k: int, layers: int) -> dict[str, float]:
+    """Return the auxiliary loss's coefficient, if told: at even load theirs is K, ours 1 in each layer."""
+    if f.get("router_aux_loss_coef") is None or not layers:
+        return {}
+    return {"aux_loss_coeff": _rounded(expect_real(f, "router_aux_loss_coef", 0.0) * top_k / layers)}
+
+
+def _rounded(coefficient: float) -> float:
+    """Return it without the last digits, in which a product and a quotient may differ there and back."""
+    return float(f"{coefficient:.12g}")
 
 
 def _window_options(c: MoETransformerConfig) -> dict[str, Any]:

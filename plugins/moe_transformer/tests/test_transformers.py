@@ -169,6 +169,22 @@ def test_options_that_are_left_out_mean_what_they_mean_to_transformers(choice, t
     assert bool(found.attention_bias) == getattr(theirs, "qkv_bias", False)
 
 
+@pytest.mark.parametrize(("choice", "layers"), [("mixtral", 4), ("qwen2", 4), ("qwen3", 4), ("qwen3-mixed", 1)])
+def test_the_auxiliary_loss_keeps_its_weight_there_and_back(choice, layers):
+    """At even load transformers' loss is K, and ours 1 in each layer with experts."""
+    model_class, options = CHOICES[choice]
+    told = model_class.config_class(**SIZES | options | {"router_aux_loss_coef": 0.037}).to_dict()
+    table = names.table(told, ())
+    config = MoETransformerConfig(**table | {"mlp_only_layers": tuple(table.get("mlp_only_layers", ()))})
+    weight = config.aux_loss_coeff * config.moe_layers
+    assert config.moe_layers == layers
+    assert weight == pytest.approx(0.037 * options["num_experts_per_tok"], rel=1e-10)
+    exported = names.config(config)
+    assert exported["router_aux_loss_coef"] == 0.037
+    assert model_class.config_class(**exported).router_aux_loss_coef == 0.037
+    assert names.table(exported, ())["aux_loss_coeff"] == config.aux_loss_coeff
+
+
 RECIPE = """
 extends = "ours/model.toml"
 run = { steps = 1, device = "cpu", weights = "theirs" }
