@@ -169,7 +169,9 @@ def test_options_that_are_left_out_mean_what_they_mean_to_transformers(choice, t
     assert bool(found.attention_bias) == getattr(theirs, "qkv_bias", False)
 
 
-@pytest.mark.parametrize(("choice", "layers"), [("mixtral", 4), ("qwen2", 4), ("qwen3", 4), ("qwen3-mixed", 1)])
+@pytest.mark.parametrize(
+    ("choice", "layers"), [("mixtral", 4), ("qwen2", 4), ("qwen3", 4), ("qwen3-mixed", 1)]
+)
 def test_the_auxiliary_loss_keeps_its_weight_there_and_back(choice, layers):
     """At even load transformers' loss is K, and ours 1 in each layer with experts."""
     model_class, options = CHOICES[choice]
