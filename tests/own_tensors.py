@@ -23,6 +23,8 @@ class WeightedConfig(ModelConfig):
     """Of the hidden states."""
     vocab: int = 32
     """Tokens."""
+    reward: bool = False
+    """Compute no next-token loss, but the squared error of a score."""
 
 
 @hookimpl
@@ -124,8 +126,12 @@ def weighted(config):
             logits = self.out(x)
             if batch.targets is None:
                 return PartOutput(logits)
-            nll_BS = F.cross_entropy(logits.mT, batch.targets, ignore_index=IGNORE, reduction="none")
             score_B, weight_BS = batch.per_sequence.get("score"), batch.per_token.get("weight")
+            if config.reward:
+                counted_B = (batch.targets != IGNORE).any(1)
+                missed_B = logits[:, -1, 0] - (0.0 if score_B is None else score_B)
+                return PartOutput(None, {"reward": (missed_B.square() * counted_B).sum()})
+            nll_BS = F.cross_entropy(logits.mT, batch.targets, ignore_index=IGNORE, reduction="none")
             if score_B is None:  # of no data: `nanotrain plan`
                 score_B, weight_BS = nll_BS.new_ones(len(nll_BS)), torch.ones_like(nll_BS)
             each = (nll_BS * weight_BS).sum(1) * score_B
@@ -138,13 +144,15 @@ def weighted(config):
         layers, vocab_size, max_length = config.layers, config.vocab, None
 
         def __init__(self):
-            self.loss_weights = {"lm": 0.0, "weighted": 1.0}
+            self.loss_weights = {"reward": 0.5} if config.reward else {"lm": 0.0, "weighted": 1.0}
 
         def build(self, part, ops=TORCH):
             with torch.device("meta"):
                 return WeightedPart(part)
 
         def loss_counts(self, batch):
+            if config.reward:
+                return {"reward": (batch.targets != IGNORE).any(1).sum()}
             weights = batch.per_token.get("weight")
             counted = batch.target_tokens() if weights is None else weights.sum()
             return {"lm": batch.target_tokens(), "weighted": counted}

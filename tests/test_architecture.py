@@ -245,7 +245,7 @@ SMALL = {
     "precision": 680,
     "recipe": 1795,
     "registry": 781,
-    "run": 3172,
+    "run": 3176,
     "script": 818,
     "watch": 454,
 }

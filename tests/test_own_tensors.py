@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from as_one_process import assert_trains_as_one_process
+from nanotrain_sample.evaluate.measure import validation
 
 from nanotrain_core.batch import IGNORE, Batch, Shard
 from nanotrain_core.contracts import Monitor
@@ -158,3 +159,49 @@ def test_an_evaluation_reports_every_term_of_the_loss(capsys):
     assert monitor.values["validation/losses/weighted"] == monitor.report.losses["weighted"]
     assert "validation/losses/lm" not in monitor.values
     assert f" validation_weighted={monitor.report.losses['weighted']:.4f}" in capsys.readouterr().out
+
+
+REWARD = {"model": {"use": "weighted", "reward": True}, "data": {"use": "scored"}}
+
+
+def evaluated():
+    """Return what a step's monitor saw, and what `nanotrain eval` measures."""
+    monitor = Evaluated()
+    case = Case("data", use="scored", plugins=(PLUGIN,), overrides=REWARD)
+    end = {
+        "run": {"steps": 1},
+        "evaluation": {"sequences": 100},
+        "monitor": [{"use": "console"}, {"use": "health"}],
+    }
+    engine = make_engine(case, end, callbacks=[monitor])
+    engine.fit()
+    return monitor, validation(engine.run)
+
+
+def test_a_model_without_a_next_token_loss_reports_what_it_is_trained_on(capsys):
+    """It reported nothing. The weighted sum of the terms is the loss, as in training."""
+    monitor, measured = evaluated()
+    ((part,), total) = monitor.parts, 0.0
+    for number in range(2):
+        batch = monitor.data.validation_batch(number, 8, Shard())
+        with torch.no_grad():
+            total += part(batch.tokens, batch).losses["reward"].item()
+    report = monitor.report
+    assert report.losses == {"reward": pytest.approx(total / 12, abs=1e-12)}
+    assert report.loss == pytest.approx(0.5 * total / 12, abs=1e-12)
+    assert (report.tokens, report.bits_per_byte) == (0, None)
+    assert (measured.loss, measured.tokens, measured.perplexity) == (report.loss, 0, None)
+    assert "validation/perplexity" not in monitor.values
+    assert "loss/perplexity" not in monitor.values
+    assert monitor.values["validation/loss"] == report.loss
+    assert f"validation_loss={report.loss:.4f}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("degrees", "more"),
+    [({"dp": 2}, {"parallel": [{"use": "summed"}]}), ({"pp": 2}, {"schedule": {"use": "staged"}})],
+    ids=["dp2", "pp2"],
+)
+def test_a_model_without_a_next_token_loss_trains_as_in_one_process(degrees, more):
+    case = Case("data", use="scored", plugins=(PLUGIN,), overrides={**REWARD, **more}, topology=degrees)
+    assert_trains_as_one_process(case)

@@ -99,8 +99,9 @@ class Model(Protocol):
     max_length: int | None
     """Longest sequence in tokens; None if any length works."""
     loss_weights: Mapping[str, float]
-    """Weight of each loss term in the training loss. Must contain ``"lm"``, the next-token loss, which
-    evaluation reports."""
+    """Weight of each loss term in the training loss, at least one. ``"lm"`` is the next-token loss, which
+    evaluation reports. A model that computes none, such as a reward model, has no such term: evaluation
+    reports the weighted sum of its terms."""
 
     def build(self, part: Part, ops: Ops = TORCH) -> nn.Module:
         """Return a :class:`ModelPart`. Parameters need no values: they are initialized by name.

@@ -55,11 +55,11 @@ class EvaluationReport:
 
     step: int
     loss: float
-    """Mean next-token loss, in nats."""
+    """Mean next-token loss, in nats. Of a model without that term, the weighted sum of its terms."""
     bits_per_byte: float | None
-    """The same loss per byte of text, in bits, where tokens are text."""
+    """The next-token loss per byte of text, in bits, where tokens are text."""
     tokens: int
-    """The predicted tokens over which it is the mean."""
+    """The predicted tokens over which it is the mean; 0 without a next-token loss."""
     positions: int = 0
     """Tokens of these sequences, predicted or not, without the rows that pad the last batch."""
     seconds: float | None = None

@@ -103,7 +103,7 @@ CORE = (
         unit="nats",
         group="loss",
         level="minimal",
-        summary="mean next-token loss over the validation batches",
+        summary="mean next-token loss over the validation batches; without one, the weighted sum of terms",
     ),
     Metric(
         name="validation/losses/{term}",
@@ -115,7 +115,7 @@ CORE = (
         name="validation/bits_per_byte",
         unit="bits",
         group="loss",
-        summary="validation loss in bits per byte of the text, if tokens are text",
+        summary="next-token validation loss in bits per byte of the text, if tokens are text",
     ),
     Metric(
         name="validation/seconds",

@@ -176,9 +176,8 @@ class Executor:
             found = f"a {type(output.losses[other[0]]).__name__} for the loss '{other[0]}'; expected a tensor"
         elif many := [name for name, loss in output.losses.items() if loss.numel() != 1]:
             found = f"several numbers for the loss '{many[0]}'; expected one, their sum"
-        elif stage == self.final and batch.targets is not None and "lm" not in output.losses:
-            found = f"no loss 'lm', and {', '.join(output.losses) or 'no other'}"
-            found += f"; expected the sum of next-token losses{did_you_mean('lm', [*output.losses])}"
+        elif stage == self.final and batch.targets is not None and not output.losses:
+            found = "no loss; expected sums by name, such as that of next-token losses, 'lm'"
         else:
             return output
         raise PluginError(f"the model's part for stage {stage} returned {found}")

@@ -30,7 +30,12 @@ def _logits(parts: list[nn.Module], batch: Batch) -> torch.Tensor:
     return value
 
 
-@check("model", since="0.2", variants=("training", "evaluation"))
+def predicts(case: Case) -> bool:
+    """For checks of the next-token loss, which a reward model has not."""
+    return "lm" in model_of(case).loss_weights
+
+
+@check("model", since="0.2", variants=("training", "evaluation"), applies=predicts)
 def logits_are_those_of_the_loss(case: Case, mode: str) -> None:
     """The next-token loss is the cross-entropy of the logits without targets, to 1e-9."""
     parts, batch = [part.train(mode == "training") for part in parts_of(case)], batch_of(case)

@@ -59,9 +59,9 @@ class Losses(Watcher):
         self.average.add(loss, report.step)
         if self.average.value is not None:
             found["loss/ema"] = self.average.value
-        of_tokens = report.values.get("losses/lm", loss)
-        self.tokens.add(of_tokens, report.step)
-        if self.scene.config.level != "minimal":
+        of_tokens = report.values.get("losses/lm")  # None: the model has no next-token loss
+        self.tokens.add(loss if of_tokens is None else of_tokens, report.step)
+        if of_tokens is not None and self.scene.config.level != "minimal":
             found["loss/perplexity"] = perplexity(of_tokens)
         return found
 
@@ -70,10 +70,11 @@ class Losses(Watcher):
         metrics = self.scene.metrics
         if self.scene.config.level == "minimal":
             return
-        metrics.scalar("validation/perplexity", perplexity(report.loss))
+        if report.tokens:  # a model without a next-token loss predicts none
+            metrics.scalar("validation/perplexity", perplexity(report.loss))
         if self.tokens.value is not None:
             metrics.scalar("validation/gap", report.loss - self.tokens.value)
-        if report.positions:
+        if report.tokens and report.positions:
             metrics.scalar(f"validation/{self.scene.ignored}", 1 - report.tokens / report.positions)
 
     def meta(self) -> dict[str, Any]:

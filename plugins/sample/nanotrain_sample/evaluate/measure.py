@@ -22,17 +22,19 @@ class Measured:
 
     name: str
     tokens: int
-    """That were predicted."""
+    """That were predicted; 0 of a model without a next-token loss."""
     loss: float
-    """Mean negative logarithm of a token's probability."""
+    """Mean negative logarithm of a token's probability; of such a model its loss in training."""
     bits_per_byte: float | None
     """Of the text; None where its bytes are not known."""
     losses: Mapping[str, float] = attrs.field(factory=dict)
     """Unweighted mean of each term of the model's loss, by name: of the validation split alone."""
 
     @property
-    def perplexity(self) -> float:
-        """Return e to the loss; infinity where that is too large for a number."""
+    def perplexity(self) -> float | None:
+        """Return e to the loss, infinity where that is too large for a number; None without predictions."""
+        if not self.tokens:
+            return None
         return math.exp(self.loss) if self.loss < 700 else math.inf
 
 
@@ -77,13 +79,11 @@ def validation(run: Run) -> Measured:
         raise NanotrainError(
             "the run's recipe evaluates nothing: --set evaluation.sequences=N, or name files with --text"
         )
-    per_token = run.feed.bytes_per_token
-    mean = found.losses.get("lm", 0.0)
     return Measured(
         name="validation",
         tokens=found.tokens,
-        loss=mean,
-        bits_per_byte=mean / per_token / math.log(2) if per_token else None,
+        loss=found.loss,
+        bits_per_byte=found.bits_per_byte(run.feed.bytes_per_token),
         losses=found.losses,
     )
 

@@ -50,7 +50,7 @@ def tell(
                 each.name,
                 f"{each.tokens:,}",
                 f"{each.loss:.4f}",
-                f"{each.perplexity:.4g}",
+                "" if each.perplexity is None else f"{each.perplexity:.4g}",
                 "" if each.bits_per_byte is None else f"{each.bits_per_byte:.4f}",
             )
             for each in measured
