@@ -52,7 +52,7 @@ def logits_are_those_of_the_loss(case: Case, mode: str) -> None:
     )
 
 
-@check("model", since="0.2")
+@check("model", since="0.2", applies=predicts)  # a reward is of all tokens of its sequence
 def a_target_costs_only_itself(case: Case) -> None:
     """The loss of one target is the same whatever the targets and tokens after it are, in every term.
 
