@@ -331,7 +331,8 @@ def _with_weights(
     shard_and_initialize(parts, placements, mesh, built.wrappers, recipe)
     placed = placed_parameters(parts, placements)
     if weights:
-        load_weights(Path(weights), registry, recipe.model, placed, mesh)
+        wrappers = [each.config for each in recipe.parallel]
+        load_weights(Path(weights), registry, recipe.model, wrappers, placed, mesh)
     spans = (Placement.sync_span, Placement.replica_span)
     mesh.agree_on_groups(span(p.placement, mesh.layout) for p in placed for span in spans)
     equalize(placed, mesh)

@@ -224,7 +224,7 @@ def code_lines(path: Path) -> int:
 ROOMS = {path.parent.name for path in CORE.glob("*/__init__.py")}
 #: What each room of the core may have of code, in lines; "": all that is in none. Not the harness.
 SMALL = {
-    "": 986,
+    "": 988,
     "api": 693,
     "builtin": 517,
     "checkpoint": 948,
@@ -232,7 +232,7 @@ SMALL = {
     "compile": 789,
     "contracts": 716,
     "data": 895,
-    "hf": 1159,
+    "hf": 1167,
     "launch": 2405,
     "layout": 1281,
     "models": 839,

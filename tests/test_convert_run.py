@@ -149,7 +149,7 @@ def split_blocks(path, rank_count):
     ):
         placement = Placement.whole(name, shape, layout).split(axis, "tp", rank, rank_count)
         placed.append(PlacedParameter(nn.Parameter(torch.empty(placement.shape)), placement))
-    load_weights(Path(path), load_plugins(), selection, placed, Mesh(layout, rank=rank))
+    load_weights(Path(path), load_plugins(), selection, (), placed, Mesh(layout, rank=rank))
     return {p.placement.name: (p.placement.slices, p.parameter.detach()) for p in placed}
 
 
@@ -184,7 +184,7 @@ def load_from_own_disk(path):
     selection = open_weights(path, registry).selection
     mesh = Mesh(Layout({"dense": View(("dp",), (2,))}), rank=rank)
     try:
-        load_weights(path, registry, selection, [], mesh)
+        load_weights(path, registry, selection, (), [], mesh)
     except CheckpointError as error:
         return str(error)
     return ""

@@ -68,14 +68,17 @@ class Weights:
     """The weights as they are saved, in that case."""
 
 
-def open_weights(path: Path, registry: Registry, added: Mapping[str, Shape] = NOTHING) -> Weights:
+def open_weights(
+    path: Path, registry: Registry, added: Mapping[str, Shape] = NOTHING, wrappers: Sequence[Any] = ()
+) -> Weights:
     """Open the weights at ``path``, and compare names and shapes with the model of its table.
 
     Args:
         path: of a file or folder; of a checkpoint or a run with ``@ema`` behind it: the averaged weights.
         registry: the plugins.
-        added: shapes of parameters that a run has beside the model's: the weights may have them too. Other
-            parameters that wrappers of the run that saved them have added are merged.
+        added: shapes of parameters that a run has beside the model's: the weights may have them too.
+        wrappers: configs of the run's wrappers. What a wrapper with another config, or none of them, had
+            added to the weights is merged: beside this run's model it would compute something else.
 
     Raises:
         CheckpointError: there are no weights, or they do not match the model.
@@ -90,8 +93,9 @@ def open_weights(path: Path, registry: Registry, added: Mapping[str, Shape] = NO
         saved = attrs.evolve(saved, reader=Averaged(path, saved))
     selection = select(saved.model, registry, path)
     shapes, reader, beside = shapes_of(selection, registry), saved.reader, []
-    if saved.recipe and reader.shapes.keys() - shapes.keys() - added.keys():
-        beside = additions(saved.recipe, registry, path)
+    if saved.recipe and reader.shapes.keys() - shapes.keys():
+        theirs = additions(saved.recipe, registry, path)
+        beside = theirs if any(each.config not in wrappers for each in theirs) else []
         reader = merged(reader, beside)
     found = reader.shapes
     also = {name: shape for name, shape in added.items() if name in found}
@@ -328,7 +332,12 @@ def fingerprint(reader: WeightReader) -> str:
 
 @torch.no_grad()
 def load_weights(
-    path: Path, registry: Registry, selection: Selection, placed: Sequence[PlacedParameter], mesh: Mesh
+    path: Path,
+    registry: Registry,
+    selection: Selection,
+    wrappers: Sequence[Any],
+    placed: Sequence[PlacedParameter],
+    mesh: Mesh,
 ) -> None:
     """Fill this rank's blocks one at a time, reading little more. Rank 0 checks for damage. Collective.
 
@@ -339,7 +348,7 @@ def load_weights(
             dtypes, or differ on some rank.
     """
     beside = _beside_the_model(selection, registry, placed, mesh)
-    weights = open_weights(path, registry, beside)
+    weights = open_weights(path, registry, beside, wrappers)
     refuse_other_model(model_table(weights.selection), selection, what=f"{path} has weights")
     with show_progress("verifying weights"):
         damage = mesh.gather(tuple(weights.reader.damage()) if mesh.rank == 0 else ())[0]

@@ -109,6 +109,23 @@ def test_the_base_has_no_gradients_no_state_and_no_masters():
         assert torch.equal(placed.parameter, before[name]) == (name not in trained)
 
 
+@pytest.mark.parametrize("changes", [{}, {"alpha": 12.0}, {"rslora": True}, {"rank": 2}, {"targets": ["q"]}])
+def test_a_run_goes_on_with_adapters_of_the_same_config_and_merges_others(tmp_path, changes):
+    """They would act otherwise there, or not all of them, though each has a tensor of its name."""
+    around = {"precision": {"use": "fp64"}, "optimizer": {"use": "adamw", "lr": 0.05}}
+    trained = engine(folder=tmp_path, **around)
+    trained.fit()
+    other = case({**CONFIG, **changes}, **around)
+    started = weights(compose(other.recipe(), other.registry(), weights=str(tmp_path)))
+    saved = {name: value.double() for name, value in weights(trained.run).items()}
+    if not changes:
+        assert all(torch.equal(started[name], value) for name, value in saved.items())
+        return
+    for name, value in merged(saved, LoRAConfig(**CONFIG).scale).items():
+        torch.testing.assert_close(started[name], value, atol=1e-12, rtol=0, msg=name)
+    assert not any(started[name].any() for name in started if name.endswith(".lora_b"))
+
+
 @pytest.mark.parametrize("precision", ["fp64", "bf16"])
 def test_merged_weights_compute_the_same_without_the_wrapper(tmp_path, precision):
     around = {"precision": {"use": precision}, "optimizer": {"use": "adamw", "lr": 0.05}}
