@@ -265,7 +265,7 @@ def open_simple_weights(path: Path) -> SavedWeights | None:
         if "model" not in meta:
             raise CheckpointError(f"{path} does not say of which model its weights are")
         weights, averages = SimpleWeights(path, file), SimpleWeights(path, file, "ema/")
-        return SavedWeights(meta["model"], weights, meta.get("step"), meta["recipe"], averages)
+        return SavedWeights(meta["model"], weights, meta.get("step"), meta.get("recipe", ""), averages)
     except (OSError, SafetensorError, KeyError, ValueError) as problem:
         raise CheckpointError(f"{path} is damaged: {problem}") from None
 

@@ -14,7 +14,7 @@ from nanotrain_core.checkpoint.safetensors_files import Entry, write_tensors
 from nanotrain_core.contracts import AddedWeights, WeightReader
 from nanotrain_core.errors import CheckpointError, NanotrainError, did_you_mean
 from nanotrain_core.hf.mapping import ParameterMapping
-from nanotrain_core.hf.weights import not_finite
+from nanotrain_core.hf.weights import in_dtype
 from nanotrain_core.recipe.model_table import without_none
 from nanotrain_core.recipe.structure import structure
 from nanotrain_core.registry.registry import Registry
@@ -95,7 +95,5 @@ def write_alone(
 
 def _entries(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None) -> Iterator[Entry]:
     for name, tensor in tensors.items():
-        written = tensor.to(dtype or tensor.dtype)
-        if problem := not_finite(tensor, written):
-            raise CheckpointError(f"{name} {problem}")
+        written = in_dtype(tensor, dtype or tensor.dtype, name)
         yield Entry(name, tuple(written.shape), written.dtype, lambda written=written: written)  # type: ignore[misc]

@@ -19,7 +19,7 @@ from nanotrain_core.errors import CheckpointError, FolderError
 from nanotrain_core.hf.added_weights import form_of, write_alone
 from nanotrain_core.hf.mapping import HFError, HFMapping
 from nanotrain_core.hf.open_weights import CONFIG, TABLE, Weights, hf_models, on_meta, open_weights
-from nanotrain_core.hf.weights import Atlas, not_finite, whole
+from nanotrain_core.hf.weights import Atlas, in_dtype, whole
 from nanotrain_core.precision.dtypes import kept_dtypes
 from nanotrain_core.recipe.write import write_model
 from nanotrain_core.registry.registry import Registry
@@ -145,16 +145,7 @@ def _added(weights: Weights, registry: Registry, form: str, dtype: torch.dtype |
 
 
 def _finite(source: Path, entry: Entry) -> torch.Tensor:
-    """Return a tensor in the dtype in which it is written, whose range may be smaller than the source's.
-
-    Raises:
-        CheckpointError: it has a NaN or an infinity.
-    """
-    found = entry.read()
-    written = found.to(entry.dtype)
-    if problem := not_finite(found, written):
-        raise CheckpointError(f"{source}: {entry.name} {problem}")
-    return written
+    return in_dtype(entry.read(), entry.dtype, f"{source}: {entry.name}")
 
 
 def _ours(weights: Weights, registry: Registry, dtypes: Dtypes) -> tuple[list[Entry], str, str]:

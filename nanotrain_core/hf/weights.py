@@ -12,7 +12,7 @@ import torch
 from nanotrain_core.checkpoint.safetensors_files import Entry, Tensors
 from nanotrain_core.checkpoint.tensor_boxes import Shape
 from nanotrain_core.contracts import WeightReader
-from nanotrain_core.errors import PluginError
+from nanotrain_core.errors import CheckpointError, PluginError
 from nanotrain_core.hf.mapping import HFTensor, ParameterMapping
 
 Index = tuple[slice, ...]
@@ -29,6 +29,18 @@ def not_finite(stored: torch.Tensor, rounded: torch.Tensor) -> str:
         return ""
     beyond = bool(stored.isfinite().all())
     return "is not finite" + (f" in {rounded.dtype}".replace("torch.", "") if beyond else "")
+
+
+def in_dtype(stored: torch.Tensor, dtype: torch.dtype, what: str) -> torch.Tensor:
+    """Return a tensor in the dtype in which it is written, whose range may be smaller than its own.
+
+    Raises:
+        CheckpointError: it has a NaN or an infinity; the message begins with ``what`` it is.
+    """
+    written = stored.to(dtype)
+    if problem := not_finite(stored, written):
+        raise CheckpointError(f"{what} {problem}")
+    return written
 
 
 @attrs.define(frozen=True, eq=False)
