@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from nanotrain_core.api import DataError, NanotrainError, positive_int, unsigned_int, usable_processors
-from nanotrain_data.manifest import read_manifest
+from nanotrain_data.manifest import read_manifest, what_is_left_out
 from nanotrain_data.sources import TEXT_SUFFIXES
 
 TOKENIZER = "bytes, a tokenizer.json of Hugging Face, a .tiktoken file, or a .model of SentencePiece"
@@ -109,8 +109,8 @@ def _prepare(args: argparse.Namespace) -> None:
     kept = len(manifest.shards) - done.written
     there = f", {kept} of them there already" if kept > 0 else ""
     what = "conversations" if manifest.chat else "documents"
-    why = "conversations without an answer" if manifest.chat else "rows whose text is empty or null"
-    left_out = f"; {manifest.left_out:,} {why} left out" if manifest.left_out else ""
+    rows = what_is_left_out(of_chat=manifest.chat is not None)
+    left_out = f"; {manifest.left_out:,} {rows} left out" if manifest.left_out else ""
     print(
         f"{args.out}: {manifest.documents:,} {what}, {manifest.tokens:,} tokens "
         f"in {len(manifest.shards)} shards{there}{left_out}"

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from nanotrain_core.api import DataError
 from nanotrain_core.api.text import HashedTokens
 from nanotrain_data.codecs import Codec, codec_of
-from nanotrain_data.manifest import Manifest, ShardInfo
+from nanotrain_data.manifest import Manifest, ShardInfo, what_is_left_out
 from nanotrain_data.verify import offsets_problem
 from nanotrain_data.writer import map_tokens
 
@@ -54,8 +54,8 @@ def lines(found: dict[str, Any]) -> list[str]:
     chat = found["chat_template"]
     what = "conversations" if chat else "documents"
     of_chat = [f"answers    {found['answers']:,}; template {chat}"] if chat else []
-    why = "conversations without an answer" if chat else "rows whose text is empty or null"
-    left_out = [f"left out   {found['left_out']:,} {why}"] if found["left_out"] else []
+    rows = what_is_left_out(of_chat=bool(chat))
+    left_out = [f"left out   {found['left_out']:,} {rows}"] if found["left_out"] else []
     return [
         f"{found['folder']}: {found['documents']:,} {what}, {found['tokens']:,} tokens{of_text}",
         f"tokenizer  {name} ({found['tokenizer']['kind']}), {found['vocab_size']:,} tokens, "

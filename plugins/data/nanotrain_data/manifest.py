@@ -89,6 +89,11 @@ class ChatInfo:
     """The token that ends answers of the plain form; None: a template."""
 
 
+def what_is_left_out(*, of_chat: bool) -> str:
+    """Return of what :attr:`Manifest.left_out` is the number."""
+    return "conversations without an answer" if of_chat else "rows whose text is empty or null"
+
+
 @attrs.define(frozen=True, kw_only=True)
 class Manifest:
     """A prepared folder."""
