@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from run_folders import run_once
 
 from nanotrain_core.contracts import Monitor
 from nanotrain_core.engine import RuntimeEngine
@@ -30,13 +31,6 @@ from nanotrain_core.testing.probe import make_engine
 @pytest.fixture(autouse=True)
 def _in_a_fresh_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-
-
-def run_once(name: str, **options) -> str:
-    folder = RunFolder.claim(name, **options)
-    (folder.path / "metrics.jsonl").write_text("")
-    folder.release()
-    return str(folder.path)
 
 
 def test_new_runs_of_one_name_are_numbered():

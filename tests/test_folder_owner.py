@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from run_folders import run_once
 from structlog.testing import capture_logs
 
 from nanotrain_core.errors import Exit, FolderError, FolderLocked
@@ -34,13 +35,6 @@ from nanotrain_core.run.stop import StopRequest
 @pytest.fixture(autouse=True)
 def _in_a_fresh_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-
-
-def run_once(name: str, **options) -> str:
-    folder = RunFolder.claim(name, **options)
-    (folder.path / "metrics.jsonl").write_text("")
-    folder.release()
-    return str(folder.path)
 
 
 def test_a_second_run_in_a_folder_is_told_who_owns_it():

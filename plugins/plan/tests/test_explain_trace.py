@@ -62,6 +62,12 @@ def smaller(capsys, *words):
     return dict(changes)
 
 
+def refused(capsys):
+    """Return what a trace was refused for, and the words of the command that is suggested in its place."""
+    problem, advice = (line for line in capsys.readouterr().err.splitlines() if "--trace" in line)
+    return problem, shlex.split(advice.partition("nanotrain explain ")[2])
+
+
 def test_of_too_many_ranks_the_fewest_with_all_axes_are_suggested(recipe, capsys):
     many = ["--set", "run.ranks=64", "--set", "batch.sequences=64"]
     assert smaller(capsys, recipe, *many) == {"batch.sequences": "8", "run.ranks": "2"}
@@ -106,9 +112,8 @@ def test_what_is_too_large_to_trace_is_told_a_smaller_recipe(recipe, capsys, mon
     assert "64 ranks are too many for one machine; at most 16" in err
     monkeypatch.setattr("nanotrain_plan.explain.shrink.host_memory", lambda: HostMemory(1_000_000))
     assert main(["explain", recipe, "--trace"]) == 2
-    problem, advice = (line for line in capsys.readouterr().err.splitlines() if "--trace" in line)
+    problem, words = refused(capsys)
     assert "training takes some" in problem
-    words = shlex.split(advice.partition("nanotrain explain ")[2])
     code, _, whole = explained(capsys, *words)
     assert code == 0
     assert whole["trace"]["same"]
@@ -124,10 +129,10 @@ def test_a_trace_without_the_recipes_data_is_told_one_on_synthetic_data(
     if bytes_of_memory:
         monkeypatch.setattr("nanotrain_plan.explain.shrink.host_memory", lambda: HostMemory(bytes_of_memory))
     assert main(["explain", str(path), "--trace"]) == 2
-    problem, advice = (line for line in capsys.readouterr().err.splitlines() if "--trace" in line)
-    told = "training takes some" if bytes_of_memory else f"data path {tmp_path / 'corpus'} does not exist"
-    assert told in problem
-    code, _, whole = explained(capsys, *shlex.split(advice.partition("nanotrain explain ")[2]))
+    problem, words = refused(capsys)
+    wanted = "training takes some" if bytes_of_memory else f"data path {tmp_path / 'corpus'} does not exist"
+    assert wanted in problem
+    code, _, whole = explained(capsys, *words)
     assert code == 0
     assert whole["trace"]["same"]
 
@@ -137,9 +142,8 @@ def test_a_smaller_recipe_has_no_phases_that_set_another_batch(tmp_path, capsys)
     path = tmp_path / "phases.toml"
     path.write_text(TINY.replace("steps = 10\n", "").replace("width = 32", "width = 512") + PHASES)
     assert main(["explain", str(path), "--trace"]) == 2
-    problem, advice = (line for line in capsys.readouterr().err.splitlines() if "--trace" in line)
+    problem, words = refused(capsys)
     assert "two steps of 60,000 sequences take some" in problem
-    words = shlex.split(advice.partition("nanotrain explain ")[2])
     code, told, whole = explained(capsys, *words)
     assert code == 0
     assert whole["trace"]["same"]
