@@ -239,7 +239,7 @@ SMALL = {
     "moe": 504,
     "metrics": 1360,
     "monitors": 1056,
-    "optim": 776,
+    "optim": 808,
     "phases": 372,
     "pipeline": 627,
     "precision": 680,

@@ -4,6 +4,7 @@ import pytest
 import torch
 from command import nanotrain
 from compositions import Composition
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanotrain_core.errors import CheckpointError, Exit
 from nanotrain_core.hf.open_weights import open_weights
@@ -44,14 +45,36 @@ def test_an_average_is_that_of_the_weights_after_each_step(use, kind, tmp_path, 
         assert not torch.equal(found, parameters[name])
 
 
-def test_a_skipped_step_leaves_the_average(monkeypatch):
+class Operators(TorchDispatchMode):
+    """Lists the operators that are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.called = []
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        self.called.append(operator)
+        return operator(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("found_inf", [None, 0.0, 1.0])
+def test_all_averages_move_in_one_call_and_by_nothing_in_a_skipped_step(found_inf):
     engine = make_engine(averaging().alone(), {"run": {"steps": 1}})
     engine.fit()
     optimizer = engine.run.optimizer
-    before = [state["ema"].clone() for state in optimizer.inner.state.values()]
-    optimizer._average(optimizer.slots, torch.ones((), dtype=torch.float32))
-    after = [state["ema"] for state in optimizer.inner.state.values()]
-    assert all(map(torch.equal, before, after))
+    with torch.no_grad():
+        for slot in optimizer.slots:
+            slot.weight.add_(1.0)
+    weights = [slot.weight.detach().clone() for slot in optimizer.slots]
+    averages = [optimizer.inner.state[slot.weight]["ema"] for slot in optimizer.slots]
+    share = 0.0 if found_inf else 1 - DECAY
+    expected = [average.lerp(weight, share) for average, weight in zip(averages, weights, strict=True)]
+    with torch.no_grad(), Operators() as operators:
+        found = None if found_inf is None else torch.tensor(found_inf)
+        optimizer._average(optimizer.slots, found)
+    assert all(map(torch.equal, averages, expected))
+    assert all(map(torch.equal, (slot.weight for slot in optimizer.slots), weights))
+    assert len([each for each in operators.called if each is not torch.ops.aten.detach.default]) <= 2
 
 
 def test_a_run_without_an_average_is_refused(tmp_path):

@@ -17,6 +17,7 @@ from nanotrain_core.contracts import Block, GradientSync, MasterWeight, Optimize
 from nanotrain_core.errors import NanotrainError, expect_result
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import Piece, PlacedParameter
+from nanotrain_core.optim.averages import move_averages
 from nanotrain_core.optim.grad_norm import GlobalNorm, clip_factor
 from nanotrain_core.optim.slots import PlainWeights, Slot, only, step_unless, waves
 from nanotrain_core.registry.contract_checks import check_masters
@@ -213,10 +214,9 @@ class MasterOptimizer(Optimizer):
         """Move the averages of updated weights, and by nothing if ``found_inf`` is 1."""
         if not self.config.ema_decay:
             return
-        moved = 1.0 - self.config.ema_decay
-        share = moved if found_inf is None else moved * (1.0 - found_inf)
-        for slot in slots:
-            self.inner.state[slot.weight][EMA].lerp_(slot.weight, share)
+        weights: list[torch.Tensor] = [slot.weight for slot in slots]
+        averages = [self.inner.state[weight][EMA] for weight in weights]
+        move_averages(averages, weights, 1.0 - self.config.ema_decay, found_inf)
 
     def _lr(self) -> float:
         """Return the scheduled learning rate of ``config.lr``: a schedule changes all groups' alike.

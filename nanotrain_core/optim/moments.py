@@ -1,7 +1,7 @@
 """Low-precision optimizer states: AdamW's moments in float32, in bfloat16, or companded to 8 bits.
 
 They are dequantized to the master's dtype, updated by the usual kernel, and quantized again (rounding to
-nearest), one piece after the other: only the moments of one piece are dequantized at any time.
+nearest), in waves: only the moments of some pieces are dequantized at any time.
 
 ``bfloat16`` is DeepSeek-V3's choice. It has 8 significant bits, so a relative change below 2^-9 to 2^-8 is
 rounded away. One step changes the second moment by at most 1 - beta2 of its value when gradients are steady
@@ -34,6 +34,7 @@ from nanotrain_core.errors import NanotrainError
 from nanotrain_core.layout.placement import Piece
 from nanotrain_core.optim.fused_adamw import fused_adamw
 from nanotrain_core.optim.moment_groups import GROUP
+from nanotrain_core.optim.slots import waves
 
 FIRST, SECOND = "exp_avg", "exp_avg_sq"
 CODE, SCALE = "_code", "_scale"
@@ -129,6 +130,26 @@ def store(state: State, name: str, value: torch.Tensor, unless: torch.Tensor | N
         kept.copy_(value if unless is None else torch.where(unless == 1, kept, value))
 
 
+def load_all(states: list[State], name: str, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Return a moment of several weights in ``dtype``, as :func:`load` does."""
+    if not all(name in state and state[name].dtype != dtype for state in states):
+        return [load(state, name, dtype) for state in states]
+    found = [torch.empty_like(state[name], dtype=dtype) for state in states]
+    torch._foreach_copy_(found, [state[name] for state in states])
+    return found
+
+
+def store_all(
+    states: list[State], name: str, values: list[torch.Tensor], unless: torch.Tensor | None
+) -> None:
+    """Store a moment of several weights, as :func:`store` does."""
+    if all(name in state for state in states):
+        torch._foreach_copy_([state[name] for state in states], values)
+        return
+    for state, value in zip(states, values, strict=True):
+        store(state, name, value, unless)
+
+
 def rounded_up(positive: torch.Tensor) -> torch.Tensor:
     """Return ``positive`` rounded up to bfloat16 values, in float32."""
     return ((positive.contiguous().view(torch.int32) + 0xFFFF) >> 16 << 16).view(torch.float32)
@@ -164,13 +185,13 @@ class LowPrecisionAdamW(torch.optim.AdamW):
     def step(self, closure: Any = None) -> Any:
         """Update every weight that has a gradient. No closure is called."""
         for group in self.param_groups:
-            for weight in group["params"]:
-                if weight.grad is not None:
-                    self._update(weight, weight.grad, group)
+            for wave in waves(weight for weight in group["params"] if weight.grad is not None):
+                self._update(wave, group)
 
-    def _update(self, weight: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
-        state = self.state[weight]
-        first, second = (load(state, name, weight.dtype) for name in (FIRST, SECOND))
-        fused_adamw([weight], [gradient], [first], [second], [state["step"]], group, self.found_inf)
-        store(state, FIRST, first, self.found_inf)
-        store(state, SECOND, second, self.found_inf)
+    def _update(self, weights: list[torch.Tensor], group: dict[str, Any]) -> None:
+        states = [self.state[weight] for weight in weights]
+        first, second = (load_all(states, name, weights[0].dtype) for name in (FIRST, SECOND))
+        gradients, steps = [weight.grad for weight in weights], [state["step"] for state in states]
+        fused_adamw(weights, gradients, first, second, steps, group, self.found_inf)
+        store_all(states, FIRST, first, self.found_inf)
+        store_all(states, SECOND, second, self.found_inf)

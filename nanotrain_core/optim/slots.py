@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -34,7 +34,11 @@ class Slot:
         self.parameter, self.placement = piece.parameter, piece.placement
         held = self.plain[0] if self.plain else master.load()
         self.weight = torch.nn.Parameter(held.detach(), requires_grad=False)
-        self.size = self.weight.numel()
+        self._numel = self.weight.numel()
+
+    def numel(self) -> int:
+        """Return the number of elements of the weight, loaded or not."""
+        return self._numel
 
     def load(self) -> None:
         """Load the weight into the tensor that torch updates."""
@@ -88,16 +92,19 @@ def step_unless(found_inf: torch.Tensor | None, inner: torch.optim.Optimizer) ->
         del inner.found_inf  # type: ignore[attr-defined]
 
 
-def waves(slots: Iterable[Slot], limit: int = WAVE) -> Iterator[list[Slot]]:
-    """Yield slots in order, in waves of at most ``limit`` elements or of one larger slot."""
-    wave: list[Slot] = []
+T = TypeVar("T", Slot, torch.Tensor)
+
+
+def waves(pieces: Iterable[T], limit: int = WAVE) -> Iterator[list[T]]:
+    """Yield pieces in order, in waves of at most ``limit`` elements or of one larger piece."""
+    wave: list[T] = []
     size = 0
-    for slot in slots:
-        if wave and size + slot.size > limit:
+    for piece in pieces:
+        if wave and size + piece.numel() > limit:
             yield wave
             wave, size = [], 0
-        wave.append(slot)
-        size += slot.size
+        wave.append(piece)
+        size += piece.numel()
     if wave:
         yield wave
 
