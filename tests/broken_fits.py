@@ -46,8 +46,8 @@ class DropsWhatIsLeft(SimpleCheckpoint):
         return True
 
     def load(self, which, state):
-        def rest(path, names, wanted):
-            return left_over(path, [name for name in names if not self.drops(name)], wanted)
+        def rest(names, wanted):
+            return left_over([name for name in names if not self.drops(name)], wanted)
 
         with mock.patch.object(simple, "left_over", rest):
             return super().load(which, state)

@@ -225,7 +225,7 @@ ROOMS = {path.parent.name for path in CORE.glob("*/__init__.py")}
 #: What each room of the core may have of code, in lines; "": all that is in none. Not the harness.
 SMALL = {
     "": 988,
-    "api": 693,
+    "api": 694,
     "builtin": 517,
     "checkpoint": 948,
     "cli": 1753,
@@ -243,9 +243,9 @@ SMALL = {
     "phases": 372,
     "pipeline": 627,
     "precision": 680,
-    "recipe": 1795,
+    "recipe": 1841,
     "registry": 781,
-    "run": 3176,
+    "run": 3182,
     "script": 818,
     "watch": 454,
 }

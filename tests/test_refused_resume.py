@@ -53,6 +53,30 @@ def test_by_another_model_or_other_data(tmp_path, kind, changes, text):
     assert len(list((tmp_path / "checkpoints").glob("superseded-*/*"))) == 2
 
 
+@pytest.mark.full_cases("model-sharded_v2", "precision-simple", "optimizer-sharded_v2")
+@pytest.mark.parametrize("kind", ["simple", "sharded_v2"])
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"model": {"layers": 3}}, "of another model: model.layers is 2 there and 3 in this recipe$"),
+        (
+            {"precision": {"use": "bf16"}},
+            "another: precision.use is 'fp64' there and 'bf16' in this recipe",
+        ),
+        (
+            {"optimizer": {"use": "adamw", "ema_decay": 0.9, "lr": 0.5}},
+            "ema/embed.weight .*: optimizer.ema_decay is 0.0 there and 0.9 in this recipe. `--weights",
+        ),
+    ],
+    ids=["model", "precision", "optimizer"],
+)
+def test_by_a_recipe_with_other_tensors_whose_keys_are_named(tmp_path, kind, changes, text):
+    """It named a tensor alone, and a model of three layers by one of its weights."""
+    engine(tmp_path, kind, {}).fit()
+    with pytest.raises(CheckpointError, match=text):
+        engine(tmp_path, kind, changes, resume="2").fit()
+
+
 def test_a_run_that_goes_on_from_elsewhere_sets_all_kinds_aside(tmp_path):
     """A format knows its own checkpoints: those of another one had stayed, and were taken for the newest."""
     engine(tmp_path / "a", "sharded_v2", {}).fit()
@@ -80,7 +104,7 @@ def test_after_its_progress_was_applied(tmp_path, monkeypatch):
     """The run had the step and the position in the data of a checkpoint that it had refused."""
     engine(tmp_path, "simple", {}).fit()
     other = engine(tmp_path, "simple", {}, resume="2")
-    monkeypatch.setattr("nanotrain_core.checkpoint.simple.left_over", lambda *_: "planted")
+    monkeypatch.setattr("nanotrain_core.checkpoint.simple.left_over", lambda *_: ["planted"])
     with pytest.raises(NanotrainError, match="planted"):
         other.fit()
     assert (other.step, other.run.feed.tokens) == (0, 0)

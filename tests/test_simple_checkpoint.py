@@ -44,7 +44,7 @@ def test_a_tensor_that_no_rank_wants_is_refused_rather_than_lost_with_the_next_s
     checkpoint.open(tmp_path, Mesh(Grid(GridConfig()).layout(1)))
     live = [Block(name, (2,), (0,), torch.zeros(2)) for name in ("exp_avg/v", "exp_avg/w")]
     checkpoint.save(1, TrainState(live, {"step": 1}, {}))
-    with pytest.raises(CheckpointError, match="it holds exp_avg/v, which it has no place for"):
+    with pytest.raises(CheckpointError, match="it holds exp_avg/v, which this run has no place for"):
         checkpoint.load("1", TrainState(live[1:], {}, {}))
 
 

@@ -106,7 +106,7 @@ from nanotrain_core.recipe.settings import flat_settings, run_settings
 from nanotrain_core.recipe.source import Source as TomlSource
 from nanotrain_core.recipe.source import file_source as read_toml
 from nanotrain_core.recipe.source import is_recipe, shipped_recipes
-from nanotrain_core.recipe.tree import TRAINING, OptimizerConfig, Recipe, Selection, path_field
+from nanotrain_core.recipe.tree import COMPUTES, TRAINING, OptimizerConfig, Recipe, Selection, path_field
 from nanotrain_core.recipe.validate import check_combination, find_problems, microbatches_of
 from nanotrain_core.registry.discovery import PluginArguments
 from nanotrain_core.registry.registry import Registry, load_plugins
@@ -128,6 +128,7 @@ from nanotrain_core.run.throughput import peak_flops
 
 __all__ = [
     "CHANGES",
+    "COMPUTES",
     "CORE_METRICS",
     "DTYPE_BYTES",
     "DTYPE_NAMES",

@@ -143,11 +143,10 @@ class SimpleCheckpoint:
             kept = [name for name in names if not name.startswith("rng/")]
             problems = unexpected_kinds(kept, wanted)
             problems += [text for block in state.blocks for text in misfit(file, names, block)]
-            few = "; ".join(problems[:2])
-            text = f"{path} does not fit this run: {few} ({len(problems)} in all)" if problems else None
-            self._agree(text)
+            problems += left_over(kept, wanted)
             state.accept(meta)  # first, since a different model has the clearest error
-            self._agree(left_over(path, kept, wanted))
+            more = f" ({len(problems)} in all)" if len(problems) > 1 else ""
+            self._agree(f"{path} does not fit this run: {problems[0]}{more}" if problems else None)
             on_rank_0(lambda: self._quarantine(damaged), self.folder, self.mesh)
             for block in state.blocks:
                 block.tensor.copy_(read_block(file, block))
@@ -231,10 +230,9 @@ def misfit(file: Any, names: frozenset[str], block: Block) -> Iterator[str]:
         yield f"{block.name} is kept in {kept}, expected {wanted}"
 
 
-def left_over(path: Path, names: Iterable[str], wanted: set[str]) -> str | None:
-    """Return a saved tensor that this run would drop, such as moments of a parameter no longer trained."""
-    rest = sorted({*names} - wanted)
-    return f"{path} does not fit this run: it holds {rest[0]}, which it has no place for" if rest else None
+def left_over(names: Iterable[str], wanted: set[str]) -> list[str]:
+    """Return which saved tensors this run would drop, such as moments of a parameter no longer trained."""
+    return [f"it holds {name}, which this run has no place for" for name in sorted({*names} - wanted)]
 
 
 def read_block(file: Any, block: Block) -> torch.Tensor:

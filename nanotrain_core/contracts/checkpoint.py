@@ -27,7 +27,8 @@ class TrainState:
     rank_tensors: Mapping[str, torch.Tensor]
     """This rank's random-number streams, of several integer types, restored only on the same world size."""
     accept: Callable[[Mapping[str, Any]], None] = lambda meta: None
-    """For a load: raises, on all ranks alike, if the run cannot continue from the saved ``meta``."""
+    """For a load: raises, on all ranks alike, if the run cannot continue from the saved ``meta``. An error
+    of the load after it is explained by what the saved recipe has otherwise."""
 
 
 class Checkpoint(Protocol):
@@ -85,10 +86,10 @@ class Checkpoint(Protocol):
     def load(self, which: str, state: TrainState) -> TrainState | None:
         """Fill ``state.blocks`` in place and return what was saved, or None if there is no checkpoint.
 
-        A complete checkpoint that fits is passed to ``state.accept`` before any live state or file is
-        modified. Later steps in the run's own folder belong to a branch that a resume or rollback abandons,
-        and so do all steps there if the checkpoint is loaded from elsewhere: move them aside, so that
-        :meth:`steps` does not list them and no later ``"latest"`` finds them.
+        A complete checkpoint is passed to ``state.accept`` before tensors that do not fit are an error, and
+        before any live state or file is modified. Later steps in the run's own folder belong to a branch that
+        a resume or rollback abandons, and so do all steps there if the checkpoint is loaded from elsewhere:
+        move them aside, so that :meth:`steps` does not list them and no later ``"latest"`` finds them.
 
         Args:
             state: what to fill. Its blocks may be sharded differently from the saved ones.

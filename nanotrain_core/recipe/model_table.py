@@ -67,20 +67,23 @@ def refuse_other_model(
             raise CheckpointError(f"{what} of another model: its table does not fit this one: {text}")
         there = as_json(canonical_table(Selection("model", ours.use, config)), "model")
     free = {*changing, *(training_keys(ours.config) if ours else ())}
-    for difference in _differences(there, here, free):
+    for difference in differences("model", there, here, free):
         raise CheckpointError(f"{what} of another model: {difference}")
 
 
-def _differences(there: Mapping[str, Any], here: Mapping[str, Any], free: Collection[str]) -> Iterator[str]:
-    """Yield the differences: keys of both sides first, since they explain why one side has more."""
+def differences(
+    section: str, there: Mapping[str, Any], here: Mapping[str, Any], free: Collection[str]
+) -> Iterator[str]:
+    """Yield how two tables of a section differ, except in ``free`` keys: keys of both sides first, since they
+    explain why one side has more."""
     keys = sorted({*there, *here} - {*free}, key=lambda key: (key != "use", key))
     for key in keys:
         if key in there and key in here:
-            yield from _difference(f"model.{key}", there[key], here[key])
+            yield from _difference(f"{section}.{key}", there[key], here[key])
     for key in keys:
         if (key in there) != (key in here):
             side, other = ("there", "in this recipe") if key in there else ("in this recipe", "there")
-            yield f"model.{key} is {there.get(key, here.get(key))!r} {side} and has no meaning {other}"
+            yield f"{section}.{key} is {there.get(key, here.get(key))!r} {side} and has no meaning {other}"
 
 
 def _difference(key: str, there: Any, here: Any) -> Iterator[str]:

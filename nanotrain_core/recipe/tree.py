@@ -42,6 +42,9 @@ FOUR_MONTHS = 1e7
 #: Marks a field of a model's config that affects training, but not what given weights compute:
 #: ``attrs.field(metadata={TRAINING: True})``. A run may start from weights of a model that differs in it.
 TRAINING = "nanotrain_training"
+#: Marks a field of a config, other than a model's, on which it depends what saved tensors compute, but not
+#: their names, shapes or dtypes, such as the scale of a wrapper's adapters. A run resumes with the same value.
+COMPUTES = "nanotrain_computes"
 
 
 #: Backends of ``torch.compile`` included in torch. Others are entry points, through which torch finds them.

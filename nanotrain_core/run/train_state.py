@@ -15,6 +15,7 @@ from nanotrain_core.errors import CheckpointError, NanotrainError
 from nanotrain_core.moe.routing import router_buffers
 from nanotrain_core.precision.quantized_storage import dequantize, quantize_into
 from nanotrain_core.recipe import write_resolved
+from nanotrain_core.recipe.differences import expect_same, other_tensors
 from nanotrain_core.recipe.model_table import model_table, refuse_other_model
 from nanotrain_core.recipe.tree import Recipe
 from nanotrain_core.run import random_state
@@ -57,6 +58,8 @@ def restore_meta(engine: RuntimeEngine, meta: Mapping[str, Any]) -> None:
     try:
         changing = run.phases.model_keys if run.phases else ()
         refuse_other_model(meta["model"], run.model, changing=changing)
+        if isinstance(run.recipe, Recipe):
+            expect_same(meta["recipe"], run.recipe)
         run.feed.load_meta(meta["data"])
         run.loss_scale.load_meta(meta["loss_scale"])
         engine.events.load_meta(meta["monitors"])
@@ -92,12 +95,18 @@ def load_checkpoint(engine: RuntimeEngine, which: str) -> bool:
         NanotrainError: it is damaged or does not fit. The state of ``engine`` is unchanged.
     """
     assert engine.run.checkpoint is not None
-    state = capture_state(engine)
-    accepting = attrs.evolve(state, accept=partial(restore_meta, engine))
+    state, accepted = capture_state(engine), list[Mapping[str, Any]]()
+
+    def accept(meta: Mapping[str, Any]) -> None:
+        restore_meta(engine, meta)
+        accepted.append(meta)
+
     try:
-        saved = engine.run.checkpoint.load(which, accepting)
-    except NanotrainError:
+        saved = engine.run.checkpoint.load(which, attrs.evolve(state, accept=accept))
+    except NanotrainError as problem:
         restore_meta(engine, state.meta)  # that of the refused checkpoint may have been applied
+        if accepted and (why := other_tensors(accepted[-1]["recipe"], state.meta["recipe"])):
+            raise CheckpointError(f"{problem}{why}") from None
         raise
     if saved is None:
         return False

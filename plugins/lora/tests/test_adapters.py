@@ -126,6 +126,41 @@ def test_a_run_goes_on_with_adapters_of_the_same_config_and_merges_others(tmp_pa
     assert not any(started[name].any() for name in started if name.endswith(".lora_b"))
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "text"),
+    [
+        (
+            CONFIG,
+            {**CONFIG, "alpha": 12.0},
+            "alpha is 24.0 there and 12.0 in this recipe. `--weights",
+        ),
+        (
+            CONFIG,
+            {**CONFIG, "rslora": True},
+            "else: parallel.lora.rslora is False there and True",
+        ),
+        (
+            CONFIG,
+            {**CONFIG, "rank": 4},
+            "another: parallel.lora.rank is 3 there and 4 in this recipe",
+        ),
+        (CONFIG, None, "place for .* another: parallel.lora is only there"),
+        (None, CONFIG, "no tensor layers.0.attn.q.lora_a .* another: parallel.lora is only in this recipe"),
+    ],
+    ids=["alpha", "rslora", "rank", "without", "with"],
+)
+def test_a_resume_with_other_adapters_names_the_key_that_changed(tmp_path, before, after, text):
+    """Another alpha or rslora went on with another model, as each tensor has the same name and shape."""
+    run = {} if before else {"parallel": []}
+    engine(before, folder=tmp_path, run={"steps": 2}, **run).fit()
+    made = case(after, run={"steps": 3}, **({} if after else {"parallel": []}))
+    resumed = RuntimeEngine.from_recipe(
+        made.recipe(), registry=made.registry(), folder=tmp_path, resume="latest"
+    )
+    with pytest.raises(NanotrainError, match=text):
+        resumed.fit()
+
+
 @pytest.mark.parametrize("precision", ["fp64", "bf16"])
 def test_merged_weights_compute_the_same_without_the_wrapper(tmp_path, precision):
     around = {"precision": {"use": precision}, "optimizer": {"use": "adamw", "lr": 0.05}}

@@ -37,7 +37,7 @@ from nanotrain_sharded_ckpt_v2.flags import LateFlag
 from nanotrain_sharded_ckpt_v2.flight import Flight
 from nanotrain_sharded_ckpt_v2.manifest import File, Manifest, streams_name
 from nanotrain_sharded_ckpt_v2.object_collectives import agree, from_first, share_from_first, to_first
-from nanotrain_sharded_ckpt_v2.resharding import Reading, left_over, misfits
+from nanotrain_sharded_ckpt_v2.resharding import Reading, misfits
 from nanotrain_sharded_ckpt_v2.save_plan import Holding, Tensor, make_plan
 from nanotrain_sharded_ckpt_v2.steps_of_all_hosts import once_saved
 
@@ -62,8 +62,6 @@ class Found:
     """Reads of this rank's blocks."""
     streams: Mapping[str, torch.Tensor]
     """This rank's random-number streams."""
-    left_over: str
-    """On rank 0: a saved tensor that the run does not use."""
 
 
 class ShardedCheckpoint:
@@ -258,8 +256,6 @@ class ShardedCheckpoint:
         if found is None:
             return None
         saved = found.manifest
-        state.accept(saved.meta)  # first, since a different model has the clearest error
-        agree(f"{found.path} does not fit this run: {found.left_over}" if found.left_over else "", self.mesh)
         self._quarantine(damaged)
         self._fill(found.reading)
         own = found.path.resolve().parent == self.folder.resolve()
@@ -345,16 +341,17 @@ class ShardedCheckpoint:
         saved, problems = self._examine(path)
         if saved is None:
             return None, problems
+        state.accept(saved.meta)  # first, since a different model has the clearest error
         everyone = to_first({block.name for block in state.blocks}, self.mesh)
         wanted: Collection[str] = set().union(*everyone) if everyone else saved.tensors
-        unfit = [*misfits(saved, state.blocks), *unexpected_kinds(saved.tensors, wanted)]
+        unfit = [*unexpected_kinds(saved.tensors, wanted), *misfits(saved, state.blocks, wanted)]
         more = f" ({len(unfit)} in all)" if len(unfit) > 1 else ""
         agree(f"{path} does not fit this run: {unfit[0]}{more}" if unfit else "", self.mesh)
         found, problem = None, ""
         try:
             reading = Reading(path, saved, state.blocks)
             streams = self._streams(path, saved, state.rank_tensors)
-            found = Found(path, saved, reading, streams, left_over(saved, wanted))
+            found = Found(path, saved, reading, streams)
         except CheckpointError as error:
             problem = str(error)
         problems = [f"rank {rank}: {text}" for rank, text in enumerate(self.mesh.gather(problem)) if text]

@@ -56,19 +56,14 @@ def _metadata(tensor: Tensor) -> TensorStorageMetadata:
     return TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
 
 
-def misfits(manifest: Manifest, blocks: Sequence[Block]) -> list[str]:
-    """Return why the saved tensors do not fill ``blocks``: a name, shape or dtype."""
-    return [text for block in blocks for text in _misfit(manifest.tensors.get(block.name), block)]
+def misfits(manifest: Manifest, blocks: Sequence[Block], wanted: Collection[str]) -> list[str]:
+    """Return why the saved tensors do not fill ``blocks``, by name, shape or dtype, and which no rank wants.
 
-
-def left_over(manifest: Manifest, wanted: Collection[str]) -> str:
-    """Return a saved tensor that is not ``wanted`` by any rank: empty if there is none.
-
-    It would be lost with the next save: such as the moments of a parameter that is no longer trained.
+    These would be lost with the next save: such as the moments of a parameter that is no longer trained.
     """
+    found = [text for block in blocks for text in _misfit(manifest.tensors.get(block.name), block)]
     rest = sorted(manifest.tensors.keys() - {*wanted})
-    more = f" ({len(rest)} in all)" if len(rest) > 1 else ""
-    return f"it holds {rest[0]}, which this run has no place for{more}" if rest else ""
+    return [*found, *(f"it holds {name}, which this run has no place for" for name in rest)]
 
 
 def _misfit(saved: Tensor | None, block: Block) -> Iterator[str]:

@@ -1,0 +1,81 @@
+"""How the recipe of a checkpoint differs from that of a run that would resume from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from typing import Any
+
+import attrs
+import tomli
+
+from nanotrain_core.component import LISTED_KINDS
+from nanotrain_core.errors import CheckpointError
+from nanotrain_core.recipe.model_table import differences
+from nanotrain_core.recipe.tree import COMPUTES, OptimizerConfig, Recipe
+from nanotrain_core.recipe.write import plain
+
+#: The sections on which it depends which tensors a checkpoint has.
+OF_TENSORS = ("model", "parallel", "precision", "optimizer")
+#: Keys of every optimizer: none of them adds state.
+RATES = frozenset(field.name for field in attrs.fields(OptimizerConfig))
+#: How many differences an error names.
+MOST = 4
+BEGIN_ANEW = "`--weights RUN` instead of `--resume` starts a new run from its weights"
+
+
+def expect_same(saved: str, ours: Recipe) -> None:
+    """Refuse a checkpoint whose recipe has another value of a key that is marked with ``COMPUTES``.
+
+    A component that only one of the two recipes has is not compared: its tensors are missing, or left over.
+
+    Args:
+        saved: the checkpoint's resolved recipe.
+        ours: the run's.
+
+    Raises:
+        CheckpointError: naming the keys.
+    """
+    for chosen in ours.selections():
+        fields = attrs.fields(type(chosen.config))
+        free = {field.name for field in fields if not field.metadata.get(COMPUTES)}
+        name = f"{chosen.kind}.{chosen.use}" if chosen.kind in LISTED_KINDS else chosen.kind
+        there, here = tables(saved, chosen.kind).get(name, {}), plain(chosen)
+        if there.get("use") == chosen.use and (found := list(differences(name, there, here, free))):
+            what = f"the checkpoint's tensors would compute something else: {'; '.join(found)}"
+            raise CheckpointError(f"{what}. {BEGIN_ANEW}")
+
+
+def other_tensors(saved: str, ours: str) -> str:
+    """Return sentences on why a run has other tensors than a checkpoint: empty if their recipes do not tell.
+
+    Args:
+        saved: the checkpoint's resolved recipe.
+        ours: the run's.
+    """
+    found = [text for section in OF_TENSORS for text in _of_section(section, saved, ours)]
+    more = f", and {len(found) - MOST} more" if len(found) > MOST else ""
+    told = f". The checkpoint's recipe is another: {'; '.join(found[:MOST])}{more}. {BEGIN_ANEW}"
+    return told if found else ""
+
+
+def _of_section(section: str, saved: str, ours: str) -> Iterator[str]:
+    there, here = tables(saved, section), tables(ours, section)
+    for name in sorted({*there, *here}):
+        if name in there and name in here:
+            found = list(differences(name, there[name], here[name], RATES))
+            yield from found[:1] if there[name].get("use") != here[name].get("use") else found
+        else:
+            yield f"{name} is only {'there' if name in there else 'in this recipe'}"
+
+
+def tables(recipe: str, section: str) -> dict[str, Mapping[str, Any]]:
+    """Return the tables of a section by the names that errors have of them: ``optimizer``, ``parallel.lora``.
+
+    None of a text that is no recipe, such as a script's.
+    """
+    with suppress(tomli.TOMLDecodeError, LookupError, TypeError):
+        found: Any = tomli.loads(recipe)[section]
+        listed = section in LISTED_KINDS
+        return {f"{section}.{each['use']}": each for each in found} if listed else {section: found}
+    return {}
