@@ -43,7 +43,7 @@ FOUR_MONTHS = 1e7
 #: ``attrs.field(metadata={TRAINING: True})``. A run may start from weights of a model that differs in it.
 TRAINING = "nanotrain_training"
 #: Marks a field of a config, other than a model's, on which it depends what saved tensors compute, but not
-#: their names, shapes or dtypes, such as the scale of a wrapper's adapters. A run resumes with the same value.
+#: their names, shapes or dtypes, such as the scale of a wrapper's adapters: a run resumes with the same one.
 COMPUTES = "nanotrain_computes"
 
 
