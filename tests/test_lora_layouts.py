@@ -8,7 +8,7 @@ from planned import happened, planned
 from test_plan_truth import DDP, SP, ZERO, assert_as_planned
 from test_plan_truth import case as small
 
-from nanotrain_core.testing import run_ranks
+from nanotrain_core.testing import RankFailure, run_ranks
 from nanotrain_core.testing.compare import assert_same, whole
 from nanotrain_core.testing.probe import train
 
@@ -98,6 +98,45 @@ def test_compiled_layers_train_adapters_as_eager_ones(layout):
 
 
 FSDP2 = {"use": "fsdp2"}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("layout", "others"),
+    [
+        ({"dp": 2}, ["ddp"]),
+        ({"dp": 2}, ["fsdp2"]),
+        ({"cp": 2}, ["cp"]),
+        ({}, ["recompute"]),
+        ({"dp": 2, "ep": 2, "model": "deepseek_v3"}, ["ep_deepseek", "ddp"]),
+        ({"dp": 2, "tp": 2}, ["fsdp2", "tp"]),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("first", [False, True], ids=["last", "first"])
+def test_all_but_what_splits_its_layers_may_be_listed_before_or_after_it(layout, others, first):
+    """An fsdp2 before it was refused, as one that has to be listed before it."""
+    composition = attrs.evolve(PLAIN, **layout)
+    wrappers = [{"use": use} for use in others]
+    last = wrappers.index({"use": "tp"}) + 1 if first and "tp" in others else 0 if first else len(wrappers)
+    wrappers.insert(last, LORA)
+    case = composition.case()
+    case = attrs.evolve(
+        case,
+        overrides={**case.overrides, "parallel": wrappers, "optimizer": OPTIMIZERS["adamw"]},
+        name=f"lora-{composition.id}",
+    )
+    assert_trains_as_one_process(case, one_process(case))
+
+
+@pytest.mark.full
+def test_before_tp_it_is_refused():
+    """Beside COLUMNs alone the core does not refuse it, as tp sums the gradient of what it finds there."""
+    wrappers = [{**LORA, "targets": ["q", "v"]}, {"use": "tp"}]
+    case = attrs.evolve(PLAIN, tp=2).case()
+    case = attrs.evolve(case, overrides={**case.overrides, "parallel": wrappers})
+    with pytest.raises(RankFailure, match=r"attn.q was split .* List .lora. after"):
+        run_ranks(train, 2, case, {})
 
 
 @pytest.mark.full

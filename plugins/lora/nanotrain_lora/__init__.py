@@ -19,7 +19,7 @@ __version__ = "0.1.0"
 
 @attrs.define(frozen=True, kw_only=True)
 class LoRAConfig:
-    """``[[parallel]] use = "lora"``, after the wrappers that split layers, such as ``tp``."""
+    """``[[parallel]] use = "lora"``, after wrappers that split linear layers, such as ``tp``."""
 
     NOT_KEYS: ClassVar[Mapping[str, str]] = {
         "dropout": "masks would depend on the layout, and adapters have none",

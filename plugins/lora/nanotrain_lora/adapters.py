@@ -31,8 +31,8 @@ class LoRA(Parallel):
         self.config = config
         self._seen: list[str] = []
         """Linear layers of this rank's parts that may have adapters."""
-        self._weights: dict[str, Placement] = {}
-        """How the weight beside each adapter lay when it was added, by the layer's name."""
+        self._laid: dict[str, tuple[Placement, Placement]] = {}
+        """How a layer's weight and A lay when its adapter was added, by the layer's name."""
         self._matched = False
 
     def apply(self, part: nn.Module, placements: Placements, mesh: Mesh) -> nn.Module:
@@ -46,8 +46,10 @@ class LoRA(Parallel):
         for name, module in linear_layers(part):
             self._seen.append(name)
             if not patterns or any(matches(name, each) for each in patterns):
-                weight = self._weights[name] = placements[f"{name}.weight"]
-                for placed in beside(weight, name, self.config.rank):
+                weight = placements[f"{name}.weight"]
+                a, b = beside(weight, name, self.config.rank)
+                self._laid[name] = weight, a
+                for placed in (a, b):
                     placements[placed.name] = placed
                     key = placed.name.rpartition(".")[2]
                     setattr(module, key, nn.Parameter(torch.empty(placed.shape, device="meta")))
@@ -65,9 +67,11 @@ class LoRA(Parallel):
         Raises:
             NanotrainError: a target names no linear layer, or a later wrapper has split one.
         """
-        for name, before in self._weights.items():
-            now = placements.get(f"{name}.weight", before)
-            if (now.shape, now.summed) != (before.shape, before.summed):
+        for name, before in self._laid.items():
+            weight, a = (placements.get(old.name, old) for old in before)
+            if a.sharded != before[1].sharded:
+                continue  # by a wrapper that shards whatever there is, wherever it is listed, such as fsdp2
+            if (weight.shape, weight.summed) != (before[0].shape, before[0].summed):
                 raise NanotrainError(
                     f"lora: {name} was split by a wrapper that is listed after it, which leaves its adapter "
                     'whole. List "lora" after that wrapper'

@@ -202,9 +202,10 @@ def test_a_target_without_a_linear_layer_is_refused(targets, text):
 
 
 def test_it_is_listed_after_wrappers_that_split_layers():
-    """Beside a COLUMN alone the core does not refuse it: B would have had the rows of all ranks."""
-    wrappers = [{"use": "lora", "targets": ["q", "v"]}, {"use": "sliced"}]
-    made = Case("parallel", use="lora", topology={"tp": 2}, overrides={"parallel": wrappers})
+    """B would have had the rows of all ranks."""
+    config = {"targets": ["q", "v"]}
+    wrappers = [{"use": "lora", **config}, {"use": "sliced"}]
+    made = Case("parallel", use="lora", config=config, topology={"tp": 2}, overrides={"parallel": wrappers})
     with pytest.raises(RankFailure, match=r"List .lora. after"):
         run_ranks(train, 2, made, {})
 
