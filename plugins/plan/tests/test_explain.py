@@ -108,6 +108,17 @@ def test_what_components_say_of_themselves_is_said_by_them(tmp_path, capsys):
     assert [source["name"] for source in again["sources"]] == ["Recompute.apply"]
 
 
+def test_a_frozen_matrix_has_no_gradient_to_sum(tmp_path, capsys):
+    pytest.importorskip("nanotrain_lora")
+    path = tmp_path / "lora.toml"
+    path.write_text(TINY + '[[parallel]]\nuse = "lora"\ntargets = ["q"]\n')
+    _, told, _ = explained(capsys, str(path))
+    (table,) = [each for each in told["Who holds which part of which matrix"]["tables"] if each["rows"]]
+    summed = {row[0]: row[-1] for row in table["rows"]}
+    assert summed["layers.*.attn.q.lora_a"] == summed["layers.*.attn.q.lora_b"] == "dp"
+    assert {to for name, to in summed.items() if "lora" not in name} == {"no gradient"}
+
+
 def test_a_number_that_is_no_value_is_refused():
     with pytest.raises(AssertionError, match="no value"):
         say("There are 4 ranks.")

@@ -173,13 +173,14 @@ def _total(subject: Subject, pp_rank: int) -> Statement:
 def _row(subject: Subject, each: Alike) -> tuple[object, ...]:
     p = each.first.placement
     split = "; ".join(f"axis {axis} over {' x '.join(dims)}" for axis, dims in each.splits.items())
+    summed = spanned(p.sync_span(subject.layout)) or "nothing"
     return (
         each.name,
         each.number,
         Shape(p.global_shape),
         Shape(p.shape),
         split or "whole",
-        spanned(p.sync_span(subject.layout)) or "nothing",
+        summed if each.first.trained else "no gradient",
     )
 
 
