@@ -41,6 +41,10 @@ class MasterOptimizer(Optimizer):
     momentum: str | None = None
     """The key in a weight's state of the momentum to which :meth:`carry` adds. It is rescaled when the
     learning rate jumps up, so that what it still has to move the weight by stays the same."""
+    slots: list[Slot]
+    """This rank's pieces, each with its master; empty on a rank without any. Set by :meth:`setup`."""
+    mesh: Mesh
+    """This rank's mesh. Set by :meth:`setup`."""
 
     def __init__(self, config: Any) -> None:
         self.config = config

@@ -40,13 +40,18 @@ class WholeTensors:
     A tied parameter whose ranges are divided among the ranks of several stages is gathered among these.
     """
 
+    own: defaultdict[str, list[Piece]]
+    """This rank's pieces of each parameter of which it has any, by its name."""
+    shapes: dict[str, Shape]
+    """The whole shape of each parameter with pieces on any rank, in this rank's pipeline stage."""
+
     def __init__(self, pieces: Sequence[Piece], mesh: Mesh) -> None:
         """Exchange which rank has which piece: every rank of the world calls it, with its own pieces.
 
         Raises:
             NanotrainError: no rank has some elements of a parameter.
         """
-        self.mesh, self.own = mesh, defaultdict[str, list[Piece]](list)
+        self.mesh, self.own = mesh, defaultdict(list)
         for piece in pieces:
             self.own[piece.placement.name].append(piece)
         dims = mesh.layout.views["dense"].dims
@@ -55,7 +60,7 @@ class WholeTensors:
         mine = {name: [box for piece in found for box in boxes_of(piece)] for name, found in self.own.items()}
         everyone: Boxes = dict(zip(mesh.ranks(*self.dims), self._of_stage(mine), strict=True))
         shapes = {name: found[0].placement.global_shape for name, found in self.own.items()}
-        self.shapes: dict[str, Shape] = {}
+        self.shapes = {}
         for theirs in self._of_stage(shapes):
             self.shapes.update(theirs)
         sharing = self._sharing(everyone)
