@@ -1,11 +1,14 @@
 """The example ``shampoo``: state of whole matrices, of which a rank may have several ranges, or none."""
 
+import json
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from examples_of_plugins import example
 from test_docs import failed
 
+from nanotrain_core.cli import main
 from nanotrain_core.contracts import Monitor
 from nanotrain_core.metrics.declared import Metric
 from nanotrain_core.testing import run_ranks
@@ -85,3 +88,20 @@ def test_monitors_count_state_of_a_whole_matrix_once(topology, wrappers):
     (alone,) = run_ranks(norms, 1, case.alone())
     assert "norm/layers.0.attn.k.weight" in alone
     assert run_ranks(norms, case.world_size, case)[0] == pytest.approx(alone, rel=1e-9)
+
+
+@pytest.mark.full
+def test_a_plan_counts_the_exchange_of_ranges(capsys):
+    """In a dry run no rank can be asked for its ranges: each is taken to hold as much as this one."""
+    plugin = str(Path(__file__).parents[1] / "docs/examples/plugins/shampoo.py")
+    words = ["parallel=[{use='zero12'}]", "optimizer={use='shampoo',lr=1e-3}", "run.ranks=2"]
+    sets = [each for word in words for each in ("--set", word)]
+    found = {}
+    for use in ("shampoo", "sgd"):
+        assert (
+            main(["plan", "laptop", *sets, "--set", f"optimizer.use={use}", "--plugin", plugin, "--json"])
+            == 0
+        )
+        exchanged = json.loads(capsys.readouterr().out)["collectives"]["of_a_step"]
+        found[use] = sum(each["bytes"] for each in exchanged if each["op"] == "all_gather")
+    assert found["shampoo"] > 1.5 * found["sgd"]  # weights, and gradients of matrices

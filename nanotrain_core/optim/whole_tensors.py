@@ -51,7 +51,7 @@ class WholeTensors:
         Raises:
             NanotrainError: no rank has some elements of a parameter.
         """
-        self.mesh, self.own = mesh, defaultdict(list)
+        self.mesh, self.own, self.dry = mesh, defaultdict(list), mesh.device.type == "meta"
         for piece in pieces:
             self.own[piece.placement.name].append(piece)
         dims = mesh.layout.views["dense"].dims
@@ -60,11 +60,9 @@ class WholeTensors:
         mine = {name: [box for piece in found for box in boxes_of(piece)] for name, found in self.own.items()}
         everyone: Boxes = dict(zip(mesh.ranks(*self.dims), self._of_stage(mine), strict=True))
         shapes = {name: found[0].placement.global_shape for name, found in self.own.items()}
-        self.shapes = {}
-        for theirs in self._of_stage(shapes):
-            self.shapes.update(theirs)
+        self.shapes = {name: shape for theirs in self._of_stage(shapes) for name, shape in theirs.items()}
         sharing = self._sharing(everyone)
-        self.groups = [_Group(mesh, *each) for each in sorted(sharing.items())]
+        self.groups = [_Group(mesh, *each, self._assumed()) for each in sorted(sharing.items())]
         mesh.agree_on_groups(group.span for group in self.groups if group.span)
         self.buckets = [
             (group, names)
@@ -77,9 +75,18 @@ class WholeTensors:
         """Return the value of every rank of this pipeline stage."""
         return self.mesh.gather(value, *self.dims) if self.dims else [value]
 
+    def _assumed(self) -> set[int]:
+        """Return the ranks that hold other parts where none can be asked: on ``meta``, in a dry run.
+
+        Each is taken to hold as much as this rank, in the same boxes: only sizes matter.
+        """
+        ranks, rank = self.mesh.layout.ranks, self.mesh.rank
+        own = (piece for pieces in self.own.values() for piece in pieces if self.dry)
+        return {other for piece in own for other in ranks(rank, *piece.placement.sharded) if other != rank}
+
     def _sharing(self, everyone: Boxes) -> dict[tuple[int, ...], Boxes]:
         """Return the boxes by the stages among whose ranks they are exchanged; (): within this one."""
-        incomplete = self._incomplete(everyone, self.shapes)
+        incomplete = set() if self.dry else self._incomplete(everyone, self.shapes)
         own = _only(everyone, incomplete)
         stages: list[Boxes] = self.mesh.gather(own, "pp") if "pp" in self.mesh.layout.dims else [own]
         lacking = self._incomplete(
@@ -158,13 +165,18 @@ def _buckets(shapes: Mapping[str, Shape]) -> Iterator[list[str]]:
 class _Group:
     """The ranks among which some parameters are exchanged, and which of them has which boxes."""
 
-    def __init__(self, mesh: Mesh, stages: tuple[int, ...], everyone: Boxes) -> None:
-        """Leave out dimensions along which all ranks have the same boxes: that communication is redundant."""
+    def __init__(self, mesh: Mesh, stages: tuple[int, ...], everyone: Boxes, assumed: set[int]) -> None:
+        """Leave out dimensions along which all ranks have the same boxes: that communication is redundant.
+
+        ``assumed`` are ranks whose boxes are taken to differ from this one's.
+        """
         self.mesh, self.names = mesh, {name for boxes in everyone.values() for name in boxes}
 
         def differs(dim: str) -> bool:
             along = mesh.layout.ranks
-            return any(everyone[r] != boxes for rank, boxes in everyone.items() for r in along(rank, dim))
+            return not assumed.isdisjoint(along(mesh.rank, dim)) or any(
+                everyone[r] != boxes for rank, boxes in everyone.items() for r in along(rank, dim)
+            )
 
         dims = mesh.layout.views["dense"].dims
         self.span = Span(tuple(dim for dim in dims if dim != "pp" and differs(dim)), stages)

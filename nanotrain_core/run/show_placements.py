@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import attrs
 
 from nanotrain_core.compose import Run
-from nanotrain_core.layout.placement import PlacedParameter
+from nanotrain_core.layout.placement import Placement
 from nanotrain_core.layout.roles import natural_sort_key
 
 COLUMNS = ("parameter", "whole", "block", "view", "on ranks", "gradient summed over")
@@ -29,18 +29,15 @@ class Held:
 def show_placements(run: Run) -> None:
     """Print the block of every parameter on every rank, on rank 0. Collective over the world."""
     mesh = run.mesh
-    mine = [_held(placed, run) for placed in run.placed]
+    mine = [_held(each.placement, each.parameter.requires_grad, run) for each in run.placed]
     everyone = mesh.gather(mine)
     if mesh.rank == 0:
         print_table(_rows(held for rank in everyone for held in rank))
 
 
-def _held(placed: PlacedParameter, run: Run) -> Held:
-    placement = placed.placement
+def _held(placement: Placement, trained: bool, run: Run) -> Held:
     block = tuple((o, o + n) for o, n in zip(placement.offset, placement.shape, strict=True))
-    summed = str(placement.sync_span(run.mesh.layout)) or "-"
-    if not placed.parameter.requires_grad:
-        summed = "no gradient"
+    summed = (str(placement.sync_span(run.mesh.layout)) or "-") if trained else "no gradient"
     return Held(placement.name, placement.global_shape, block, placement.view, summed, run.mesh.rank)
 
 
