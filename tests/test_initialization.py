@@ -1,5 +1,7 @@
 """Initial weights are a function of seed and name, whatever block of a tensor a rank holds."""
 
+import threading
+
 import pytest
 import torch
 
@@ -71,6 +73,21 @@ def test_rows_of_different_chunks_are_independent(monkeypatch):
     similarity = torch.corrcoef(rows).fill_diagonal_(0).abs().max()
     assert similarity < 0.5
     assert rows.std() == pytest.approx(0.02, rel=0.02)
+
+
+def test_a_large_weight_is_drawn_by_several_threads(monkeypatch):
+    """One thread takes half a minute for 2B weights, whatever the machine has."""
+    monkeypatch.setattr(initialization, "CHUNK", 100)
+    expected = draw((4, 100))
+    together, drawn = threading.Barrier(2, timeout=20), initialization._normal
+
+    def both(shape, seed):
+        together.wait()
+        return drawn(shape, seed)
+
+    monkeypatch.setattr(initialization, "_normal", both)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert torch.equal(draw((4, 100)), expected)
 
 
 def test_the_draw_is_pinned():

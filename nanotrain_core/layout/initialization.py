@@ -8,6 +8,7 @@ run starts from the same values on CPU and GPU.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from math import prod
 
 import torch
@@ -38,12 +39,15 @@ def initial_block(initializer: Initializer, seed: int, placement: Placement) -> 
     per_chunk = max(1, CHUNK // max(1, prod(rest)))
     first, last = placement.offset[0], placement.offset[0] + placement.shape[0]
     columns = (slice(None), *placement.slices[1:])
-    pieces = []
-    for start in range(first - first % per_chunk, last, per_chunk):
+
+    def piece(start: int) -> torch.Tensor:
         stop = min(start + per_chunk, rows)
         chunk = draw((stop - start, *rest), stream_seed(seed, placement.name, start // per_chunk))
-        pieces.append(chunk[max(first - start, 0) : last - start][columns])
-    return torch.cat(pieces) * initializer.value
+        return chunk[max(first - start, 0) : last - start][columns]
+
+    with ThreadPoolExecutor(torch.get_num_threads()) as threads:  # torch draws with one thread
+        pieces = list(threads.map(piece, range(first - first % per_chunk, last, per_chunk)))
+    return torch.cat(pieces).mul_(initializer.value)
 
 
 def _normal(shape: tuple[int, ...], seed: int) -> torch.Tensor:
