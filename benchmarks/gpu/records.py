@@ -59,8 +59,9 @@ class Recorder:
 
 
 def told(error: BaseException) -> str:
-    """Return the last lines of an error, its kind first."""
-    return last_lines(f"{type(error).__name__}: {error}")
+    """Return an error's kind and its first line, and the last lines of a long one."""
+    first, *more = [line.rstrip() for line in f"{type(error).__name__}: {error}".splitlines() if line.strip()]
+    return "\n".join([first, *more[1 - LAST :]])
 
 
 def last_lines(text: str) -> str:
