@@ -48,6 +48,7 @@ def cuda(monkeypatch):
         name="NVIDIA H200", total_memory=150e9, multi_processor_count=132, major=9, minor=0
     )
     stand = {
+        "_sleep": lambda cycles: calls.append("sleep"),
         "Event": Event,
         "is_available": lambda: True,
         "get_device_properties": lambda device: found,
@@ -72,7 +73,7 @@ def test_a_turn_on_a_gpu_is_timed_to_its_end_after_a_step_that_is_not(cuda):
 
 def test_calls_on_a_gpu_are_timed_by_its_clock(cuda):
     assert turns.seconds(lambda: cuda.append("call"), 3) == pytest.approx(6e-3 / 3)
-    assert cuda == ["call", "call", "call", "synchronize"]
+    assert cuda == ["sleep", "call", "call", "call", "synchronize"]
 
 
 def test_the_machine_is_told(cuda, tmp_path):
