@@ -87,7 +87,7 @@ def build(contender: Contender, device: str) -> Trainer:
         sys.path.insert(0, str(contender.clone))
         model: Any = plain.NanoGPT(import_module("model"), recipe)
     else:
-        model = plain.model_of(recipe)
+        model = plain.model_of(recipe, device)
         if contender.torchao:
             plain.use_torchao(model, contender.torchao, emulate=device == "cpu")
     loop = plain.Loop(model.to(device), recipe, device, compiled=contender.compiled)
