@@ -46,7 +46,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--nanogpt", type=Path, metavar="CLONE", help="of https://github.com/karpathy/nanoGPT"
     )
-    about = "keep the parts that the folder's result.json has, and run those that it lacks"
+    about = "keep the parts that the folder's result.json has; run those that it lacks, or each PART again"
     parser.add_argument("--missing", action="store_true", help=about)
     about = "write for each model where time goes, as a text and a Chrome trace"
     parser.add_argument("--profile", action="store_true", help=about)
@@ -80,7 +80,7 @@ def main(arguments: Sequence[str]) -> int:
         return 1
     try:
         if args.missing:
-            result.take_over(args.folder)
+            result.take_over(args.folder, again=args.parts)
     except ValueError as problem:
         print(f"--missing: {problem}", file=sys.stderr)
         return 1

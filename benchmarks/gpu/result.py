@@ -109,8 +109,8 @@ class Result:
             *(["Not run:\n\n" + "\n".join(left)] if left else []),
         ]
 
-    def take_over(self, folder: Path) -> None:
-        """Take the parts that ended well from the result in ``folder``.
+    def take_over(self, folder: Path, again: Sequence[str] = ()) -> None:
+        """Take the parts that ended well from the result in ``folder``, but for those to be run ``again``.
 
         Raises:
             ValueError: it is of another machine or commit.
@@ -123,7 +123,7 @@ class Result:
             if earlier[what] != now:
                 raise ValueError(f"{path} has {what} {earlier[what]}, this is {now}: give another --folder")
         known = [Done(**part) for part in earlier["parts"]]
-        self.parts = [part for part in known if part.ran and not part.ended]
+        self.parts = [part for part in known if part.ran and not part.ended and part.name not in again]
 
     def write(self, folder: Path) -> None:
         """Write ``result.json`` and ``table.md``."""
