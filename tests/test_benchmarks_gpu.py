@@ -17,7 +17,7 @@ from benchmarks.gpu.fp8_kernels import TINY, agreement
 from benchmarks.gpu.parts import Part
 from benchmarks.gpu.plain import Loop, NanoGPT, model_of
 from benchmarks.gpu.race import Measured, Runner
-from benchmarks.gpu.records import Recorder, read
+from benchmarks.gpu.records import Recorder, read, told
 from benchmarks.gpu.settings import Settings
 from benchmarks.gpu.side import Ready, SideFailed, Turn
 from nanotrain_core.engine import RuntimeEngine
@@ -93,6 +93,13 @@ def test_a_second_command_runs_what_the_first_had_no_time_for(tmp_path, monkeypa
     found = json.loads((tmp_path / "result.json").read_text())
     ends = [(part["name"], part["ran"], part["ended"]) for part in found["parts"]]
     assert ends == [("well", True, ""), ("raises", True, "ended with exit code 1"), ("partly", True, "")]
+    monkeypatch.setattr(
+        command, "PARTS", (*parts("raises", "partly"), attrs.evolve(again, function="gpu_parts:well"))
+    )
+    assert main([*words, "--missing", "well"]) == 1  # run again, and no other part
+    found = json.loads((tmp_path / "result.json").read_text())
+    assert [part["name"] for part in found["parts"]] == ["partly", "well"]
+    assert found["parts"][1]["records"] != []
     monkeypatch.setattr(command, "commit", lambda: "another")
     assert main([*words, "--missing"]) == 1
     assert "this is another: give another --folder" in capsys.readouterr().err
@@ -101,7 +108,7 @@ def test_a_second_command_runs_what_the_first_had_no_time_for(tmp_path, monkeypa
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["lama"], "no part named lama; there are equality, "),
+        (["lama"], "no part named lama; there are llama, gpt2, "),
         (["--nanogpt", "."], "--nanogpt . has no model.py: it is no clone of nanoGPT"),
     ],
 )
@@ -119,6 +126,12 @@ def test_a_record_that_was_cut_off_is_left_out(tmp_path):
     with file.open("a") as lines:
         lines.write('{"kind": "bar", "ba')
     assert [record["bar"] for record in read(file)] == ["llama"]
+
+
+def test_a_long_error_is_told_by_its_kind_and_its_end():
+    text = told(RuntimeError("\n".join(f"line {number}" for number in range(20))))
+    assert text.splitlines() == ["RuntimeError: line 0", *(f"line {number}" for number in range(15, 20))]
+    assert told(ValueError("one\n\ntwo")) == "ValueError: one\ntwo"
 
 
 def test_bars_are_the_right_way_round():
@@ -244,13 +257,33 @@ def as_plain(state):
 def test_every_contender_of_every_race_has_a_recipe_of_one_rank():
     for smoke in (True, False):
         settings = Settings(smoke=smoke, records=Path("unused"))
-        for race in (
-            getattr(races, name)(settings) for name in ("llama", "wide", "gpt2", "deepseek", "host")
-        ):
+        for make in (races.llama, races.wide, races.gpt2, races.deepseek, races.host):
+            race = make(settings)
             for each in (race.ours, *race.others):
                 if not (smoke and each.on_gpu_only):
                     assert each.load().run.ranks == 1
                 assert {*each.bars} <= {*bars.BARS}
+
+
+def test_every_bar_is_measured_by_a_part_before_any_side_without_one(monkeypatch):
+    raced = {}
+    settings = Settings(records=Path("unused"), nanogpt=Path("clone"))
+    for part in command.PARTS:
+        if part.function.startswith("benchmarks.gpu.races:"):
+            monkeypatch.setattr(
+                races, "run", lambda race, settings, name=part.name: raced.update({name: race})
+            )
+            part.call(settings)
+    names = [part.name for part in command.PARTS]
+    for key, bar in bars.BARS.items():
+        race = raced.get(bar.part)
+        assert race is None or key in {each for side in (race.ours, *race.others) for each in side.bars}
+        assert names.index(bar.part) < names.index("llama-others")
+    for name in ("llama", "gpt2", "wide", "deepseek"):
+        whole, first, rest = getattr(races, name)(settings), raced[name], raced[f"{name}-others"]
+        assert {*whole.others} == {*first.others, *rest.others}
+        assert all(side.bars for side in first.others)
+        assert not any(side.bars for side in (rest.ours, *rest.others))
 
 
 def test_as_many_sides_live_at_once_as_the_device_holds():
@@ -328,6 +361,34 @@ def test_a_side_that_compiles_for_too_long_does_not_cost_the_others_their_round(
     assert sides[0] == "ours, bf16"
     assert all(each["cells"]["tokens/s"] == "100" for each in records if each["kind"] == "row")
     assert now[0] <= settings.deadline
+
+
+def test_ours_is_profiled_after_it_has_raced_all_others(tmp_path, monkeypatch):
+    done = []
+
+    class Side:
+        def __init__(self, contender, device, start):
+            self.contender, self.process = contender, SimpleNamespace(is_alive=lambda: True)
+
+        def ready(self, seconds):
+            return Ready(100, 1000, 0.0, 1.0, 1.0)
+
+        def turn(self, steps, seconds):
+            done.append(f"turn of {self.contender.name}")
+            return Turn(1.0, 1, 1)
+
+        def profile(self, name, folder, seconds):
+            done.append(f"profile of {self.contender.name}")
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr("benchmarks.gpu.race.Side", Side)
+    settings = Settings(records=tmp_path / "records", memory=80.0, profile=tmp_path)
+    Runner(races.llama(settings), settings).run()  # in groups of two
+    assert done[-1] == "profile of ours, bf16"
+    assert done.count("profile of ours, bf16") == 1
+    assert done.count("turn of PyTorch, eager") == 5
 
 
 @pytest.mark.full

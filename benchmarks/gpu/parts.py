@@ -38,16 +38,20 @@ class Part:
 MACHINE = Part("machine", "the device and the versions", "benchmarks.gpu.parts:machine", 0, 90)
 
 PARTS = (
-    Part("equality", "float64, compiled and eager", "benchmarks.gpu.equality:run", 20, 120),
-    Part("fp8-equality", "FP8 kernels and emulation", "benchmarks.gpu.fp8_kernels:compare", 10, 60),
-    Part("optimizer", "a step of AdamW", "benchmarks.gpu.optimizer_step:run", 10, 60),
-    Part("llama", "Llama 0.96B", "benchmarks.gpu.races:run_llama", 60, 200),
-    Part("gpt2", "GPT-2 124M", "benchmarks.gpu.races:run_gpt2", 45, 150),
+    Part("llama", "Llama 0.96B", "benchmarks.gpu.races:run_llama", 60, 140),
+    Part("gpt2", "GPT-2 124M", "benchmarks.gpu.races:run_gpt2", 45, 130),
+    Part("wide", "Llama 1.5B, wide", "benchmarks.gpu.races:run_wide", 60, 120),
+    Part("deepseek", "DeepSeek 2.3B slice", "benchmarks.gpu.races:run_deepseek", 45, 100),
+    Part("optimizer", "a step of AdamW", "benchmarks.gpu.optimizer_step:run", 10, 40),
     Part("fp8", "rounding kernels, layers, experts", "benchmarks.gpu.fp8_kernels:run", 20, 90),
+    Part("fp8-equality", "FP8 kernels and emulation", "benchmarks.gpu.fp8_kernels:compare", 10, 60),
+    Part("equality", "float64, compiled and eager", "benchmarks.gpu.equality:run", 20, 120),
     Part("permutation", "experts' rows", "benchmarks.gpu.permutation:run", 10, 60),
-    Part("wide", "Llama 1.5B, wide", "benchmarks.gpu.races:run_wide", 60, 150),
-    Part("deepseek", "DeepSeek 2.3B slice", "benchmarks.gpu.races:run_deepseek", 45, 120),
     Part("tests", "all tests that use a GPU", "benchmarks.gpu.gpu_tests:run", 30, 240),
+    Part("llama-others", "sides without a bar", "benchmarks.gpu.races:run_llama_others", 60, 150),
+    Part("gpt2-others", "sides without a bar", "benchmarks.gpu.races:run_gpt2_others", 45, 120),
+    Part("wide-others", "sides without a bar", "benchmarks.gpu.races:run_wide_others", 60, 120),
+    Part("deepseek-others", "sides without a bar", "benchmarks.gpu.races:run_deepseek_others", 45, 120),
     Part("host", "a model of no width", "benchmarks.gpu.races:run_host", 30, 90),
 )
 

@@ -89,6 +89,8 @@ class Runner:
         if not self._is_here(race.ours):
             return
         others = [each for each in race.others if self._is_here(each)]
+        if not others and not race.ours.bars:
+            return
         group = others[: together - 1]
         started = self._start([race.ours, *group], alive=0)
         if not started or started[0][1].contender is not race.ours:
@@ -110,9 +112,9 @@ class Runner:
             for number in range(together - 1, len(others), together - 1):
                 theirs = self._start(others[number : number + together - 1], alive=1)
                 self._group(ours, mine, theirs, first=False)
+            self._profile(ours, mine)
         finally:
             ours.close()
-        self._report_versus()
 
     def _named(self, contender: Contender) -> str:
         return f"{self.race.model}: {contender.name}"
@@ -163,9 +165,9 @@ class Runner:
                 self._report(mine, None, "")
             for _, measured in theirs:
                 self._report(measured, mine, "")
-            self._profile(ours, mine, wanted=first)
+            self._report_versus()
             for side, measured in theirs:
-                self._profile(side, measured, wanted=True)
+                self._profile(side, measured)
         finally:
             for side, _ in theirs:
                 side.close()
@@ -210,7 +212,7 @@ class Runner:
             if turn is None:
                 break
             measured.turns.append(turn)
-        self._profile(side, measured, wanted=True)
+        self._profile(side, measured)
 
     def _one_after_the_other(self, contender: Contender, mine: Measured) -> None:
         for side, measured in self._start([contender], alive=0):
@@ -222,8 +224,8 @@ class Runner:
                 measured.ratios.append(mine.rate / measured.rate)
             self._report(measured, mine, " (one after the other)")
 
-    def _profile(self, side: Side, measured: Measured, *, wanted: bool) -> None:
-        if not (wanted and measured.contender.profiled and self.settings.profile and measured.turns):
+    def _profile(self, side: Side, measured: Measured) -> None:
+        if not (measured.contender.profiled and self.settings.profile and measured.turns):
             return
         name = self._named(measured.contender)
         with self.record.attempt(f"profile of {name}"):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import attrs
 
 from benchmarks.gpu.contenders import Contender
 from benchmarks.gpu.race import Race, run
@@ -102,7 +105,7 @@ def gpt2(settings: Settings) -> Race:
             nano(name="nanoGPT, eager"),
         ),
         resident=3.0,
-        active=40.0,
+        active=16.0,
     )
 
 
@@ -136,20 +139,25 @@ def host(settings: Settings) -> Race:
     )
 
 
-def run_llama(settings: Settings) -> None:
-    run(llama(settings), settings)
+def run_bars(race: Callable[[Settings], Race], settings: Settings) -> None:
+    """Race ours against the sides that have a bar."""
+    found = race(settings)
+    run(attrs.evolve(found, others=[each for each in found.others if each.bars]), settings)
 
 
-def run_wide(settings: Settings) -> None:
-    run(wide(settings), settings)
+def run_others(race: Callable[[Settings], Race], settings: Settings) -> None:
+    """Race ours against the sides that have none."""
+    found = race(settings)
+    ours = attrs.evolve(found.ours, mfu_bar="", profiled=False)
+    run(attrs.evolve(found, ours=ours, others=[each for each in found.others if not each.bars]), settings)
 
 
-def run_gpt2(settings: Settings) -> None:
-    run(gpt2(settings), settings)
-
-
-def run_deepseek(settings: Settings) -> None:
-    run(deepseek(settings), settings)
+run_llama, run_gpt2, run_wide, run_deepseek = (
+    partial(run_bars, race) for race in (llama, gpt2, wide, deepseek)
+)
+run_llama_others, run_gpt2_others, run_wide_others, run_deepseek_others = (
+    partial(run_others, race) for race in (llama, gpt2, wide, deepseek)
+)
 
 
 def run_host(settings: Settings) -> None:
