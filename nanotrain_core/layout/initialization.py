@@ -51,13 +51,11 @@ def initial_block(initializer: Initializer, seed: int, placement: Placement) -> 
 
 
 def _normal(shape: tuple[int, ...], seed: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float32)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
 
 
 def _uniform(shape: tuple[int, ...], seed: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.rand(shape, generator=generator, dtype=torch.float32) * 2 - 1
+    return torch.rand(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32) * 2 - 1
 
 
 @torch.no_grad()
