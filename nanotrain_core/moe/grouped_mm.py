@@ -10,6 +10,7 @@ Shapes: M rows, sorted, of E matrices; K inputs, N outputs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -88,10 +89,20 @@ class WithoutRows(torch.autograd.Function):
         return _zero_without_rows(d_weight_ENK, counts_E), None
 
 
-def grouped_linear_on_gpu(rows_NK: Tensor, weight_ENK: Tensor, counts_E: Tensor) -> Tensor:
-    """Return each expert's rows times its transposed weight, in one kernel each way, without a host wait."""
+def without_rows(weight_ENK: Tensor, counts_E: Tensor) -> Tensor:
+    """Return stacked weights; the gradient of those without rows is 0, whatever a kernel leaves there."""
     used: Tensor = WithoutRows.apply(weight_ENK, counts_E)  # type: ignore[no-untyped-call]
-    return in_one_kernel(rows_NK, used.transpose(1, 2), counts_E)
+    return used
+
+
+def grouped_linear_on_gpu(
+    rows_NK: Tensor,
+    weight_ENK: Tensor,
+    counts_E: Tensor,
+    without_rows: Callable[[Tensor, Tensor], Tensor] = without_rows,
+) -> Tensor:
+    """Return each expert's rows times its transposed weight, in one kernel each way, without a host wait."""
+    return in_one_kernel(rows_NK, without_rows(weight_ENK, counts_E).transpose(1, 2), counts_E)
 
 
 #: :func:`multiply`, differentiable.

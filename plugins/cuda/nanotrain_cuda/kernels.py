@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 
 import torch
 from torch import nn
 
 from nanotrain_core.api import NanotrainError
-from nanotrain_core.api.torch import Kernels, Ops, Passes, counting_routers, plain_ops
+from nanotrain_core.api.torch import TORCH, Kernels, Ops, Passes, counting_routers, plain_ops
 from nanotrain_cuda import CUDAKernelsConfig
 from nanotrain_cuda.permutation import permute, unpermute
 from nanotrain_cuda.top_k import choose_experts
+from nanotrain_cuda.without_rows import without_rows
 
 
 class CUDAKernels(Kernels):
@@ -22,7 +24,7 @@ class CUDAKernels(Kernels):
         self.config = config
 
     def ops(self, device: torch.device) -> Ops:
-        """Return PyTorch's functions; experts' rows are permuted by Triton on a GPU, by indexing elsewhere.
+        """Return PyTorch's functions; what experts need beside products is Triton's on a GPU.
 
         Raises:
             NanotrainError: on a GPU without Triton.
@@ -31,7 +33,8 @@ class CUDAKernels(Kernels):
             raise NanotrainError(
                 "kernels 'cuda': triton is not installed; pip install triton, or [kernels] use = 'torch'"
             )
-        return replace(plain_ops(device), permute=permute, unpermute=unpermute)
+        experts = partial(TORCH.experts, without_rows=without_rows)
+        return replace(plain_ops(device), permute=permute, unpermute=unpermute, experts=experts)
 
     def apply(self, part: nn.Module, passes: Passes) -> None:
         """Make routers choose experts in one kernel: on a GPU, and elsewhere by plain PyTorch."""

@@ -31,7 +31,7 @@ def unpermute(outputs_ND: Tensor, order_N: Tensor, back_N: Tensor, weights_TC: T
     return y
 
 
-def _in_triton(x: Tensor) -> bool:
+def in_triton(x: Tensor) -> bool:
     """Return whether Triton can compute on ``x``."""
     return x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -47,7 +47,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 @torch.library.custom_op("nanotrain_cuda::spread", mutates_args=())
 def spread(x: Tensor, back: Tensor, chosen: int) -> Tensor:
     """Return rows [N, D]: row ``back[t C + c]`` is token t's. Gradient: :func:`add_up`."""
-    if _in_triton(x):
+    if in_triton(x):
         from nanotrain_cuda import triton_permutation
 
         return triton_permutation.spread(x, back, chosen)
@@ -58,7 +58,7 @@ def spread(x: Tensor, back: Tensor, chosen: int) -> Tensor:
 @torch.library.custom_op("nanotrain_cuda::add_up", mutates_args=())
 def add_up(rows: Tensor, back: Tensor, chosen: int) -> Tensor:
     """Return the sum of each token's rows [T, D]. Gradient: :func:`spread`."""
-    if _in_triton(rows):
+    if in_triton(rows):
         from nanotrain_cuda import triton_permutation
 
         return triton_permutation.add_up(rows, back, chosen, None)
@@ -69,7 +69,7 @@ def add_up(rows: Tensor, back: Tensor, chosen: int) -> Tensor:
 @torch.library.custom_op("nanotrain_cuda::weigh", mutates_args=())
 def weigh(rows: Tensor, back: Tensor, weights: Tensor) -> Tensor:
     """Return the sum of each token's rows [T, D], times its ``weights`` [T, C]."""
-    if _in_triton(rows):
+    if in_triton(rows):
         from nanotrain_cuda import triton_permutation
 
         return triton_permutation.add_up(rows, back, weights.shape[1], weights)
@@ -81,7 +81,7 @@ def weigh(rows: Tensor, back: Tensor, weights: Tensor) -> Tensor:
 @torch.library.custom_op("nanotrain_cuda::weigh_backward", mutates_args=())
 def weigh_backward(d_y: Tensor, rows: Tensor, back: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradients of ``rows`` and ``weights`` of :func:`weigh`, in one pass; they have none."""
-    if _in_triton(rows):
+    if in_triton(rows):
         from nanotrain_cuda import triton_permutation
 
         return triton_permutation.weigh_backward(d_y, rows, back, weights)

@@ -21,7 +21,7 @@ needs_compiler = pytest.mark.skipif(
 
 
 @needs_triton
-@pytest.mark.parametrize("name", ["test_permutation.py", "test_top_k.py"])
+@pytest.mark.parametrize("name", ["test_permutation.py", "test_top_k.py", "test_without_rows.py"])
 def test_in_the_interpreter(name):
     run_in_interpreter(FOLDER / name, "-m", "not gpu")
 
@@ -82,3 +82,19 @@ def test_a_choice_compiles_for_hopper_within_a_warps_registers(sizes, biased, tm
     taken = resources(launch.compiled(), tmp_path)
     assert taken.stack == 0
     assert taken.registers <= 128  # sixteen warps of a multiprocessor's 65,536 registers, or more
+
+
+@needs_triton
+@needs_compiler
+def test_zeros_compile_for_hopper_into_wide_stores_and_no_loads_of_gradients(tmp_path):
+    from nanotrain_cuda.triton_without_rows import zero_without_rows
+
+    stacked = torch.empty(64, 1408, 2048, dtype=torch.bfloat16, device="meta")
+    with launches() as found:
+        zero_without_rows(stacked, torch.empty(64, dtype=torch.int64, device="meta"))
+    (launch,) = found
+    assert launch.grid == (64, 32)
+    binary = launch.compiled()
+    assert "st.global.v4.b32" in binary.asm["ptx"]
+    assert binary.asm["ptx"].count("ld.global") == 1  # of the count
+    assert resources(binary, tmp_path).stack == 0

@@ -1,0 +1,59 @@
+"""Gradients of stacked experts, zero for those without rows, as an operator of a compiled graph.
+
+A grouped product leaves undefined what it has no rows for. To set that to zero, plain PyTorch reads and
+writes the gradients of all experts. One kernel here writes only those of experts without rows, of which there
+are hardly ever any. On a CPU it is plain PyTorch.
+
+Shapes: E experts, N outputs, K inputs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from nanotrain_cuda.permutation import in_triton
+
+Tensor = torch.Tensor
+
+
+@torch.library.custom_op("nanotrain_cuda::zero_without_rows", mutates_args=("stacked",))
+def zero_without_rows(stacked: Tensor, counts: Tensor) -> None:
+    """Set matrices [E, N, K] to zero whose count of rows is 0, in place."""
+    if in_triton(stacked) and is_dense(stacked):
+        from nanotrain_cuda import triton_without_rows
+
+        triton_without_rows.zero_without_rows(stacked, counts)
+    else:
+        stacked.masked_fill_((counts == 0)[:, None, None], 0.0)
+
+
+@zero_without_rows.register_fake
+def _(stacked: Tensor, counts: Tensor) -> None:
+    return None
+
+
+def is_dense(stacked: Tensor) -> bool:
+    """Return whether each matrix, transposed or not, is one block of memory."""
+    return stacked[0].is_contiguous() or stacked[0].T.is_contiguous()
+
+
+def without_rows(weight_ENK: Tensor, counts_E: Tensor) -> Tensor:
+    """Return what :func:`nanotrain_core.moe.grouped_mm.without_rows` does."""
+    used: Tensor = WithoutRows.apply(weight_ENK, counts_E)  # type: ignore[no-untyped-call]
+    return used
+
+
+class WithoutRows(torch.autograd.Function):
+    """Identity of stacked weights; backward: the gradient of weights without rows is 0."""
+
+    @staticmethod
+    def forward(ctx: Any, weight_ENK: Tensor, counts_E: Tensor) -> Tensor:
+        ctx.save_for_backward(counts_E)
+        return weight_ENK.view_as(weight_ENK)
+
+    @staticmethod
+    def backward(ctx: Any, d_weight_ENK: Tensor) -> tuple[Tensor, None]:
+        zero_without_rows(d_weight_ENK, *ctx.saved_tensors)
+        return d_weight_ENK, None
