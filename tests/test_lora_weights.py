@@ -120,8 +120,21 @@ def test_what_peft_would_drop_is_not_written_for_it(tmp_path, capsys):
 def test_what_has_no_adapter_is_not_written_as_one(tmp_path, capsys):
     run(MODELS["transformer"], tmp_path / "plain")
     assert main(["convert", str(tmp_path / "plain"), str(tmp_path / "out"), "--to", "peft"]) == 2
-    assert "--to peft: these weights can be written as huggingface, nanotrain" in capsys.readouterr().err
+    assert (
+        "--to peft is of what 'lora' adds to a model, and no run with it has saved these"
+        in capsys.readouterr().err
+    )
     assert not (tmp_path / "out").exists()
+
+
+def test_adapters_alone_are_not_taken_for_weights(tmp_path, capsys):
+    """They were refused as a folder that holds nothing to read, or no file of tensors."""
+    run(MODELS["transformer"], tmp_path / "run", {**LORA, "targets": ["q"]})
+    convert(tmp_path / "run", tmp_path / "adapters", "--to", "peft")
+    for also in ("README.md", "config.json"):
+        (tmp_path / "adapters" / also).write_text('{"model_type": "llama"}')
+        assert main(["convert", str(tmp_path / "adapters"), str(tmp_path / "out")]) == Exit.USER
+        assert "adapters holds PEFT adapters (adapter_config.json) without their" in capsys.readouterr().err
 
 
 @pytest.mark.full

@@ -55,7 +55,7 @@ def merged(reader: WeightReader, found: Sequence[Addition]) -> WeightReader:
     return reader
 
 
-def form_of(form: str, found: Sequence[Addition], usual: Sequence[str]) -> Addition:
+def form_of(form: str, found: Sequence[Addition], usual: Sequence[str], registry: Registry) -> Addition:
     """Return whose parameters are written in a form.
 
     Raises:
@@ -65,9 +65,12 @@ def form_of(form: str, found: Sequence[Addition], usual: Sequence[str]) -> Addit
         if each.to.form == form:
             return each
     known = [*usual, *(each.to.form for each in found if each.to.form)]
-    raise NanotrainError(
-        f"--to {form}{did_you_mean(form, known)}: these weights can be written as {', '.join(known)}"
-    )
+    why = did_you_mean(form, known)
+    for use in registry.names("parallel"):
+        added = registry.get("parallel", use).load_optional("added")
+        if added and added.form == form:
+            why = f" is of what '{use}' adds to a model, and no run with it has saved these weights"
+    raise NanotrainError(f"--to {form}{why}: these weights can be written as {', '.join(known)}")
 
 
 def write_alone(

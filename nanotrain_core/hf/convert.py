@@ -139,7 +139,7 @@ def _whole(
 
 def _added(weights: Weights, registry: Registry, form: str, dtype: torch.dtype | None) -> Write:
     """Return what writes the parameters that a wrapper has added to the model."""
-    addition, reader = form_of(form, weights.added, FORMS), weights.unmerged or weights.reader
+    addition, reader = form_of(form, weights.added, FORMS, registry), weights.unmerged or weights.reader
     mappings = hf_mapping(weights, registry).mappings(weights.selection.config)
     return lambda folder: (write_alone(addition, reader, mappings, folder, dtype), 1)
 

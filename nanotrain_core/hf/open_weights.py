@@ -44,6 +44,8 @@ from nanotrain_core.run.suggest_run import nearby_weights
 #: The ``[model]`` table of a folder in our format: a recipe can extend it.
 TABLE = "model.toml"
 CONFIG = "config.json"
+#: Of the adapters that ``peft`` saves, which are no model.
+ADAPTERS = "adapter_config.json"
 #: The name of a head in the files of transformers' classes of language models.
 HEAD = "lm_head.weight"
 #: Maximum ratio of the size a config describes to the files' size at which missing tensors are listed.
@@ -85,6 +87,11 @@ def open_weights(
         HFError: no component can represent the other library's model.
     """
     path, averaged = without_average(path)
+    if (path / ADAPTERS).is_file() and not any(path.glob("model*.safetensors")):
+        raise CheckpointError(
+            f"{path} holds PEFT adapters ({ADAPTERS}) without their model: save the merged model with peft's "
+            "merge_and_unload() and save_pretrained(), or name the run that trained them"
+        )
     if (path / CONFIG).is_file() and not (path / TABLE).is_file() and not averaged:
         return _open_hf(path, registry)
     ours = (path / TABLE).is_file() and not averaged

@@ -8,6 +8,7 @@ from __future__ import annotations
 from fnmatch import fnmatchcase
 
 from nanotrain_core.errors import Problem, did_you_mean
+from nanotrain_core.hf.mapping import HFMapping
 from nanotrain_core.recipe.component_functions import patterns_in_configs
 from nanotrain_core.recipe.load import Resolution, refuse
 
@@ -24,17 +25,34 @@ def check_modules(found: Resolution) -> None:
         from nanotrain_core.hf.open_weights import shapes_of
 
         names = [*shapes_of(found.recipe.model, found.registry)]
-        refuse(found.merged, _unknown(asked, names))
+        refuse(found.merged, _unknown(asked, names, found))
 
 
-def _unknown(asked: list[tuple[str, str]], parameters: list[str]) -> list[Problem]:
+def _unknown(asked: list[tuple[str, str]], parameters: list[str], resolved: Resolution) -> list[Problem]:
     split = [name.split(".") for name in parameters]
     known = [*dict.fromkeys(".".join(words[:n]) for words in split for n in range(1, len(words) + 1))]
     return [
-        Problem(key, f"the model has no module '{pattern}'{_nearest(pattern, known)}")
+        Problem(
+            key,
+            f"the model has no module '{pattern}'{_theirs(pattern, resolved) or _nearest(pattern, known)}",
+        )
         for key, pattern in asked
         if not any(fnmatchcase(name, pattern) for name in known)
     ]
+
+
+def _theirs(pattern: str, found: Resolution) -> str:
+    """Return what modules are called here that have such a name in Hugging Face's models."""
+    model = found.recipe.model
+    hf: HFMapping | None = found.registry.get("model", model.use).load_optional("hf")
+    names = {
+        (tensor.name.removesuffix(".weight"), mapping.name.removesuffix(".weight"))
+        for mapping in (hf.mappings(model.config) if hf else ())
+        for tensor in (mapping.hf if isinstance(mapping.hf, tuple) else (mapping.hf,))
+    }
+    last = sorted({name.rpartition(".")[2] for theirs, name in names if fnmatchcase(theirs, f"*{pattern}")})
+    word = pattern.rpartition(".")[2]
+    return f": what transformers calls {word} is {', '.join(last)} here" if last else ""
 
 
 def _nearest(pattern: str, known: list[str]) -> str:

@@ -26,7 +26,7 @@ class LoRAConfig:
         "lora_dropout": "masks would depend on the layout, and adapters have none",
         "r": "it is rank",
         "lora_alpha": "it is alpha",
-        "target_modules": "it is targets, with this model's names, such as q, not q_proj",
+        "target_modules": "it is targets, with this model's names, such as q, not q_proj; left out: all",
         "use_rslora": "it is rslora",
         "bias": "all parameters of the model are frozen, biases too",
     }

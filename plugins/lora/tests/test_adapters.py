@@ -222,7 +222,9 @@ def test_keys_of_other_libraries_are_explained(key, text):
 @pytest.mark.parametrize(
     ("target", "text"),
     [
-        ("q_proj", "parallel.0.targets.1: the model has no module '*.q_proj'; modules have the names"),
+        ("q_proj", "targets.1: the model has no module '*.q_proj': what transformers calls q_proj is q here"),
+        ("layers.*.o_proj", "calls o_proj is o here"),
+        ("query", "parallel.0.targets.1: the model has no module '*.query'; modules have the names"),
         ("dwn", "parallel.0.targets.1: the model has no module '*.dwn' (did you mean '*.down'?)"),
         ("layers.0.atn", "the model has no module 'layers.0.atn' (did you mean 'layers.0.attn'?)"),
     ],
