@@ -54,8 +54,8 @@ class Part:
     def of(self, gradients: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
         """Return the part [rows, columns], a view of its gradient; one that is assumed is as ``like``."""
         rows, columns = self.box[2:]
-        if self.gradient < 0:
-            return like.new_empty(rows, columns)
+        if self.gradient < 0:  # a planner counts the memory of a tensor when it is made: this takes none
+            return like.new_empty(0).resize_(rows, columns)
         gradient = gradients[self.gradient]
         if self.start is not None:
             return gradient[self.start : self.start + rows * columns].view(rows, columns)
