@@ -16,6 +16,7 @@ from nanotrain_plan.timing import step_time
 from planned import happened, planned, planned_memory
 from test_docs import failed
 from test_example_torch_wrappers import STAGED, goes_on, update
+from test_plan_truth import LOSSES
 from test_plan_truth import case as small
 
 from nanotrain_core.api import Exit, NanotrainError, Selection
@@ -269,6 +270,7 @@ UNEVEN = small({"dp": 2}, "transformer", "accumulate", [SHARDED], {})  # 67 rows
                 (({"dp": 2}, "transformer", "accumulate", [{"use": "recompute"}, SHARDED], {}), {}),
                 (({"dp": 2, "pp": 2}, "transformer", "1f1b", [SHARDED], {}), {"tied": True}),
                 (({"dp": 2, "pp": 2}, "transformer", "1f1b", [KEPT], {}), {}),
+                (({"dp": 2, "pp": 2}, "transformer", "interleaved_1f1b", [SHARDED], {}), {}),
                 (({"dp": 2, "tp": 2}, "transformer", "accumulate", [{"use": "tp"}, SHARDED], {}), {}),
                 (({"dp": 4, "ep": 2}, "deepseek_v3", "accumulate", ALONG_EDP, {}), {}),
                 ((HYBRID, "transformer", "accumulate", [SHARDED], {}), {}),
@@ -281,16 +283,17 @@ UNEVEN = small({"dp": 2}, "transformer", "accumulate", [SHARDED], {})  # 67 rows
     ],
 )
 def test_a_step_is_as_planned(case):
-    """Collectives in their order and bytes, weights and state of the optimizer.
+    """Collectives in their order and bytes, weights, state of the optimizer, activations and the peak.
 
-    Torch pads the weights of the last ranks, if they have a row less, to the size of the first rank's. Its
-    resized storages hide from a recorder when gathered weights are freed: a test below has that memory.
+    Torch pads the weights of the last ranks, if they have a row less, to the size of the first rank's.
     """
     for rank, (plan, real) in enumerate(zip(planned(case), happened(case), strict=True)):
         assert plan.collectives == real.collectives, f"rank {rank}"
         weights, padded = plan.state.pop("weights"), real.state.pop("weights")
         assert plan.state == real.state, f"rank {rank}"
         assert weights == padded if rank == 0 else 0.96 * padded < weights <= padded
+        assert plan.kept == pytest.approx(real.kept, rel=0.01, abs=LOSSES), f"rank {rank}"
+        assert plan.peak == pytest.approx(real.peak, rel=0.02), f"rank {rank}"
 
 
 def step_of(*wrappers):

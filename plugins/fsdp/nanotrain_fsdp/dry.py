@@ -56,6 +56,12 @@ class DryPart:
         """Shard the parameters of ``unit``, and gather them around its passes."""
         whole_until_backward = not self.config.reshard_after_forward or unit.module is self.part
         self.units.append(DryUnit(unit, self, frees=not whole_until_backward))
+        if unit.module is self.part:  # also one that has no parameters beside its layers'
+            unit.module.register_forward_hook(self.end_forward)
+
+    def end_forward(self, module: nn.Module, args: Any, out: Any) -> None:
+        """Free what the last all-gather received."""
+        self.gathered = None
 
     def begin_backward(self) -> None:
         """Have :meth:`end_backward` called after the backward pass that is running."""
@@ -161,11 +167,9 @@ class DryUnit:
         self.arriving = out
 
     def wait(self) -> None:
-        """Copy what has arrived into the parameters."""
+        """Copy what has arrived into the parameters; then what a forward pass received before is freed."""
         if self.arriving is None:
             return
-        if self.state is State.FORWARD:
-            self.part.gathered = None
         self.weights = torch.empty_like(self.arriving).copy_(self.arriving)
         if self.state is State.FORWARD:
             self.part.gathered = self.arriving
@@ -210,8 +214,6 @@ class DryUnit:
         for each in tree_leaves(out):
             if torch.is_tensor(each) and each.requires_grad:
                 each.register_hook(self.before_backward)  # type: ignore[no-untyped-call]
-        if module is self.part.part:
-            self.part.gathered = None
 
     # --- backward -------------------------------------------------------------------------------
 

@@ -154,7 +154,7 @@ def record_step(recipe: Recipe, registry: Registry, tell: Callable[[str], None] 
     ``tell`` is called with what is done next, before each step.
     """
     recorder = Recorder("cpu")
-    with recorder, recorder.watching_modules():
+    with recorder, recorder.watching_modules(), recorder.watching_resizes():
         recorder.enter("compose")
         engine = RecordedEngine.from_recipe(recipe, registry=registry, rank=dist.get_rank())
         run = engine.run

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import attrs
 import torch
 import torch.distributed._meta_registrations
 from torch import nn
@@ -228,6 +229,38 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.phase.peak = max(self.phase.peak, self.live)
         self._references[key] = weakref.KeyedRef(storage, self._free, key)
         return True
+
+    @contextmanager
+    def watching_resizes(self) -> Iterator[None]:
+        """See storages freed and allocated again under their tensors, as torch's ``fully_shard`` does.
+
+        No operator is called for that.
+        """
+        resize = torch.UntypedStorage.resize_
+
+        def noted(storage: torch.UntypedStorage, size: int) -> Any:
+            found = resize(storage, size)
+            self._resized(storage._cdata, size)
+            return found
+
+        torch.UntypedStorage.resize_ = noted  # type: ignore[assignment, method-assign]
+        try:
+            yield
+        finally:
+            torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+
+    def _resized(self, key: int, size: int) -> None:
+        before = self.alive.get(key)
+        if before is None:
+            return
+        before.freed_in = self.phase.name
+        self._made.pop(key, None)
+        module = self._modules[-1] if self._modules else ""
+        self.alive[key] = after = attrs.evolve(before, bytes=size, module=module, freed_in="")
+        if size:
+            self._made[key] = after
+        self.live += size - before.bytes
+        self.phase.peak = max(self.phase.peak, self.live)
 
     def _take_on_host(self, tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
