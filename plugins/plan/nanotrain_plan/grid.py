@@ -121,12 +121,15 @@ def _shard(recipe: Recipe) -> int | None:
 
 
 def _shards(plan: Plan, registry: Registry) -> Sequence[int | None]:
-    """Return sizes to compare of the groups whose ranks have a copy of the weights in shards; None: all."""
+    """Return sizes to compare of the groups whose ranks have a copy of the weights in shards; None: all.
+
+    The recipe's own comes first.
+    """
     own = _shard(plan.recipe)
     if not _shards_weights(plan.recipe, registry) or not hasattr(plan.recipe.topology.config, "dp_shard"):
         return [own]
     found = {2**n for n in range(1, 20) if 2**n < plan.ranks} | ({own} if own else set())
-    return [None, *sorted(found)]
+    return sorted({None, *found}, key=lambda size: (size != own, size or 0))
 
 
 def _shards_weights(recipe: Recipe, registry: Registry) -> bool:
@@ -185,8 +188,9 @@ def _possible(plan: Plan, recipe: Recipe, pp: int, registry: Registry, refused: 
     if plan.ranks % (pp * tp * cp) or plan.ranks % (pp * ep * etp) or (shard and dp % shard):
         refused["degrees that do not divide the ranks"] += 1
         return False
-    if shard == dp:  # the same as without
-        return False
+    own = _shard(plan.recipe)
+    if _shards_weights(recipe, registry) and shard in (None, dp) and shard != (own if own == dp else None):
+        return False  # all ranks, with or without saying so: the recipe's own is there
     if recipe.batch.sequences < dp * recipe.batch.microbatch:
         refused["fewer sequences than one microbatch on each data-parallel rank"] += 1
         return False
