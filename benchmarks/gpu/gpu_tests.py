@@ -15,7 +15,7 @@ from benchmarks.gpu.settings import Settings
 
 ROOT = Path(__file__).parents[2]
 #: Processes that share the GPU.
-WORKERS = 4
+WORKERS = 8
 
 
 def run(settings: Settings, root: Path = ROOT) -> None:
@@ -27,7 +27,7 @@ def run(settings: Settings, root: Path = ROOT) -> None:
     words = [sys.executable, "-m", "pytest", "-p", "benchmarks.gpu.only_gpu_tests", "-p", "no:cacheprovider"]
     words += ["-q", "--tb=short", "--continue-on-collection-errors"]
     if find_spec("xdist") and not settings.smoke:
-        words += ["-n", str(min(WORKERS, os.cpu_count() or 1)), "--dist=loadfile"]
+        words += ["-n", str(min(WORKERS, os.cpu_count() or 1)), "--dist=worksteal"]
     environment = {**os.environ, only_gpu_tests.RECORDS: str(ends)}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment.pop("PYTEST_XDIST_WORKER", None)  # where this itself is tested by several processes
