@@ -88,9 +88,9 @@ def quantize_blocks(weight: torch.Tensor) -> Blocks:
     n, k = triton.cdiv(N, TILE), triton.cdiv(K, TILE)
     found = Blocks(
         w_ENK.new_empty(E, n * TILE, k * TILE, dtype=E4M3.dtype),
-        w_ENK.new_zeros(E, n, -(-k // 4) * 4, dtype=torch.float32),
+        empty_scales(w_ENK, E, n, k),
         w_ENK.new_empty(E, k * TILE, n * TILE, dtype=E4M3.dtype),
-        w_ENK.new_zeros(E, k, -(-n // 4) * 4, dtype=torch.float32),
+        empty_scales(w_ENK, E, k, n),
     )
     if w_ENK.numel():
         round_blocks[(E * n * k,)](
@@ -99,3 +99,11 @@ def quantize_blocks(weight: torch.Tensor) -> Blocks:
             LARGEST=E4M3.largest, TILE=TILE, num_warps=8,
         )  # fmt: skip
     return found
+
+
+def empty_scales(like: torch.Tensor, *shape: int) -> torch.Tensor:
+    """Return room for scales, with rows of a multiple of 16 bytes; zero where the kernel writes none."""
+    *rows, blocks = shape
+    filling = -blocks % 4
+    make = like.new_zeros if filling else like.new_empty
+    return make(*rows, blocks + filling, dtype=torch.float32)

@@ -11,6 +11,7 @@ from nanotrain_fp8_deepseek_v3.triton_kernels.quantize_transposed import (
     quantize_transposed,
     requantize_transposed,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 @ALL
@@ -109,3 +110,20 @@ def test_no_rows_are_no_codes():
     assert (codes.shape, scales.shape) == ((0, 256), (0, 2))
     codes, scales = quantize_transposed(torch.empty(0, 200))
     assert (codes.shape, scales.shape) == ((208, 0), (208, 0))
+
+
+@pytest.mark.parametrize(("width", "filled"), [(512, 0), (300, 1)])
+def test_scales_of_a_weight_are_filled_up_with_zeros_only_where_there_is_something_to_fill(width, filled):
+    class Fills(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+            self.count += "zero" in str(operator)
+            return operator(*args, **(kwargs or {}))
+
+    w = torch.ones(512, width)
+    with Fills() as fills:
+        blocks = quantize_blocks(w)
+    assert fills.count == filled
+    assert blocks.scales_Enk.shape == (1, 4, 4)
+    assert not blocks.scales_Enk[:, :, -(-width // TILE) :].any()
