@@ -55,7 +55,7 @@ def other_tensors(saved: str, ours: str) -> str:
     """
     found = [text for section in OF_TENSORS for text in _of_section(section, saved, ours)]
     more = f", and {len(found) - MOST} more" if len(found) > MOST else ""
-    told = f". The checkpoint's recipe is another: {'; '.join(found[:MOST])}{more}. {BEGIN_ANEW}"
+    told = f". The checkpoint was saved with another recipe: {'; '.join(found[:MOST])}{more}. {BEGIN_ANEW}"
     return told if found else ""
 
 
