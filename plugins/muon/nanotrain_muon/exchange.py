@@ -215,9 +215,12 @@ class Round:
 
 
 def copy(into: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
-    """Copy tensors."""
-    if into:
-        torch._foreach_copy_(list(into), list(tensors))
+    """Copy tensors: one kernel for all that lie alike, as torch takes one each if any two do not."""
+    for alike in (True, False):
+        pairs = zip(into, tensors, strict=True)
+        chosen = [(to, x) for to, x in pairs if (to.stride() == x.stride()) is alike]
+        if chosen:
+            torch._foreach_copy_([to for to, _ in chosen], [x for _, x in chosen])
 
 
 def _sender(

@@ -3,6 +3,7 @@
 import doctest
 
 import pytest
+import torch
 from nanotrain_muon import exchange
 from nanotrain_muon.exchange import assign, rounds_of, stacks_of
 from nanotrain_muon.matrices import Matrix, Part, parts_of
@@ -121,3 +122,21 @@ def test_ranks_of_ranges_divide_the_work():
         assert [*found] == [("dp",)]
         assert sum(found["dp",]) == alone[()][0]
         assert max(found["dp",]) < 0.6 * alone[()][0]
+
+
+def test_tensors_that_lie_alike_are_copied_in_one_call_whatever_others_do(monkeypatch):
+    calls = []
+    copy = torch._foreach_copy_
+
+    def counted(into, tensors):
+        calls.append([to.stride() == x.stride() for to, x in zip(into, tensors, strict=True)])
+        copy(into, tensors)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", counted)
+    tensors = [torch.randn(4, 6), torch.randn(6, 4).mT, torch.randn(4, 6)]
+    into = [torch.zeros(4, 6, dtype=torch.bfloat16) for _ in tensors]
+    exchange.copy(into, tensors)
+    assert calls == [[True, True], [False]]
+    assert all(torch.equal(to, x.bfloat16()) for to, x in zip(into, tensors, strict=True))
+    exchange.copy([], [])
+    assert len(calls) == 2
