@@ -137,9 +137,13 @@ class Hardware:
 
     def peak(self, kind: str) -> float:
         """Return FLOP/s on paper; of a dtype that the device has no units for, bfloat16's or float32's."""
+        return self.peak_tflops[self.kind_of(kind)] * 1e12
+
+    def kind_of(self, kind: str) -> str:
+        """Return the dtype whose units multiply a dtype: itself, or what stands in for it."""
         if kind in self.peak_tflops:
-            return self.peak_tflops[kind] * 1e12
-        return self.peak_tflops["bfloat16" if kind == "float8" else "float32"] * 1e12
+            return kind
+        return "bfloat16" if kind == "float8" else "float32"
 
     @property
     def traffic(self) -> float:

@@ -266,7 +266,9 @@ def _gemm_rates(stages: Stages, hardware: Hardware) -> str:
     told = []
     for number, (kind, _) in enumerate(flops.most_common()):
         unit = "" if number else " TFLOP/s"
-        told.append(f"{hardware.rate(kind) / 1e12:.4g}{unit} in {'FP8' if kind == 'float8' else kind}")
+        rate = f"{hardware.rate(kind) / 1e12:.4g}{unit} in {'FP8' if kind == 'float8' else kind}"
+        stands = f", which the device has no units for: as {hardware.kind_of(kind)}"
+        told.append(rate + (stands if hardware.kind_of(kind) != kind else ""))
     return ", ".join(told)
 
 

@@ -127,3 +127,14 @@ def test_a_plan_for_cpus_says_how_many_cores_it_assumes(tmp_path, capsys):
     assert plan["hardware"]["cores"] == 8
     said = f"each rank has 8 cores for itself, 8 in all on a host; this machine has {os.cpu_count()}"
     assert said in plan["assumptions"]
+
+
+@pytest.mark.full
+def test_a_dtype_that_the_device_has_no_units_for_is_told(capsys):
+    pytest.importorskip("nanotrain_fp8_deepseek_v3")
+    words = ["--set", "precision.use=fp8_hybrid", "--set", "model.layers=1"]
+    stands = "in FP8, which the device has no units for: as bfloat16"
+    for name, told in (("a100", True), ("h100", False)):
+        assert main(["plan", "laptop", "--hardware", name, *words, "--json"]) == 0
+        (gemms,) = [each for each in json.loads(capsys.readouterr().out)["assumptions"] if "GEMMs" in each]
+        assert (stands in gemms) == told
