@@ -189,6 +189,14 @@ def test_phases_follow_one_another(tmp_path, phases, message):
         recipe(tmp_path, phases)
 
 
+def test_a_mistake_in_a_section_is_told_once_not_of_phases_too(tmp_path):
+    wrong = SMALL + '[optimizer]\nuse = "adamw"\nlr = 1e-3\nclip_norm = -1.0\n'
+    with pytest.raises(RecipeError) as told:
+        recipe(tmp_path, "[[phase]]\nuntil_tokens = 9\noptimizer.lr = 1e-3\n", wrong)
+    assert str(told.value).count("expected") == 1
+    assert " optimizer.clip_norm: " in str(told.value)
+
+
 def test_without_steps_the_last_phase_needs_an_end(tmp_path):
     with pytest.raises(RecipeError, match=r"run\.steps: missing, and the last phase has no until_tokens"):
         recipe(tmp_path, "[[phase]]\nbatch.sequences = 4\n", SMALL.replace("steps = 3\n", ""))

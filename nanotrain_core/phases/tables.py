@@ -113,10 +113,10 @@ class PhaseTables:
         section, _, field = name.partition(".")
         config = self._configs[section]
         changed, problems = structure({**plain(config), field: value}, type(config), "")
-        at = {problem: problem.key.removeprefix(field).removeprefix(".") for problem in problems}
-        self.problems += [
-            attrs.evolve(problem, key=join(key, below) if below else key) for problem, below in at.items()
-        ]
+        known = structure(plain(config), type(config), "")[1]  # recorded as the section's own
+        for problem in (each for each in problems if each not in known):
+            below = problem.key.removeprefix(field).removeprefix(".")
+            self.problems.append(attrs.evolve(problem, key=join(key, below) if below else key))
         return None if changed is None else getattr(changed, field)
 
 
