@@ -53,22 +53,23 @@ def test_by_another_model_or_other_data(tmp_path, kind, changes, text):
     assert len(list((tmp_path / "checkpoints").glob("superseded-*/*"))) == 2
 
 
-@pytest.mark.full_cases("model-sharded_v2", "precision-simple", "optimizer-sharded_v2")
+@pytest.mark.full_cases("model-sharded_v2", "derived-sharded_v2", "precision-simple", "optimizer-sharded_v2")
 @pytest.mark.parametrize("kind", ["simple", "sharded_v2"])
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
         ({"model": {"layers": 3}}, "of another model: model.layers is 2 there and 3 in this recipe$"),
+        ({"model": {"width": 40}}, "another model: model.ffn is .* model.width is .* and 40 in this recipe$"),
         (
             {"precision": {"use": "bf16"}},
-            "another: precision.use is 'fp64' there and 'bf16' in this recipe",
+            "another recipe: precision.use is 'fp64' there and 'bf16' in this recipe",
         ),
         (
             {"optimizer": {"use": "adamw", "ema_decay": 0.9, "lr": 0.5}},
             "ema/embed.weight .*: optimizer.ema_decay is 0.0 there and 0.9 in this recipe. `--weights",
         ),
     ],
-    ids=["model", "precision", "optimizer"],
+    ids=["model", "derived", "precision", "optimizer"],
 )
 def test_by_a_recipe_with_other_tensors_whose_keys_are_named(tmp_path, kind, changes, text):
     """It named a tensor alone, and a model of three layers by one of its weights."""

@@ -56,7 +56,7 @@ def refuse_other_model(
         changing: fields that phases of the run change, which may differ too.
 
     Raises:
-        CheckpointError: naming the first key that differs.
+        CheckpointError: naming the keys that differ.
     """
     there, here = as_json(saved, "model"), as_json(canonical_table(ours) if ours else {}, "model")
     if ours is not None and there.get("use") == ours.use:
@@ -67,8 +67,10 @@ def refuse_other_model(
             raise CheckpointError(f"{what} of another model: its table does not fit this one: {text}")
         there = as_json(canonical_table(Selection("model", ours.use, config)), "model")
     free = {*changing, *(training_keys(ours.config) if ours else ())}
-    for difference in differences("model", there, here, free):
-        raise CheckpointError(f"{what} of another model: {difference}")
+    if found := list(differences("model", there, here, free)):
+        if there.get("use") != here.get("use"):  # the other keys are another component's
+            del found[1:]
+        raise CheckpointError(f"{what} of another model: {'; '.join(found)}")
 
 
 def differences(
