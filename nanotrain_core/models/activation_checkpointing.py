@@ -52,6 +52,7 @@ KEPT = {
     "aten::_scaled_dot_product_cudnn_attention",
     "mkldnn::_linear_pointwise",
     "nanotrain::grouped_mm",
+    "flex_attention",
     "torch_attn::_varlen_attn",
 }
 
@@ -132,5 +133,6 @@ def outside_of_layers() -> Iterator[None]:
 
 def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     # An operator that writes into an argument is run again: others may write to that memory, too.
-    kept = operator.name().partition(".")[0] in KEPT and not operator._schema.is_mutable
+    schema = getattr(operator, "_schema", None)  # FlexAttention, of higher order, has none
+    kept = operator.name().partition(".")[0] in KEPT and not (schema and schema.is_mutable)
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE

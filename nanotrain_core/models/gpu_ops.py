@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from nanotrain_core.models import cross_entropy, ops
+from nanotrain_core.models.document_attention import document_attention
 from nanotrain_core.models.ops import TORCH, Ops, Tensor
 
 
@@ -33,17 +34,17 @@ def attention(
     begins_BT: Tensor | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """Return :func:`nanotrain_core.models.ops.attention`, without a mask where a kernel needs none.
-
-    There is none for documents that are masked from one another.
-    """
+    """Return :func:`nanotrain_core.models.ops.attention`, without a mask where a kernel needs none."""
     queries, tokens = q_BSHK.shape[1], k_BTGK.shape[1]
-    if begins_BT is None and queries > 1:
-        if window is not None and window < tokens:
-            if has_window_kernel(q_BSHK, v_BTGV):
-                return window_attention(q_BSHK, k_BTGK, v_BTGV, scale, window)
-        elif queries < tokens and not torch.compiler.is_compiling():
-            return _attention_of_last(q_BSHK, k_BTGK, v_BTGV, scale)
+    hidden = window if window is not None and window < tokens else None
+    if begins_BT is not None:
+        if queries == tokens and has_document_kernel(q_BSHK):
+            return document_attention(q_BSHK, k_BTGK, v_BTGV, scale, begins_BT, hidden)
+    elif hidden is not None and queries > 1:
+        if has_window_kernel(q_BSHK, v_BTGV):
+            return window_attention(q_BSHK, k_BTGK, v_BTGV, scale, hidden)
+    elif 1 < queries < tokens and not torch.compiler.is_compiling():
+        return _attention_of_last(q_BSHK, k_BTGK, v_BTGV, scale)
     return ops.attention(q_BSHK, k_BTGK, v_BTGV, scale, begins_BT, window)
 
 
@@ -55,6 +56,12 @@ def _attention_of_last(q_BSHK: Tensor, k_BTGK: Tensor, v_BTGV: Tensor, scale: fl
     later, shared = causal_lower_right(q.shape[2], k.shape[2]), q.shape[1] != k.shape[1]
     y = F.scaled_dot_product_attention(q, k, v, attn_mask=later, scale=scale, enable_gqa=shared)
     return y.transpose(1, 2)
+
+
+def has_document_kernel(q_BSHK: Tensor) -> bool:
+    """Return whether a GPU has a kernel that masks documents: inductor makes it, for a compiled graph."""
+    half = q_BSHK.dtype in (torch.float16, torch.bfloat16)
+    return q_BSHK.is_cuda and half and torch.compiler.is_compiling()
 
 
 def has_window_kernel(q_BSHK: Tensor, v_BTGV: Tensor) -> bool:
