@@ -22,7 +22,8 @@ LEVELS = (
         "hf hf.mapping hf.rope layout layout.layout "
         "layout.ranges layout.roles metrics metrics.core metrics.declared metrics.history metrics.report "
         "metrics.of_reports metrics.rows "
-        "moe moe.grouped_mm models models.cache models.cross_entropy models.feed_forward "
+        "moe moe.grouped_mm models models.cache models.cross_entropy models.document_attention "
+        "models.feed_forward "
         "models.gpu_ops models.head models.norms models.ops models.window optim "
         "pipeline pipeline.actions pipeline.passes pipeline.weight_gradients precision precision.dtypes "
         "recipe.model_config recipe.secrets "
@@ -225,7 +226,7 @@ ROOMS = {path.parent.name for path in CORE.glob("*/__init__.py")}
 #: What each room of the core may have of code, in lines; "": all that is in none. Not the harness.
 SMALL = {
     "": 988,
-    "api": 694,
+    "api": 696,
     "builtin": 517,
     "checkpoint": 948,
     "cli": 1753,
@@ -235,11 +236,11 @@ SMALL = {
     "hf": 1175,
     "launch": 2420,
     "layout": 1281,
-    "models": 853,
+    "models": 892,
     "moe": 513,
     "metrics": 1360,
     "monitors": 1056,
-    "optim": 808,
+    "optim": 813,
     "phases": 372,
     "pipeline": 627,
     "precision": 680,

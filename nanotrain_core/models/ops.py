@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -24,7 +23,7 @@ from torch import nn
 from nanotrain_core.errors import PluginError, did_you_mean
 from nanotrain_core.models.cross_entropy import linear_cross_entropy
 from nanotrain_core.models.window import window_attention
-from nanotrain_core.moe.grouped_mm import grouped_linear_on_gpu, grouped_mm, has_one_kernel, without_rows
+from nanotrain_core.moe.grouped_mm import grouped_linear_on_gpu, grouped_mm, has_one_kernel
 
 Tensor = torch.Tensor
 
@@ -100,19 +99,14 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def grouped_linear(
-    rows_NK: Tensor,
-    weight_ENK: Tensor,
-    counts_E: Tensor,
-    without_rows: Callable[[Tensor, Tensor], Tensor] = without_rows,
-) -> Tensor:
+def grouped_linear(rows_NK: Tensor, weight_ENK: Tensor, counts_E: Tensor) -> Tensor:
     """Return each expert's rows, ``counts_E`` of them, times its transposed weight; there may be none.
 
     On a GPU in bfloat16 one kernel computes all of them, and the host does not wait for the counts. Elsewhere
     it does, and in a compiled graph it does so inside one operator.
     """
     if has_one_kernel(rows_NK, *weight_ENK.shape[1:]):
-        return grouped_linear_on_gpu(rows_NK, weight_ENK, counts_E, without_rows)
+        return grouped_linear_on_gpu(rows_NK, weight_ENK, counts_E)
     if torch.compiler.is_compiling():
         compiled: Tensor = grouped_mm(rows_NK, weight_ENK.mT, counts_E)
         return compiled
@@ -120,21 +114,13 @@ def grouped_linear(
     return torch.cat([F.linear(rows, weight) for rows, weight in zip(pieces, weight_ENK, strict=True)])
 
 
-def experts(
-    rows_ND: Tensor,
-    counts_E: Tensor,
-    gate_EFD: Tensor,
-    up_EFD: Tensor,
-    down_EDF: Tensor,
-    without_rows: Callable[[Tensor, Tensor], Tensor] = without_rows,
-) -> Tensor:
+def experts(rows_ND: Tensor, counts_E: Tensor, gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Tensor) -> Tensor:
     """Return the SwiGLU experts' outputs [N, D] for rows sorted by expert, ``counts_E`` of them each.
 
     An expert may have no rows, and there may be none at all. For experts sharded along F, a partial sum.
-    Kernels may pass a faster ``without_rows``, see :func:`~nanotrain_core.moe.grouped_mm.without_rows`.
     """
-    linear = partial(grouped_linear, counts_E=counts_E, without_rows=without_rows)
-    return linear(swiglu(linear(rows_ND, gate_EFD), linear(rows_ND, up_EFD)), down_EDF)
+    hidden_NF = swiglu(grouped_linear(rows_ND, gate_EFD, counts_E), grouped_linear(rows_ND, up_EFD, counts_E))
+    return grouped_linear(hidden_NF, down_EDF, counts_E)
 
 
 def permute(x_TD: Tensor, order_N: Tensor, back_N: Tensor, chosen: int) -> Tensor:

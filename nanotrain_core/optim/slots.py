@@ -34,11 +34,7 @@ class Slot:
         self.parameter, self.placement = piece.parameter, piece.placement
         held = self.plain[0] if self.plain else master.load()
         self.weight = torch.nn.Parameter(held.detach(), requires_grad=False)
-        self._numel = self.weight.numel()
-
-    def numel(self) -> int:
-        """Return the number of elements of the weight, loaded or not."""
-        return self._numel
+        self.size = self.weight.numel()
 
     def load(self) -> None:
         """Load the weight into the tensor that torch updates."""
@@ -100,11 +96,12 @@ def waves(pieces: Iterable[T], limit: int = WAVE) -> Iterator[list[T]]:
     wave: list[T] = []
     size = 0
     for piece in pieces:
-        if wave and size + piece.numel() > limit:
+        own = piece.size if isinstance(piece, Slot) else piece.numel()
+        if wave and size + own > limit:
             yield wave
             wave, size = [], 0
         wave.append(piece)
-        size += piece.numel()
+        size += own
     if wave:
         yield wave
 

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from importlib.util import find_spec
 
 import torch
 from torch import nn
 
 from nanotrain_core.api import NanotrainError
-from nanotrain_core.api.torch import TORCH, Kernels, Ops, Passes, counting_routers, plain_ops
+from nanotrain_core.api.torch import Kernels, Ops, Passes, counting_routers, plain_ops
 from nanotrain_cuda import CUDAKernelsConfig
 from nanotrain_cuda.permutation import permute, unpermute
 from nanotrain_cuda.top_k import choose_experts
-from nanotrain_cuda.without_rows import without_rows
+from nanotrain_cuda.without_rows import experts
 
 
 class CUDAKernels(Kernels):
@@ -33,7 +32,6 @@ class CUDAKernels(Kernels):
             raise NanotrainError(
                 "kernels 'cuda': triton is not installed; pip install triton, or [kernels] use = 'torch'"
             )
-        experts = partial(TORCH.experts, without_rows=without_rows)
         return replace(plain_ops(device), permute=permute, unpermute=unpermute, experts=experts)
 
     def apply(self, part: nn.Module, passes: Passes) -> None:

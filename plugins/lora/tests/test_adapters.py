@@ -142,10 +142,14 @@ def test_a_run_goes_on_with_adapters_of_the_same_config_and_merges_others(tmp_pa
         (
             CONFIG,
             {**CONFIG, "rank": 4},
-            "another: parallel.lora.rank is 3 there and 4 in this recipe",
+            "another recipe: parallel.lora.rank is 3 there and 4 in this recipe",
         ),
-        (CONFIG, None, "place for .* another: parallel.lora is only there"),
-        (None, CONFIG, "no tensor layers.0.attn.q.lora_a .* another: parallel.lora is only in this recipe"),
+        (CONFIG, None, "place for .* another recipe: parallel.lora is only there"),
+        (
+            None,
+            CONFIG,
+            "no tensor layers.0.attn.q.lora_a .* another recipe: parallel.lora is only in this recipe",
+        ),
     ],
     ids=["alpha", "rslora", "rank", "without", "with"],
 )
