@@ -130,13 +130,15 @@ def test_all_but_what_splits_its_layers_may_be_listed_before_or_after_it(layout,
 
 
 @pytest.mark.full
-def test_before_tp_it_is_refused():
+@pytest.mark.parametrize("before", [[], [FSDP2]], ids=["alone", "after_fsdp2"])
+def test_before_tp_it_is_refused(before):
     """Beside COLUMNs alone the core does not refuse it, as tp sums the gradient of what it finds there."""
-    wrappers = [{**LORA, "targets": ["q", "v"]}, {"use": "tp"}]
-    case = attrs.evolve(PLAIN, tp=2).case()
-    case = attrs.evolve(case, overrides={**case.overrides, "parallel": wrappers})
-    with pytest.raises(RankFailure, match=r"attn.q was split .* List .lora. after"):
-        run_ranks(train, 2, case, {})
+    wrappers = [*before, {**LORA, "targets": ["q", "v"]}, {"use": "tp"}]
+    case = attrs.evolve(PLAIN, tp=2, dp=1 + len(before)).case()
+    overrides = {**case.overrides, "parallel": wrappers, "optimizer": OPTIMIZERS["adamw"]}
+    case = attrs.evolve(case, overrides=overrides)
+    with pytest.raises(RankFailure, match=r"attn.[qv] was split .* List .lora. after"):
+        run_ranks(train, case.world_size, case, {})
 
 
 @pytest.mark.full

@@ -69,9 +69,10 @@ class LoRA(Parallel):
         """
         for name, before in self._laid.items():
             weight, a = (placements.get(old.name, old) for old in before)
-            if a.sharded != before[1].sharded:
-                continue  # by a wrapper that shards whatever there is, wherever it is listed, such as fsdp2
-            if (weight.shape, weight.summed) != (before[0].shape, before[0].summed):
+            # What shards whatever there is, wherever it is listed, such as fsdp2, shards A along it as well.
+            both = a.sharded - before[1].sharded
+            now, then = ((each.sharded - both, each.summed - both) for each in (weight, before[0]))
+            if now != then or (not both and weight.shape != before[0].shape):
                 raise NanotrainError(
                     f"lora: {name} was split by a wrapper that is listed after it, which leaves its adapter "
                     'whole. List "lora" after that wrapper'
