@@ -295,6 +295,26 @@ def test_a_rounded_second_moment_falls_with_the_largest_beta2_and_stays_at_the_d
     assert second_moment(form, 0.999) > 0.9
 
 
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.float64), (torch.float64, torch.float32)], ids=str)
+@pytest.mark.parametrize("form", FORMS)
+def test_weights_of_several_dtypes_in_one_group_are_updated_as_each_alone(form, dtypes):
+    """As of a precision that has norms in float64: the moments of all had the dtype of the first weight."""
+
+    def updated(weights):
+        leaves = [torch.nn.Parameter(weight.clone(), requires_grad=False) for weight in weights]
+        optimizer = LowPrecisionAdamW(leaves, **SETTINGS, fused=True)
+        for leaf in leaves:
+            state = moments.initial_moments(leaf, Piece(None, FLAT), form, carries=False)
+            optimizer.state[leaf] = {"step": torch.zeros(()), **state}
+            leaf.grad = leaf.cos()
+        optimizer.step()
+        return leaves
+
+    weights = [torch.linspace(0.1, n, 512).view(8, 64).to(dtype) for n, dtype in enumerate(dtypes, start=1)]
+    for together, weight in zip(updated(weights), weights, strict=True):
+        assert torch.equal(together, *updated([weight]))
+
+
 @pytest.mark.parametrize("use", ["adamw", "zero12"])
 @pytest.mark.parametrize("form", FORMS)
 def test_a_beta2_that_rounding_undoes_is_refused(use, form):

@@ -130,11 +130,12 @@ def store(state: State, name: str, value: torch.Tensor, unless: torch.Tensor | N
         kept.copy_(value if unless is None else torch.where(unless == 1, kept, value))
 
 
-def load_all(states: list[State], name: str, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Return a moment of several weights in ``dtype``, as :func:`load` does."""
-    if not all(name in state and state[name].dtype != dtype for state in states):
-        return [load(state, name, dtype) for state in states]
-    found = [torch.empty_like(state[name], dtype=dtype) for state in states]
+def load_all(states: list[State], name: str, weights: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return a moment of several weights, each in its weight's dtype, as :func:`load` does."""
+    pairs = [*zip(states, weights, strict=True)]
+    if not all(name in state and state[name].dtype != weight.dtype for state, weight in pairs):
+        return [load(state, name, weight.dtype) for state, weight in pairs]
+    found = [torch.empty_like(state[name], dtype=weight.dtype) for state, weight in pairs]
     torch._foreach_copy_(found, [state[name] for state in states])
     return found
 
@@ -190,7 +191,7 @@ class LowPrecisionAdamW(torch.optim.AdamW):
 
     def _update(self, weights: list[torch.Tensor], group: dict[str, Any]) -> None:
         states = [self.state[weight] for weight in weights]
-        first, second = (load_all(states, name, weights[0].dtype) for name in (FIRST, SECOND))
+        first, second = (load_all(states, name, weights) for name in (FIRST, SECOND))
         gradients, steps = [weight.grad for weight in weights], [state["step"] for state in states]
         fused_adamw(weights, gradients, first, second, steps, group, self.found_inf)
         store_all(states, FIRST, first, self.found_inf)
