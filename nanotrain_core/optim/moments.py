@@ -132,10 +132,9 @@ def store(state: State, name: str, value: torch.Tensor, unless: torch.Tensor | N
 
 def load_all(states: list[State], name: str, weights: list[torch.Tensor]) -> list[torch.Tensor]:
     """Return a moment of several weights, each in its weight's dtype, as :func:`load` does."""
-    pairs = [*zip(states, weights, strict=True)]
-    if not all(name in state and state[name].dtype != weight.dtype for state, weight in pairs):
-        return [load(state, name, weight.dtype) for state, weight in pairs]
-    found = [torch.empty_like(state[name], dtype=weight.dtype) for state, weight in pairs]
+    if not all(name in s and s[name].dtype != w.dtype for s, w in zip(states, weights, strict=True)):
+        return [load(state, name, weight.dtype) for state, weight in zip(states, weights, strict=True)]
+    found = [torch.empty_like(s[name], dtype=w.dtype) for s, w in zip(states, weights, strict=True)]
     torch._foreach_copy_(found, [state[name] for state in states])
     return found
 
