@@ -175,6 +175,14 @@ def test_every_value_knows_its_origin(tmp_path):
     assert merged.origin("run.name") is None
 
 
+def test_ranks_that_the_recipe_has_keep_their_line(tmp_path):
+    """A launcher gives its ranks the number that it has read in the recipe."""
+    path = write(tmp_path, 'extends = "base.toml"\n[run]\nranks = 2\n')
+    write(tmp_path, SMALL, "base.toml")
+    assert resolve_recipe(path, ranks=2).merged.place("run.ranks") == f"{tmp_path}/recipe.toml:3"
+    assert resolve_recipe(path, ranks=1).merged.place("run.ranks") == "--nproc"
+
+
 def test_versions_name_what_the_recipe_uses(tmp_path):
     path = write(tmp_path)
     assert "nanotrain-ddp" not in load_recipe(path).versions

@@ -96,7 +96,8 @@ def _merge(
     options = [override_source(number, text) for number, text in enumerate(overrides, start=1)]
     for source in (default_source(), *file_sources(find_recipe(path)), *components_first(options)):
         merged.add(source)
-    if ranks is not None:
+    own = merged.tree.get("run")
+    if ranks is not None and not (isinstance(own, dict) and own.get("ranks") == ranks):
         if merged.origin("run.ranks") is not None:
             merged.own_ranks = merged.tree["run"]["ranks"], merged.place("run.ranks")
         merged.add(option_source(ranks_option, "run.ranks", ranks))
