@@ -20,6 +20,7 @@ class Config:
     either: int | str = 0
     inner: Inner | None = None
     many: tuple[Inner, ...] = ()
+    names: tuple[str, ...] = ()
 
     def __attrs_post_init__(self):
         if self.either == "never":
@@ -49,6 +50,7 @@ def test_every_shape_of_value_is_typed_and_frozen():
         ({"inner": {}}, "data.inner.size", "missing; expected an integer"),
         ({"many": [{"size": 1}, {"size": 0}]}, "data.many.1.size", "'size' must be >= 1: 0"),
         ({"many": {"size": 1}}, "data.many", "expected an array, got the table"),
+        ({"names": "a"}, "data.names", "expected an array of strings ([\"...\"]), got the string 'a'"),
         ({"either": "never"}, "data", "either must not be 'never'"),
         ([], "data", "expected a table, got the array"),
     ],

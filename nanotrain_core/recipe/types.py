@@ -52,7 +52,7 @@ def expected(type_: Any) -> str:
     if is_literal(type_):
         return "one of " + ", ".join(map(_toml, get_args(type_)))
     if is_tuple(type_):
-        return "an array"
+        return 'an array of strings (["..."])' if get_args(type_) == (str, ...) else "an array"
     if is_union(type_):
         return " or ".join(expected(member) for member in members(type_))
     return "a table"
