@@ -244,7 +244,7 @@ SMALL = {
     "phases": 372,
     "pipeline": 627,
     "precision": 680,
-    "recipe": 1841,
+    "recipe": 1846,
     "registry": 781,
     "run": 3182,
     "script": 818,
