@@ -235,7 +235,7 @@ SMALL = {
     "data": 895,
     "hf": 1175,
     "launch": 2420,
-    "layout": 1281,
+    "layout": 1282,
     "models": 892,
     "moe": 513,
     "metrics": 1360,
@@ -246,7 +246,7 @@ SMALL = {
     "precision": 680,
     "recipe": 1846,
     "registry": 781,
-    "run": 3182,
+    "run": 3184,
     "script": 818,
     "watch": 454,
 }

@@ -1,10 +1,13 @@
 """A resume that is refused leaves the run as it was: in memory, and in its folder."""
 
+import attrs
 import pytest
 import torch
 
 from nanotrain_core.checkpoint.simple import open_simple_weights
+from nanotrain_core.contracts import Monitor
 from nanotrain_core.errors import CheckpointError, NanotrainError
+from nanotrain_core.run.train_state import capture_state, load_checkpoint
 from nanotrain_core.testing import Case
 from nanotrain_core.testing.probe import make_engine
 from nanotrain_core.testing.saving import load, open_state, save_steps
@@ -59,7 +62,10 @@ def test_by_another_model_or_other_data(tmp_path, kind, changes, text):
     ("changes", "text"),
     [
         ({"model": {"layers": 3}}, "of another model: model.layers is 2 there and 3 in this recipe$"),
-        ({"model": {"width": 40}}, "another model: model.ffn is .* model.width is .* and 40 in this recipe$"),
+        (
+            {"model": {"width": 40}},
+            "another model: model.width is 32 there and 40 in this recipe; model.head_size",
+        ),
         (
             {"precision": {"use": "bf16"}},
             "another recipe: precision.use is 'fp64' there and 'bf16' in this recipe",
@@ -136,3 +142,33 @@ def test_the_newest_weights_of_a_folder_are_those_of_the_highest_step(tmp_path):
     (tmp_path / "step-best.safetensors").write_bytes(newest.read_bytes())
     with pytest.raises(CheckpointError, match=f"^{newest} does not say of which model its weights are"):
         open_simple_weights(tmp_path)
+
+
+class Counts(Monitor):
+    """A monitor with state."""
+
+    counted = 1
+
+    def meta(self):
+        return {"counted": self.counted}
+
+    def load_meta(self, meta):
+        self.counted = meta["counted"]
+
+
+def test_what_a_damaged_checkpoint_said_is_forgotten_when_an_older_one_is_loaded(tmp_path, monkeypatch):
+    """A format may find a file damaged after it had the state accepted."""
+    counts = Counts()
+    resumed = engine(tmp_path, "simple", {}, callbacks=[counts])
+    state = capture_state(resumed)
+    older, newer = ({**state.meta, "monitors": monitors} for monitors in ({}, {"Counts": {"counted": 9}}))
+
+    def load(which, state):
+        state.accept(newer)
+        assert counts.counted == 9
+        state.accept(older)
+        return attrs.evolve(state, meta=older)
+
+    monkeypatch.setattr(resumed.run.checkpoint, "load", load)
+    assert load_checkpoint(resumed, "latest")
+    assert counts.counted == 1

@@ -55,7 +55,8 @@ def _normal(shape: tuple[int, ...], seed: int) -> torch.Tensor:
 
 
 def _uniform(shape: tuple[int, ...], seed: int) -> torch.Tensor:
-    return torch.rand(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32) * 2 - 1
+    empty = torch.empty(shape, dtype=torch.float32)
+    return empty.uniform_(-1, 1, generator=torch.Generator().manual_seed(seed))
 
 
 @torch.no_grad()

@@ -76,13 +76,15 @@ def refuse_other_model(
 def differences(
     section: str, there: Mapping[str, Any], here: Mapping[str, Any], free: Collection[str]
 ) -> Iterator[str]:
-    """Yield how two tables of a section differ, except in ``free`` keys: keys of both sides first, since they
-    explain why one side has more."""
-    keys = sorted({*there, *here} - {*free}, key=lambda key: (key != "use", key))
-    for key in keys:
-        if key in there and key in here:
-            yield from _difference(f"{section}.{key}", there[key], here[key])
-    for key in keys:
+    """Yield how two tables of a section differ, except in ``free`` keys, in the order of this recipe's keys.
+
+    Keys of one side alone follow from those that both have, and are yielded if these are equal.
+    """
+    keys = [key for key in {"use": None, **here, **there} if key not in free]
+    both = [key for key in keys if key in there and key in here]
+    found = [text for key in both for text in _difference(f"{section}.{key}", there[key], here[key])]
+    yield from found
+    for key in keys if not found else ():
         if (key in there) != (key in here):
             side, other = ("there", "in this recipe") if key in there else ("in this recipe", "there")
             yield f"{section}.{key} is {there.get(key, here.get(key))!r} {side} and has no meaning {other}"

@@ -98,6 +98,8 @@ def load_checkpoint(engine: RuntimeEngine, which: str) -> bool:
     state, accepted = capture_state(engine), list[Mapping[str, Any]]()
 
     def accept(meta: Mapping[str, Any]) -> None:
+        if accepted:  # a newer checkpoint, which turned out to be damaged
+            restore_meta(engine, state.meta)
         restore_meta(engine, meta)
         accepted.append(meta)
 
