@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from called_operators import CalledOperators
 from command import nanotrain
 from compositions import Composition
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanotrain_core.errors import CheckpointError, Exit
 from nanotrain_core.hf.open_weights import open_weights
@@ -45,18 +45,6 @@ def test_an_average_is_that_of_the_weights_after_each_step(use, kind, tmp_path, 
         assert not torch.equal(found, parameters[name])
 
 
-class Operators(TorchDispatchMode):
-    """Lists the operators that are called."""
-
-    def __init__(self):
-        super().__init__()
-        self.called = []
-
-    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        self.called.append(operator)
-        return operator(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("found_inf", [None, 0.0, 1.0])
 def test_all_averages_move_in_one_call_and_by_nothing_in_a_skipped_step(found_inf):
     engine = make_engine(averaging().alone(), {"run": {"steps": 1}})
@@ -69,7 +57,7 @@ def test_all_averages_move_in_one_call_and_by_nothing_in_a_skipped_step(found_in
     averages = [optimizer.inner.state[slot.weight]["ema"] for slot in optimizer.slots]
     share = 0.0 if found_inf else 1 - DECAY
     expected = [average.lerp(weight, share) for average, weight in zip(averages, weights, strict=True)]
-    with torch.no_grad(), Operators() as operators:
+    with torch.no_grad(), CalledOperators() as operators:
         found = None if found_inf is None else torch.tensor(found_inf)
         optimizer._average(optimizer.slots, found)
     assert all(map(torch.equal, averages, expected))

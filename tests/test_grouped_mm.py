@@ -5,7 +5,13 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nanotrain_core.models.ops import grouped_linear
-from nanotrain_core.moe.grouped_mm import WithoutRows, grouped_linear_on_gpu, grouped_mm, has_one_kernel
+from nanotrain_core.moe.grouped_mm import (
+    WithoutRows,
+    grouped_linear_on_gpu,
+    grouped_mm,
+    has_one_kernel,
+    zero_without_rows,
+)
 from nanotrain_core.precision import gemm_backend
 from nanotrain_core.precision.gemm_backend import TorchGEMM
 
@@ -76,7 +82,7 @@ def test_one_kernel_is_for_bfloat16_rows_of_whole_16_bytes_on_a_gpu(device, dtyp
 @pytest.mark.parametrize("left", [float("nan"), 7.0])
 def test_whatever_a_kernel_leaves_of_an_expert_without_rows_its_gradient_is_zero(left):
     weight = torch.ones(4, 2, 2, requires_grad=True)
-    used = WithoutRows.apply(weight, COUNTS)
+    used = WithoutRows.apply(weight, COUNTS, zero_without_rows)
     gradient = torch.ones(4, 2, 2)
     gradient[COUNTS == 0] = left
     used.backward(gradient)

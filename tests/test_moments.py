@@ -7,7 +7,7 @@ import attrs
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from called_operators import CalledOperators
 
 from nanotrain_core.builtin.transformer_config import TransformerConfig
 from nanotrain_core.errors import NanotrainError, RecipeError
@@ -95,18 +95,6 @@ def test_moments_are_rounded_after_every_step_and_nothing_else_is(form, rounded)
         torch.testing.assert_close(moments.load(state, name, torch.float64), wanted, rtol=1e-6, atol=0)
 
 
-class Operators(TorchDispatchMode):
-    """Lists the operators that are called."""
-
-    def __init__(self):
-        super().__init__()
-        self.called = []
-
-    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        self.called.append(operator)
-        return operator(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("found_inf", [None, 0.0, 1.0])
 def test_moments_of_many_weights_are_updated_in_as_many_calls_as_of_one(found_inf):
     """And with the same result as one weight after the other."""
@@ -125,7 +113,7 @@ def test_moments_of_many_weights_are_updated_in_as_many_calls_as_of_one(found_in
                 weight.grad = torch.randn(len(weight))
             for optimizer in optimizers:
                 optimizer.found_inf = None if skip is None else torch.tensor(skip)
-                with Operators() as operators:
+                with CalledOperators() as operators:
                     optimizer.step()
                 calls.append(len([each for each in operators.called if "empty" not in str(each)]))
         runs.append([*weights, *(x for each in optimizers for s in each.state.values() for x in s.values())])

@@ -67,42 +67,42 @@ def transposed_in_one_kernel(left_MN: Tensor, right_MK: Tensor, counts_E: Tensor
     """Return :func:`multiply_transposed` in one kernel; 0 for a matrix without rows."""
     ends = counts_E.cumsum(0).to(torch.int32)
     found_ENK = F.grouped_mm(left_MN.contiguous().T, right_MK.contiguous(), offs=ends)
-    return _zero_without_rows(found_ENK, counts_E)
+    return zero_without_rows(found_ENK, counts_E)
 
 
-def _zero_without_rows(found_ENK: Tensor, counts_E: Tensor) -> Tensor:
+def zero_without_rows(found_ENK: Tensor, counts_E: Tensor) -> Tensor:
     """Return ``found`` with 0 for matrices without rows, for which ``F.grouped_mm`` is undefined."""
     return found_ENK.masked_fill((counts_E == 0)[:, None, None], 0.0)
+
+
+#: Like :func:`zero_without_rows`, perhaps in place.
+Zero = Callable[[Tensor, Tensor], Tensor]
 
 
 class WithoutRows(torch.autograd.Function):
     """Identity of stacked weights; backward: the gradient of weights without rows is 0."""
 
     @staticmethod
-    def forward(ctx: Any, weight_ENK: Tensor, counts_E: Tensor) -> Tensor:
+    def forward(ctx: Any, weight_ENK: Tensor, counts_E: Tensor, zero: Zero) -> Tensor:
         ctx.save_for_backward(counts_E)
+        ctx.zero = zero
         return weight_ENK.view_as(weight_ENK)
 
     @staticmethod
-    def backward(ctx: Any, d_weight_ENK: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, d_weight_ENK: Tensor) -> tuple[Tensor, None, None]:
         (counts_E,) = ctx.saved_tensors
-        return _zero_without_rows(d_weight_ENK, counts_E), None
-
-
-def without_rows(weight_ENK: Tensor, counts_E: Tensor) -> Tensor:
-    """Return stacked weights; the gradient of those without rows is 0, whatever a kernel leaves there."""
-    used: Tensor = WithoutRows.apply(weight_ENK, counts_E)  # type: ignore[no-untyped-call]
-    return used
+        return ctx.zero(d_weight_ENK, counts_E), None, None
 
 
 def grouped_linear_on_gpu(
-    rows_NK: Tensor,
-    weight_ENK: Tensor,
-    counts_E: Tensor,
-    without_rows: Callable[[Tensor, Tensor], Tensor] = without_rows,
+    rows_NK: Tensor, weight_ENK: Tensor, counts_E: Tensor, zero: Zero = zero_without_rows
 ) -> Tensor:
-    """Return each expert's rows times its transposed weight, in one kernel each way, without a host wait."""
-    return in_one_kernel(rows_NK, without_rows(weight_ENK, counts_E).transpose(1, 2), counts_E)
+    """Return each expert's rows times its transposed weight, in one kernel each way, without a host wait.
+
+    ``zero`` sets the gradients of experts without rows to zero, which the kernel leaves undefined.
+    """
+    used: Tensor = WithoutRows.apply(weight_ENK, counts_E, zero)  # type: ignore[no-untyped-call]
+    return in_one_kernel(rows_NK, used.transpose(1, 2), counts_E)
 
 
 #: :func:`multiply`, differentiable.

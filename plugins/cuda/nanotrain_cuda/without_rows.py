@@ -10,7 +10,6 @@ Shapes: E experts, N outputs, K inputs.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -25,7 +24,7 @@ def experts(rows_ND: Tensor, counts_E: Tensor, gate_EFD: Tensor, up_EFD: Tensor,
     """Return what plain PyTorch's does. See :class:`~nanotrain_core.api.torch.Ops`."""
     if not has_one_kernel(rows_ND, *gate_EFD.shape[1:]):
         return TORCH.experts(rows_ND, counts_E, gate_EFD, up_EFD, down_EDF)
-    linear = partial(grouped_linear_on_gpu, counts_E=counts_E, without_rows=without_rows)
+    linear = partial(grouped_linear_on_gpu, counts_E=counts_E, zero=zeroed)
     return linear(TORCH.swiglu(linear(rows_ND, gate_EFD), linear(rows_ND, up_EFD)), down_EDF)
 
 
@@ -50,21 +49,7 @@ def is_dense(stacked: Tensor) -> bool:
     return stacked[0].is_contiguous() or stacked[0].T.is_contiguous()
 
 
-def without_rows(weight_ENK: Tensor, counts_E: Tensor) -> Tensor:
-    """Return what :func:`nanotrain_core.moe.grouped_mm.without_rows` does."""
-    used: Tensor = WithoutRows.apply(weight_ENK, counts_E)  # type: ignore[no-untyped-call]
-    return used
-
-
-class WithoutRows(torch.autograd.Function):
-    """Identity of stacked weights; backward: the gradient of weights without rows is 0."""
-
-    @staticmethod
-    def forward(ctx: Any, weight_ENK: Tensor, counts_E: Tensor) -> Tensor:
-        ctx.save_for_backward(counts_E)
-        return weight_ENK.view_as(weight_ENK)
-
-    @staticmethod
-    def backward(ctx: Any, d_weight_ENK: Tensor) -> tuple[Tensor, None]:
-        zero_without_rows(d_weight_ENK, *ctx.saved_tensors)
-        return d_weight_ENK, None
+def zeroed(stacked_ENK: Tensor, counts_E: Tensor) -> Tensor:
+    """Return matrices after :func:`zero_without_rows`."""
+    zero_without_rows(stacked_ENK, counts_E)
+    return stacked_ENK
