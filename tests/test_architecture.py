@@ -246,7 +246,7 @@ SMALL = {
     "precision": 680,
     "recipe": 1846,
     "registry": 781,
-    "run": 3184,
+    "run": 3188,
     "script": 818,
     "watch": 454,
 }

@@ -21,7 +21,11 @@ if TYPE_CHECKING:
 
 def run_info(engine: RuntimeEngine) -> RunInfo:
     """Describe the run of ``engine``. Collective."""
-    run = engine.run
+    run, described = engine.run, engine.run.described
+    parameters = count_parameters(run.placed, run.mesh)
+    trained = count_parameters((p for p in run.placed if p.parameter.requires_grad), run.mesh)
+    if trained < parameters:
+        described = (*described, f"{trained:,} of the parameters are trained ({trained / parameters:.2%})")
     return RunInfo(
         name=run.name,
         folder=engine.folder,
@@ -30,7 +34,7 @@ def run_info(engine: RuntimeEngine) -> RunInfo:
         rank=run.mesh.rank,
         world_size=run.mesh.world_size,
         device=run.mesh.device,
-        parameters=count_parameters(run.placed, run.mesh),
+        parameters=parameters,
         tokens_per_step=run.feed.tokens_per_step,
         length=run.feed.length,
         flops_per_token=run.flops_per_token,
@@ -52,7 +56,7 @@ def run_info(engine: RuntimeEngine) -> RunInfo:
         schedule=run.schedule,
         current_schedule=lambda: engine.run.schedule,
         pipeline_share=run.pipeline_share,
-        described=run.described,
+        described=described,
     )
 
 

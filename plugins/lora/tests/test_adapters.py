@@ -109,6 +109,16 @@ def test_the_base_has_no_gradients_no_state_and_no_masters():
         assert torch.equal(placed.parameter, before[name]) == (name not in trained)
 
 
+def test_the_console_tells_how_many_parameters_are_trained(capsys):
+    made = engine(monitor=[{"use": "console"}])
+    made.fit()
+    trained = sum(value.numel() for name, value in weights(made.run).items() if ".lora_" in name)
+    total = sum(value.numel() for value in weights(made.run).values())
+    out = capsys.readouterr().out
+    assert f"{total:,} parameters" in out
+    assert f"{trained:,} of the parameters are trained ({trained / total:.2%})" in out
+
+
 @pytest.mark.parametrize("changes", [{}, {"alpha": 12.0}, {"rslora": True}, {"rank": 2}, {"targets": ["q"]}])
 def test_a_run_goes_on_with_adapters_of_the_same_config_and_merges_others(tmp_path, changes):
     """They would act otherwise there, or not all of them, though each has a tensor of its name."""
