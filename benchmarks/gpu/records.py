@@ -60,13 +60,18 @@ class Recorder:
 
 def told(error: BaseException) -> str:
     """Return an error's kind and its first line, and the last lines of a long one."""
-    first, *more = [line.rstrip() for line in f"{type(error).__name__}: {error}".splitlines() if line.strip()]
+    first, *more = filled_lines(f"{type(error).__name__}: {error}")
     return "\n".join([first, *more[1 - LAST :]])
 
 
 def last_lines(text: str) -> str:
     """Return the last few lines of ``text`` that hold something."""
-    return "\n".join([line.rstrip() for line in text.splitlines() if line.strip()][-LAST:])
+    return "\n".join(filled_lines(text)[-LAST:])
+
+
+def filled_lines(text: str) -> list[str]:
+    """Return the lines of ``text`` that hold something."""
+    return [line.rstrip() for line in text.splitlines() if line.strip()]
 
 
 def last_words(log: str) -> str:

@@ -41,7 +41,7 @@ def expect_same(saved: str, ours: Recipe) -> None:
         free = {field.name for field in fields if not field.metadata.get(COMPUTES)}
         name = f"{chosen.kind}.{chosen.use}" if chosen.kind in LISTED_KINDS else chosen.kind
         there, here = tables(saved, chosen.kind).get(name, {}), plain(chosen)
-        if there.get("use") == chosen.use and (found := list(differences(name, there, here, free))):
+        if there.get("use") == chosen.use and (found := differences(name, there, here, free)):
             what = f"the checkpoint's tensors would compute something else: {'; '.join(found)}"
             raise CheckpointError(f"{what}. {BEGIN_ANEW}")
 
@@ -63,8 +63,7 @@ def _of_section(section: str, saved: str, ours: str) -> Iterator[str]:
     there, here = tables(saved, section), tables(ours, section)
     for name in sorted({*there, *here}):
         if name in there and name in here:
-            found = list(differences(name, there[name], here[name], RATES))
-            yield from found[:1] if there[name].get("use") != here[name].get("use") else found
+            yield from differences(name, there[name], here[name], RATES)
         else:
             yield f"{name} is only {'there' if name in there else 'in this recipe'}"
 

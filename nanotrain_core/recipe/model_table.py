@@ -67,27 +67,27 @@ def refuse_other_model(
             raise CheckpointError(f"{what} of another model: its table does not fit this one: {text}")
         there = as_json(canonical_table(Selection("model", ours.use, config)), "model")
     free = {*changing, *(training_keys(ours.config) if ours else ())}
-    if found := list(differences("model", there, here, free)):
-        if there.get("use") != here.get("use"):  # the other keys are another component's
-            del found[1:]
+    if found := differences("model", there, here, free):
         raise CheckpointError(f"{what} of another model: {'; '.join(found)}")
 
 
 def differences(
     section: str, there: Mapping[str, Any], here: Mapping[str, Any], free: Collection[str]
-) -> Iterator[str]:
-    """Yield how two tables of a section differ, except in ``free`` keys, in the order of this recipe's keys.
+) -> list[str]:
+    """Return how two tables of a section differ, except in ``free`` keys, in the order of this recipe's keys.
 
-    Keys of one side alone follow from those that both have, and are yielded if these are equal.
+    Keys of one side alone follow from those that both have, and are named if these are equal. If the tables
+    are of different components, that alone is named.
     """
     keys = [key for key in {"use": None, **here, **there} if key not in free]
     both = [key for key in keys if key in there and key in here]
     found = [text for key in both for text in _difference(f"{section}.{key}", there[key], here[key])]
-    yield from found
     for key in keys if not found else ():
         if (key in there) != (key in here):
             side, other = ("there", "in this recipe") if key in there else ("in this recipe", "there")
-            yield f"{section}.{key} is {there.get(key, here.get(key))!r} {side} and has no meaning {other}"
+            value = there.get(key, here.get(key))
+            found.append(f"{section}.{key} is {value!r} {side} and has no meaning {other}")
+    return found if there.get("use") == here.get("use") else found[:1]
 
 
 def _difference(key: str, there: Any, here: Any) -> Iterator[str]:
