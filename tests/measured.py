@@ -110,6 +110,13 @@ def age(ranks):
     return ranks[0].ended - ranks[0].saves[-1][0]
 
 
+def over_median(ranks):
+    """The first report with enough steps is the one before the last: if it was slow, its median is kept."""
+    then = statistics.fmean(min(rank.windows[:-1][-3:]) for rank in ranks)
+    usual = statistics.fmean(numpy.percentile(rank.windows[:-1], 50) for rank in ranks)
+    return RECENT(ranks) / (usual if then > 2 * usual else MEDIAN(ranks))
+
+
 def exact(each):
     return lambda ranks: each
 
@@ -123,7 +130,7 @@ MEASURED: Mapping[str, Callable] = {
     "time/step/p50": MEDIAN,
     "time/step/p95": mean(lambda r: numpy.percentile(r.windows, 95)),
     "time/step/recent": RECENT,
-    "time/step/over_median": lambda ranks: RECENT(ranks) / MEDIAN(ranks),
+    "time/step/over_median": over_median,
     "time/data": mean(lambda r: r.busy("data")),
     "time/data_fraction": most(lambda r: r.busy("data") / r.step),
     "time/forward_backward": mean(lambda r: r.busy(PASSES, "gradient sync")),
