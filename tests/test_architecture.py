@@ -42,7 +42,7 @@ LEVELS = (
         "checkpoint.safetensors_files checkpoint.saver layout.initialization optim.lr_schedule "
         "pipeline.annotation pipeline.executor "
         "pipeline.p2p pipeline.simulator run.derived_metrics run.events run.feed run.folder "
-        "run.skipped_ranges run.global_metrics run.monitor_collectives",
+        "run.skipped_ranges run.global_metrics run.monitor_collectives run.monitor_failures",
     ),
     (
         "recipe and registry",
@@ -246,7 +246,7 @@ SMALL = {
     "precision": 680,
     "recipe": 1846,
     "registry": 781,
-    "run": 3188,
+    "run": 3202,
     "script": 818,
     "watch": 454,
 }

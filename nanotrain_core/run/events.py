@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import attrs
-import structlog
 
 from nanotrain_core.contracts import (
     CheckpointReport,
@@ -26,7 +24,7 @@ from nanotrain_core.contracts import (
     TrainState,
     UpdateReport,
 )
-from nanotrain_core.errors import NanotrainError, PluginError, describe, expect_result
+from nanotrain_core.errors import PluginError, expect_result
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.metrics.board import Board, of_core
 from nanotrain_core.metrics.core import CORE
@@ -34,8 +32,8 @@ from nanotrain_core.metrics.declared import Names
 from nanotrain_core.metrics.of_reports import of_checkpoint, of_evaluation
 from nanotrain_core.metrics.publish import Metrics
 from nanotrain_core.run.derived_metrics import with_derived
-from nanotrain_core.run.log import record
 from nanotrain_core.run.monitor_collectives import FailedElsewhere, MonitorCollectives
+from nanotrain_core.run.monitor_failures import MonitorFailures
 from nanotrain_core.run.plain_json import as_json
 from nanotrain_core.run.stop import Rollback, StopRequest
 from nanotrain_core.watch.progress import Progress
@@ -53,7 +51,8 @@ class Events:
         weights_ready: Callable[[], None] = lambda: None,
     ) -> None:
         """``weights_ready`` waits for weights in flight, for monitors that read them."""
-        self.monitors, self.stop, self.strict = monitors, stop, strict
+        self.monitors, self.stop = monitors, stop
+        self.failures = MonitorFailures(strict=strict)
         self.weights_ready = weights_ready
         self.board: Board | None = None
         self.collectives: MonitorCollectives | None = None
@@ -63,8 +62,6 @@ class Events:
         """Monitors, by their index in the run, that failed in ``on_start`` on any rank."""
         self._failed: dict[int, Exception] = {}
         self._loaded: Mapping[str, Any] = {}
-        self._told: Counter[tuple[str, str]] = Counter()
-        self.log = structlog.get_logger("nanotrain.monitor")
 
     @property
     def monitors(self) -> Sequence[Monitor]:
@@ -86,7 +83,7 @@ class Events:
         known = [*CORE, *(metric for monitor in self.monitors for metric in monitor.declared)]
         declared = tuple({metric.name: metric for metric in reversed(known)}.values())[::-1]
         for number, (name, monitor) in enumerate(self._named()):
-            own = Metrics(board, number, name, strict=self.strict)
+            own = Metrics(board, number, name, strict=self.failures.strict)
             taps: dict[str, Any] = {
                 name: partial(getattr(run, name), number, run.mesh) for name in ("tap", "tap_calls")
             }
@@ -97,7 +94,8 @@ class Events:
         for number, (name, _) in enumerate(self._named()):
             ranks = [rank for rank, numbers in enumerate(by_rank) if number in numbers]
             if ranks and run.rank == 0:
-                self.log.warning("a monitor could not start: it is left out", monitor=name, on_ranks=ranks)
+                text = "a monitor could not start: it is left out"
+                self.failures.log.warning(text, monitor=name, on_ranks=ranks)
 
     def before_restore(self, restore: Restore) -> None:
         """The run is about to search for its checkpoints. A monitor that fails here, in any way, ends it.
@@ -146,7 +144,7 @@ class Events:
                 for name, rank in report.failed.items():
                     text = "a monitor failed on a rank: what it published until this step is left out"
                     where: dict[str, Any] = {"on_rank": rank, "step": report.step}
-                    self._warn_once(f"{name} on rank {rank}", text, monitor=name, **where)
+                    self.failures.warn(f"{name} on rank {rank}", text, monitor=name, **where)
         for number, monitor in self._subscribers("derive"):
             if number in self.left_out:
                 continue
@@ -154,7 +152,7 @@ class Events:
                 names = self.board.names[number] if self.board is not None else Names(monitor.declared)
                 report = with_derived(report, monitor, monitor.derive(report), names)
             except Exception as problem:
-                self._handle_failure(monitor, "derive", problem)
+                self.failures.handle(monitor, "derive", problem)
         self._dispatch("on_metrics", report)
 
     def evaluation(self, report: EvaluationReport) -> None:
@@ -206,7 +204,7 @@ class Events:
             except Exception as ending:
                 problem = problem or ending
                 report = attrs.evolve(report, reason="failed")
-        self._log_repetitions()
+        self.failures.log_repetitions()
         if problem is not None:
             raise problem
 
@@ -241,7 +239,7 @@ class Events:
                     raise TypeError(f"it returned {type(state).__name__}; expected a dict, {{}} for nothing")
                 found[name] = as_json(state)
             except Exception as problem:
-                self._handle_failure(monitor, "meta", problem)
+                self.failures.handle(monitor, "meta", problem)
         return {name: meta for name, meta in found.items() if meta}
 
     def suspect_steps(self) -> int:
@@ -253,7 +251,7 @@ class Events:
                     name = f"monitor {type(monitor).__name__}"
                     most = max(most, expect_result(name, "suspect_steps", monitor.suspect_steps(), int))
             except Exception as problem:
-                self._handle_failure(monitor, "suspect_steps", problem)
+                self.failures.handle(monitor, "suspect_steps", problem)
         return most
 
     def load_meta(self, meta: Mapping[str, Any]) -> None:
@@ -264,7 +262,7 @@ class Events:
                 if name in meta and number not in self.left_out:
                     monitor.load_meta(meta[name])
             except Exception as problem:
-                self._handle_failure(monitor, "load_meta", problem)
+                self.failures.handle(monitor, "load_meta", problem)
 
     def _named(self) -> Iterator[tuple[str, Monitor]]:
         """Yield every monitor with the name of its class, the second of a class with an index."""
@@ -307,7 +305,7 @@ class Events:
                 except Exception as problem:
                     failed.add(number)
                     try:
-                        self._handle_failure(monitor, event, problem)
+                        self.failures.handle(monitor, event, problem)
                     except Exception as raised:
                         ending = ending or raised
         finally:
@@ -362,41 +360,3 @@ class Events:
             self.stop.request_rollback(request)
         else:
             raise TypeError(f'{event} returned {request!r}; expected None, "stop", an earlier Rollback')
-
-    def _handle_failure(self, monitor: Monitor, event: str, problem: Exception) -> None:
-        """Log an exception of a monitor. If the run is strict, or it is a NanotrainError, raise it instead,
-        which ends the run."""
-        what = f"{type(monitor).__name__}.{event}"
-        if isinstance(problem, FailedElsewhere):
-            if self.strict:
-                raise NanotrainError(f"the monitor in {what}: {problem}") from None
-            text = "a monitor's event was ended: it failed on another rank"
-            self._warn_once(what, text, str(problem), monitor=what, why=str(problem))
-            return
-        if self.strict or isinstance(problem, NanotrainError):
-            raise problem
-        text = "a monitor failed and the run goes on"
-        if self._was_logged(what, describe(problem)):
-            record("error", text, monitor=what, error=describe(problem))
-        else:
-            self.log.exception(text, monitor=what)
-
-    def _warn_once(self, what: str, text: str, problem: str = "", **said: Any) -> None:
-        """Warn, and write what is said of the same problem later to the log's file alone."""
-        if self._was_logged(what, problem):
-            record("warning", text, **said)
-        else:
-            self.log.warning(text, **said)
-
-    def _was_logged(self, what: str, problem: str = "") -> bool:
-        """Return whether this problem was logged before, ignoring numbers in its text, and count it."""
-        key = what, re.sub(r"\d+", "0", problem)
-        self._told[key] += 1
-        return self._told[key] > 1
-
-    def _log_repetitions(self) -> None:
-        """Log, at the end of the run, how often problems that were logged once have occurred."""
-        for (what, _), times in self._told.items():
-            if times > 1:
-                self.log.warning("a monitor failed again in the same way", monitor=what, times=times - 1)
-        self._told.clear()

@@ -171,7 +171,7 @@ def train(
     engine.run = attrs.evolve(engine.run, optimizer=cast(Optimizer, optimizer), checkpoint=checkpoint)
     engine.events.monitors = [*engine.events.monitors, *([watch] if watch_gradients else []), seen]
     if failing_monitors:
-        engine.events.strict = False
+        engine.events.failures.strict = False
         engine.events.monitors = [*map(Failing, engine.run.monitors), seen]
     quiet = capture_logs() if failing_monitors else contextlib.nullcontext()
     collectives = CollectiveLog()
