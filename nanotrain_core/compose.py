@@ -25,7 +25,7 @@ from nanotrain_core.contracts import (
     Optimizer,
 )
 from nanotrain_core.errors import PluginError, expect_result
-from nanotrain_core.hf.open_weights import load_weights
+from nanotrain_core.hf.load_weights import load_weights
 from nanotrain_core.layout.gradients import AllReduceGradients
 from nanotrain_core.layout.initialization import equalize
 from nanotrain_core.layout.mesh import Mesh

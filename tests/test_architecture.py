@@ -233,7 +233,7 @@ SMALL = {
     "compile": 789,
     "contracts": 716,
     "data": 895,
-    "hf": 1175,
+    "hf": 1190,
     "launch": 2420,
     "layout": 1282,
     "models": 892,

@@ -132,7 +132,8 @@ def split_blocks(path, rank_count):
     import torch.distributed as dist
     from torch import nn
 
-    from nanotrain_core.hf.open_weights import load_weights, open_weights
+    from nanotrain_core.hf.load_weights import load_weights
+    from nanotrain_core.hf.open_weights import open_weights
     from nanotrain_core.layout.layout import Layout, View
     from nanotrain_core.layout.mesh import Mesh
     from nanotrain_core.layout.placement import PlacedParameter, Placement
@@ -174,7 +175,8 @@ def load_from_own_disk(path):
     """Load the weights of this rank's own folder, and return the error."""
     import torch.distributed as dist
 
-    from nanotrain_core.hf.open_weights import load_weights, open_weights
+    from nanotrain_core.hf.load_weights import load_weights
+    from nanotrain_core.hf.open_weights import open_weights
     from nanotrain_core.layout.layout import Layout, View
     from nanotrain_core.layout.mesh import Mesh
     from nanotrain_core.registry.registry import load_plugins

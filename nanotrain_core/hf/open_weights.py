@@ -7,14 +7,12 @@ component can open for its weights: a checkpoint, or a run folder.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from hashlib import sha256
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import attrs
-import structlog
 import tomli
 import torch
 from torch import nn
@@ -29,16 +27,13 @@ from nanotrain_core.errors import CheckpointError, describe, did_you_mean
 from nanotrain_core.hf.added_weights import Addition, additions, merged
 from nanotrain_core.hf.block_scaled import BlockScaled
 from nanotrain_core.hf.mapping import HFError, HFMapping, ParameterMapping, expect
-from nanotrain_core.hf.weights import Atlas, HFWeights, differences, missing_prefix, not_finite
-from nanotrain_core.layout.mesh import Mesh
+from nanotrain_core.hf.weights import Atlas, HFWeights, differences, missing_prefix
 from nanotrain_core.layout.meta_device import meta_device
-from nanotrain_core.layout.placement import PlacedParameter
 from nanotrain_core.pipeline.actions import Part
-from nanotrain_core.recipe.model_table import model_table, refuse_other_model, without_none
+from nanotrain_core.recipe.model_table import without_none
 from nanotrain_core.recipe.structure import structure
 from nanotrain_core.recipe.tree import Selection
 from nanotrain_core.registry.registry import Registry
-from nanotrain_core.run.progress_bar import show_progress
 from nanotrain_core.run.suggest_run import nearby_weights
 
 #: The ``[model]`` table of a folder in our format: a recipe can extend it.
@@ -49,7 +44,7 @@ ADAPTERS = "adapter_config.json"
 #: The name of a head in the files of transformers' classes of language models.
 HEAD = "lm_head.weight"
 #: Maximum ratio of the size a config describes to the files' size at which missing tensors are listed.
-MUCH = 4
+MAX_SIZE_RATIO = 4
 NOTHING: Mapping[str, Shape] = MappingProxyType({})
 
 
@@ -272,7 +267,7 @@ def _open_hf(folder: Path, registry: Registry) -> Weights:
     _expect_about_as_many(folder, hf.mappings_in(selection.config, config), shards)
     shapes = shapes_of(selection, registry)
     numbers, held = (sum(map(prod, each.values())) for each in (shapes, shards.shapes))
-    if numbers > MUCH * held:
+    if numbers > MAX_SIZE_RATIO * held:
         refuse(folder, [f"{CONFIG} describes {numbers:,} numbers, and the files hold {held:,}"])
     atlas = Atlas(hf.mappings_in(selection.config, config), shapes)
     return Weights(folder, selection, _read_hf(folder, shards, atlas, hf.ignored), hf=True)
@@ -284,7 +279,7 @@ def _expect_about_as_many(folder: Path, mappings: Iterable[ParameterMapping], sh
     Raises:
         CheckpointError: it has far more.
     """
-    most, named = MUCH * len(shards.shapes), 0
+    most, named = MAX_SIZE_RATIO * len(shards.shapes), 0
     for mapping in mappings:
         named += len(mapping.hf) if isinstance(mapping.hf, tuple) else 1
         if named > most:
@@ -318,103 +313,3 @@ def _is_copy(shards: Tensors, name: str, of: Iterable[str]) -> bool:
     index = tuple(slice(0, size) for size in shards.shapes[name])
     tensor = shards.read(name, index)
     return any(torch.equal(shards.read(other, index), tensor) for other in of)
-
-
-# --- a run that starts from them --------------------------------------------------------------
-
-
-def fingerprint(reader: WeightReader) -> str:
-    """Return a SHA-256 over all names and shapes, and over a corner of up to 64 tensors, evenly selected.
-
-    It distinguishes weights of one model: those on a host's own disk, or of another step of a run that is
-    still saving. Weights that differ in only a few values may go unnoticed.
-    """
-    names = sorted(reader.shapes)
-    digest = sha256(repr([(name, tuple(reader.shapes[name])) for name in names]).encode())
-    for name in names[:: -(-len(names) // 64)]:
-        corner = reader.read(name, tuple(slice(0, min(16, size)) for size in reader.shapes[name]))
-        digest.update(corner.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
-
-
-@torch.no_grad()
-def load_weights(
-    path: Path,
-    registry: Registry,
-    selection: Selection,
-    wrappers: Sequence[Any],
-    placed: Sequence[PlacedParameter],
-    mesh: Mesh,
-) -> None:
-    """Fill this rank's blocks one at a time, reading little more. Rank 0 checks for damage. Collective.
-
-    Parameters that a wrapper has added to the model keep their initial values if the weights lack them.
-
-    Raises:
-        CheckpointError: the weights are damaged, of another model than the run's, beyond the range of its
-            dtypes, or differ on some rank.
-    """
-    beside = _beside_the_model(selection, registry, placed, mesh)
-    weights = open_weights(path, registry, beside, wrappers)
-    refuse_other_model(model_table(weights.selection), selection, what=f"{path} has weights")
-    with show_progress("verifying weights"):
-        damage = mesh.gather(tuple(weights.reader.damage()) if mesh.rank == 0 else ())[0]
-    if damage:
-        raise CheckpointError("; ".join(damage))
-    prints = mesh.gather(fingerprint(weights.reader))
-    other = next((rank for rank, found in enumerate(prints) if found != prints[0]), None)
-    if other is not None:
-        raise CheckpointError(f"rank {other} finds other weights in {path} than rank 0")
-    added = _not_in(path, weights.reader, beside, placed, mesh)
-    wanted = [each for each in placed if each.placement.name not in added]
-    odd: list[str] = []
-    with show_progress("loading weights", sum(each.parameter.nbytes for each in wanted), "B") as advance:
-        for parameter in wanted:
-            block = weights.reader.read(parameter.placement.name, parameter.placement.slices)
-            # Checked in host memory, before it is on the device.
-            rounded = block.to(parameter.parameter.dtype)
-            parameter.parameter.copy_(rounded)
-            if parameter.parameter.requires_grad and (problem := not_finite(block, rounded)):
-                odd.append(f"{parameter.placement.name} {problem}")
-            advance(parameter.parameter.nbytes)
-    if first := next((names[0] for names in mesh.gather(odd) if names), ""):
-        raise CheckpointError(f"{path}: {first}")
-
-
-def _beside_the_model(
-    selection: Selection, registry: Registry, placed: Sequence[PlacedParameter], mesh: Mesh
-) -> dict[str, Shape]:
-    """Return shapes of the run's parameters that its model does not have, such as a wrapper's adapters."""
-    shapes = shapes_of(selection, registry)
-    own = {p.placement.name: p.placement.global_shape for p in placed if p.placement.name not in shapes}
-    return {name: shape for theirs in mesh.gather(own) for name, shape in theirs.items()}
-
-
-def _not_in(
-    path: Path,
-    reader: WeightReader,
-    beside: Mapping[str, Shape],
-    placed: Sequence[PlacedParameter],
-    mesh: Mesh,
-) -> set[str]:
-    """Return which parameters of the run beside its model's are not in the weights.
-
-    Raises:
-        CheckpointError: one of the model's is on no rank, so that a wrapper has renamed it.
-    """
-    if not (added := beside.keys() - reader.shapes.keys()):
-        return set()
-    names = set().union(*mesh.gather({each.placement.name for each in placed}))
-    if lost := reader.shapes.keys() - names:
-        raise CheckpointError(
-            f"{path} has {min(lost)}, and the run has {min(added)} instead: expected wrappers to keep the "
-            "names of the model's parameters, and to add others beside them"
-        )
-    if mesh.rank == 0:
-        structlog.get_logger("nanotrain.weights").warning(
-            "parameters that a wrapper added are not in the weights and keep their initial values",
-            parameters=len(added),
-            such_as=min(added),
-            weights=str(path),
-        )
-    return added
