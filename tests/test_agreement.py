@@ -16,7 +16,7 @@ import torch.distributed as dist
 from nanotrain_core.errors import LaunchError, NanotrainError
 from nanotrain_core.launch import agreement, code, launcher, worker
 from nanotrain_core.launch.agreement import agree
-from nanotrain_core.launch.attempts import Past
+from nanotrain_core.launch.attempts import LaunchHistory
 from nanotrain_core.launch.code import code_digests, environment_facts, expect_unchanged
 from nanotrain_core.launch.environment import Ranks
 from nanotrain_core.launch.hosts import Nodes
@@ -139,7 +139,7 @@ def test_ranks_that_would_run_other_code_than_their_launcher_found_are_refused(t
     """After `git pull` in its checkout, a restarted run had gone on with a mixture of two commits."""
     jobs = []
     monkeypatch.setattr(launcher, "_run_agent", lambda job, recipe, nodes: jobs.append(job) or 0)
-    assert launcher.start(Job(recipe="laptop"), load_recipe("laptop.toml"), Nodes(nproc=4)) == 0
+    assert launcher.start_ranks(Job(recipe="laptop"), load_recipe("laptop.toml"), Nodes(nproc=4)) == 0
     assert {"nanotrain-core", "nanotrain-ddp"} <= jobs[0].code.keys()
     assert "nanotrain-doctor" not in jobs[0].code  # the run uses none of its components
     expect_unchanged(jobs[0].code, launcher.load_plugins())
@@ -164,7 +164,7 @@ def test_hosts_that_do_not_see_the_folder_of_rank_0_are_refused(tmp_path, monkey
     def share(rank):
         ranks = Ranks(rank=rank, world_size=3, local_rank=int(rank == 1), local_world_size=2)
         job = Job(recipe="laptop", folder=str(tmp_path / folders[0]), resume="auto")
-        claims.append(share_folder(job, ranks, recipe, store, Past())[1])
+        claims.append(share_folder(job, ranks, recipe, store, LaunchHistory())[1])
 
     def on_its_disk(decide, key, ranks, store):
         got = broadcast(decide, key, ranks, store)

@@ -234,7 +234,7 @@ SMALL = {
     "contracts": 716,
     "data": 895,
     "hf": 1190,
-    "launch": 2420,
+    "launch": 2455,
     "layout": 1282,
     "models": 892,
     "moe": 513,

@@ -11,11 +11,12 @@ from torch.distributed import HashStore, TCPStore
 
 from nanotrain_core.errors import Exit
 from nanotrain_core.launch.agreement import agree, broadcast_from_rank_0
-from nanotrain_core.launch.attempts import Past, meet, remember
+from nanotrain_core.launch.attempts import LaunchHistory, exchange_histories, remember
 from nanotrain_core.launch.cause import PeerLostError
 from nanotrain_core.launch.environment import Ranks
-from nanotrain_core.launch.watchers import Mark
-from nanotrain_core.launch.worker import Job, start_from
+from nanotrain_core.launch.resume_point import start_from
+from nanotrain_core.launch.watchers import SaveMarker
+from nanotrain_core.launch.worker import Job
 from nanotrain_core.registry.registry import load_plugins
 
 
@@ -24,7 +25,7 @@ def attempt(store, *pasts):
     found = {}
 
     def rank(number, mine):
-        part, past = meet(store, number, len(pasts), mine, timeout=20)
+        part, past = exchange_histories(store, number, len(pasts), mine, timeout=20)
         if number == 0:
             found["past"] = past
         part.set(f"mine/{number}", str(number))
@@ -40,21 +41,21 @@ def attempt(store, *pasts):
 
 def test_rank_0_learns_what_any_host_knows_and_each_attempt_has_a_store_of_its_own():
     store = HashStore()
-    new, knows = Past(), Past(began=True, saved=True, folder="runs/a")
+    new, knows = LaunchHistory(), LaunchHistory(began=True, saved=True, folder="runs/a")
     first = attempt(store, new, new, new)
-    assert first == {"past": Past(), **{rank: ["0", "1", "2"] for rank in range(3)}}
+    assert first == {"past": LaunchHistory(), **{rank: ["0", "1", "2"] for rank in range(3)}}
     again = attempt(store, new, new, knows)
     assert again["past"] == knows
     assert [again[rank] for rank in range(3)] == [["0", "1", "2"]] * 3
-    assert attempt(store, Past(began=True), new, new)["past"] == Past(began=True)
+    assert attempt(store, LaunchHistory(began=True), new, new)["past"] == LaunchHistory(began=True)
 
 
 def test_a_rank_that_stays_away_is_named_though_an_earlier_attempt_of_it_called():
     store = HashStore()
     store.set_timeout(timedelta(seconds=5))
-    attempt(store, Past(), Past())
+    attempt(store, LaunchHistory(), LaunchHistory())
     with pytest.raises(PeerLostError, match=r"rank 1 has not come within 0\.2 seconds of rank 0") as told:
-        meet(store, 0, 2, Past(), timeout=0.2)
+        exchange_histories(store, 0, 2, LaunchHistory(), timeout=0.2)
     assert told.value.exit_code == Exit.FAILED  # a slow host is no mistake: a restart helps
 
 
@@ -67,7 +68,7 @@ def test_a_rank_that_never_calls_is_named(rank, text):
     store = HashStore()
     store.set_timeout(timedelta(seconds=0.3))
     with pytest.raises(PeerLostError, match=text):
-        meet(store, rank, 2, Past(), timeout=0.2)
+        exchange_histories(store, rank, 2, LaunchHistory(), timeout=0.2)
 
 
 def test_rank_0_names_a_rank_that_never_calls_before_the_others_give_up(monkeypatch):
@@ -82,13 +83,13 @@ def test_rank_0_names_a_rank_that_never_calls_before_the_others_give_up(monkeypa
     for rank, called in ((2, 0.0), (0, 290.0)):
         now[0] = called
         with pytest.raises(PeerLostError):
-            meet(HashStore(), rank, 3, Past(), timeout=300.0)
+            exchange_histories(HashStore(), rank, 3, LaunchHistory(), timeout=300.0)
         gave_up[rank] = now[0]
     assert gave_up[0] < gave_up[2]
 
 
 WAITS = {
-    "meet": lambda store, rank: meet(store, rank, 2, Past(), timeout=4),
+    "meet": lambda store, rank: exchange_histories(store, rank, 2, LaunchHistory(), timeout=4),
     "agree": lambda store, rank: agree(store, rank, 2, {}),
     "broadcast": lambda store, rank: broadcast_from_rank_0(
         lambda: None, "folder", Ranks(rank=rank, world_size=2), store
@@ -139,33 +140,35 @@ def test_the_mark_of_an_earlier_launch_replaces_no_checkpoint_that_was_asked_for
     """Under torchrun, if the first attempt died before it had deleted the mark: step 6 came for step 3."""
     job, past, mark = (
         Job(recipe="a", resume=resume),
-        Past(began=True, agents=("host 7 b",)),
+        LaunchHistory(began=True, agents=("host 7 b",)),
         tmp_path / "mark",
     )
 
     def start():
         return start_from(job, tmp_path, mark, past, "simple", load_plugins())
 
-    Mark(mark, "host 7 a").on_checkpoint(None)
+    SaveMarker(mark, "host 7 a").on_checkpoint(None)
     assert start() == resume
-    Mark(mark, "another\nhost 7 b").on_checkpoint(None)
+    SaveMarker(mark, "another\nhost 7 b").on_checkpoint(None)
     assert start() == "latest"
 
 
 def test_a_new_run_that_is_restarted_before_it_saves_begins_anew(tmp_path):
     """With "auto", object_store had fetched an older run's checkpoints, which it refuses to a new run."""
     begins = partial(start_from, Job(recipe="a"), tmp_path, None, use="simple", registry=load_plugins())
-    assert begins(Past(began=True)) is None
+    assert begins(LaunchHistory(began=True)) is None
     (tmp_path / "checkpoints/.tmp-of-a-killed-save").mkdir(parents=True)
-    assert begins(Past(began=True)) is None
+    assert begins(LaunchHistory(began=True)) is None
     (tmp_path / "checkpoints/step-00000003.safetensors").touch()
-    assert [begins(Past(began=began)) for began in (True, False)] == ["auto", None]
-    assert begins(Past(began=True, saved=True)) == "latest"
+    assert [begins(LaunchHistory(began=began)) for began in (True, False)] == ["auto", None]
+    assert begins(LaunchHistory(began=True, saved=True)) == "latest"
 
 
 def test_what_rank_0_leaves_is_known_though_no_host_counts():
     store = HashStore()
-    part, past = meet(store, 0, 1, Past(), timeout=20)
-    assert past == Past()
+    part, past = exchange_histories(store, 0, 1, LaunchHistory(), timeout=20)
+    assert past == LaunchHistory()
     remember(part, "runs/a")
-    assert attempt(store, Past(), Past())["past"] == Past(began=True, folder="runs/a")
+    assert attempt(store, LaunchHistory(), LaunchHistory())["past"] == LaunchHistory(
+        began=True, folder="runs/a"
+    )

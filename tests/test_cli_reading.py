@@ -268,4 +268,4 @@ def test_a_low_limit_of_open_files_is_told_in_a_line(monkeypatch, capsys, most):
 def test_ranks_do_not_start_where_too_few_files_may_be_open(monkeypatch):
     monkeypatch.setattr(launcher, "getrlimit", lambda which: (20, 20))
     with pytest.raises(LaunchError, match="`ulimit -n` allows 20 open files: expected 64 or more"):
-        launcher.prepare(2)
+        launcher.start_forkserver(2)

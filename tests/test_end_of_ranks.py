@@ -87,7 +87,7 @@ def test_a_rank_that_tells_its_monitors_of_a_failure_is_not_killed_like_one_that
         rank.ends = None
     (tmp_path / "pid-4").touch()
     began = time.monotonic()
-    ranks.leave(seconds=0.2)
+    ranks.end_after_failure(seconds=0.2)
     assert 0.5 < time.monotonic() - began < 10
     assert waits.exitcode in (-9, -15)  # killed right after SIGTERM
     assert tells.exitcode == 0

@@ -17,9 +17,10 @@ from run_folders import run_once
 from structlog.testing import capture_logs
 
 from nanotrain_core.errors import Exit, FolderError, FolderLocked
-from nanotrain_core.launch.attempts import Past
+from nanotrain_core.launch.attempts import LaunchHistory
 from nanotrain_core.launch.environment import Ranks
-from nanotrain_core.launch.worker import Job, recalled, share_folder
+from nanotrain_core.launch.resume_point import with_claimed_folder
+from nanotrain_core.launch.worker import Job, share_folder
 from nanotrain_core.run import folder as folders
 from nanotrain_core.run.folder import (
     LOOKS,
@@ -58,7 +59,7 @@ def test_a_claim_with_patience_waits_for_the_owner_to_end(capsys):
 def test_ranks_that_are_started_again_wait_for_the_lock_of_a_host_that_is_gone(again):
     job = SimpleNamespace(claimed=None, folder="here", resume=None, scratch=None)
     recipe = SimpleNamespace(run=SimpleNamespace(name="a", folder=None, timeout=300.0))
-    ranks, past = SimpleNamespace(rank=0, world_size=1), Past(began=again)
+    ranks, past = SimpleNamespace(rank=0, world_size=1), LaunchHistory(began=again)
     first = RunFolder.claim("a", folder="here")
     threading.Timer(0.3, first.release).start()
     if not again:
@@ -75,12 +76,12 @@ def test_ranks_that_died_before_they_had_a_folder_take_none_of_an_older_run():
     run_once("a")
     recipe = SimpleNamespace(run=SimpleNamespace(name="a", folder=None, timeout=300.0))
     ranks, job = Ranks(), Job(recipe="a")
-    path, claimed = share_folder(job, ranks, recipe, None, Past(began=True))
+    path, claimed = share_folder(job, ranks, recipe, None, LaunchHistory(began=True))
     assert str(path) == "runs/a-2"
     claimed.release()
     with pytest.raises(FolderError, match="runs/a holds a run already"):
-        share_folder(Job(recipe="a", folder="runs/a"), ranks, recipe, None, Past(began=True))
-    path, claimed = share_folder(job, ranks, recipe, None, Past(began=True, folder="runs/a"))
+        share_folder(Job(recipe="a", folder="runs/a"), ranks, recipe, None, LaunchHistory(began=True))
+    path, claimed = share_folder(job, ranks, recipe, None, LaunchHistory(began=True, folder="runs/a"))
     assert str(path) == "runs/a"
     claimed.release()
 
@@ -91,11 +92,15 @@ def test_a_folder_is_found_again_by_the_launch_that_has_claimed_it():
     recipe = SimpleNamespace(run=SimpleNamespace(name="a", folder=None))
     run_once("a", agents=mine)
     run_once("a", agents=["another"])
-    assert recalled(Past(agents=mine[1:]), Job(recipe="a"), recipe).folder == "runs/a"
-    assert recalled(Past(agents=mine), Job(recipe="a", folder="runs/a-2"), recipe) == Past(agents=mine)
+    assert with_claimed_folder(LaunchHistory(agents=mine[1:]), Job(recipe="a"), recipe).folder == "runs/a"
+    assert with_claimed_folder(
+        LaunchHistory(agents=mine), Job(recipe="a", folder="runs/a-2"), recipe
+    ) == LaunchHistory(agents=mine)
     with pytest.raises(FolderError, match="runs/a-2 holds a run already"):
         RunFolder.claim("a", folder="runs/a-2", agents=mine)
-    assert recalled(Past(agents=mine), Job(recipe="a", folder="runs/a-2"), recipe) == Past(agents=mine)
+    assert with_claimed_folder(
+        LaunchHistory(agents=mine), Job(recipe="a", folder="runs/a-2"), recipe
+    ) == LaunchHistory(agents=mine)
     assert str(claimed_by(["another"], "a")) == "runs/a-2"
 
 

@@ -76,7 +76,7 @@ def test_the_world_is_connected_by_a_barrier_and_splits_no_group(
     recipe = load_recipe("laptop.toml", overrides=changes, ranks=2)
     job = worker.Job(recipe="laptop.toml", scratch=str(tmp_path), one_host=True, claimed=str(tmp_path))
     registry = SimpleNamespace(versions=dict, plugins=())
-    worker.join(job, Ranks(0, 2, 0, 2), recipe, torch.device("cuda", 0), registry)
+    worker.join_ranks(job, Ranks(0, 2, 0, 2), recipe, torch.device("cuda", 0), registry)
     made = {name: (args, named) for name, args, named in nccl}
     assert made["init_process_group"][0] == (backend,)
     assert "device_id" not in made["init_process_group"][1]

@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 
 from nanotrain_core.builtin.configs import JsonlConfig, SampleConfig
 from nanotrain_core.errors import DataError
-from nanotrain_core.launch.worker import keep_recipe
+from nanotrain_core.launch.watchers import keep_recipe
 from nanotrain_core.metrics.core import CORE
 from nanotrain_core.metrics.declared import Bins, Metric, Rule, describe, described
 from nanotrain_core.metrics.history import read_metrics

@@ -8,12 +8,11 @@ from nanotrain_core.deprecated import attribute_of
 from nanotrain_core.launch.device import choose_device
 from nanotrain_core.launch.environment import Ranks, is_port, loopback
 from nanotrain_core.launch.hosts import Nodes
-from nanotrain_core.launch.launcher import prepare as prepare_ranks
-from nanotrain_core.launch.launcher import start as start_ranks
+from nanotrain_core.launch.launcher import start_forkserver as prepare_ranks
+from nanotrain_core.launch.launcher import start_ranks
 from nanotrain_core.launch.process_groups import ending_process_groups
 from nanotrain_core.launch.rendezvous import meet_ranks
-from nanotrain_core.launch.worker import Job
-from nanotrain_core.launch.worker import join as join_ranks
+from nanotrain_core.launch.worker import Job, join_ranks
 from nanotrain_core.run.added_parameters import adding_wrappers
 from nanotrain_core.run.stop import EXIT_OF
 from nanotrain_core.testing.degrees import Degrees

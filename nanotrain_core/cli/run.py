@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
     """Start the ranks, or be one of them under torchrun or srun."""
     end_on_sigterm(_ended, interrupts=True)  # until there are ranks to end, or training
     from nanotrain_core.launch.hosts import Nodes
-    from nanotrain_core.launch.launcher import launch, prepare
+    from nanotrain_core.launch.launcher import launch, start_forkserver
     from nanotrain_core.launch.worker import Job, train
 
     use_weights(args)
@@ -108,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
     nnodes = args.nnodes or 1
     least = fewest_machines(args, recipe)
     if recipe.run.ranks > 1:
-        prepare(max(1, recipe.run.ranks // nnodes))
+        start_forkserver(max(1, recipe.run.ranks // nnodes))
     check_inputs(found, weights=args.resume is None)
     check_resume(args)
     check_modules(found)

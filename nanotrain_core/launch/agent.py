@@ -189,7 +189,7 @@ class Agent(SimpleElasticAgent):
         why = "ranks of another host have failed" if hopeless else "another host has joined"
         log.say(f"{why}: all ranks are restarted")
         if hopeless:
-            self.processes.leave(HOPELESS)
+            self.processes.end_after_failure(HOPELESS)
         else:
             self.processes.stop()
 
@@ -203,12 +203,12 @@ class Agent(SimpleElasticAgent):
         Raises:
             RendezvousClosedError: the launcher of another host has ended the run, while these ranks wait.
         """
-        ends, codes = self.processes.look()
+        ends, codes = self.processes.poll()
         self._failed = bool(codes)
         if not codes:
             if len(ends) < len(worker_group.workers):
                 if self._is_over():
-                    self.processes.leave(HOPELESS)
+                    self.processes.end_after_failure(HOPELESS)
                     raise RendezvousClosedError
                 return RunResult(WorkerState.HEALTHY)
             self.processes.end()
@@ -220,9 +220,9 @@ class Agent(SimpleElasticAgent):
         # The others end first, as they may have the cause: one that noticed it may be seen before.
         kept: Collection[int] = ()
         if self._remaining_restarts and self.processes.job.in_process_restart:
-            kept = self.processes.keep()
+            kept = self.processes.keep_survivors()
         else:
-            self.processes.leave()
+            self.processes.end_after_failure()
         if self._remaining_restarts:
             number = worker_group.spec.max_restarts - self._remaining_restarts + 1
             if not self.start_again(by_rank, number):

@@ -2,7 +2,7 @@
 
 A launcher counts only failures of its own ranks: a restart caused by another host is not counted, and the
 launcher of a replaced host has no history. torchrun keeps one store for all attempts, so keys of a failed
-attempt are still there; rank 0 uses that to leave a :class:`Past` for later attempts.
+attempt are still there; rank 0 uses that to leave a :class:`LaunchHistory` for later attempts.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ from nanotrain_core.launch.store_waits import tries, wait_for
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-#: Key under which rank 0 of an attempt stores a :class:`Past` for later attempts with the same store.
-PAST = "past"
+#: Key of the :class:`LaunchHistory` that rank 0 of an attempt stores for later attempts with the same store.
+HISTORY = "history"
 
 
 @attrs.frozen(kw_only=True)
-class Past:
+class LaunchHistory:
     """What this launch has done before its ranks were started for this attempt."""
 
     began: bool = False
+    """Whether its ranks were started before."""
     saved: bool = False
     """Whether it has written a checkpoint of its own."""
     folder: str | None = None
     """The run folder, if a launcher remembers it."""
     failed_at: float | None = None
-    """When a launcher detected the last failure of its own ranks."""
+    """When a launcher detected the last failure of its own ranks, in seconds since the epoch."""
     agents: Sequence[str] = ()
     """Names of torchrun's agents, those that have joined it now included."""
 
@@ -43,8 +44,10 @@ class Past:
         return f"{self.failed_at or ''}" if self.began else None
 
 
-def meet(store: Store, rank: int, world_size: int, mine: Past, *, timeout: float) -> tuple[Store, Past]:
-    """Return ``store`` under a new prefix, and on rank 0 the combined :class:`Past` of all hosts.
+def exchange_histories(
+    store: Store, rank: int, world_size: int, mine: LaunchHistory, *, timeout: float
+) -> tuple[Store, LaunchHistory]:
+    """Return ``store`` under a new prefix, and on rank 0 the combined :class:`LaunchHistory` of all hosts.
 
     Every other rank publishes a unique token and waits for the answer under it; rank 0 repeats its answer,
     the prefix, until the rank has confirmed it. Keys of earlier attempts have other tokens, so they reach no
@@ -70,37 +73,37 @@ def meet(store: Store, rank: int, world_size: int, mine: Past, *, timeout: float
         part = wait_for(store, f"answer/{token}", time.monotonic() + 2 * timeout, text).decode()
         store.set(f"{part}/met/{rank}", "")
         return PrefixStore(part, store), mine
-    left = [Past(**json.loads(store.get(PAST)))] if store.check([PAST]) else []
-    pasts = [mine, *left, *(_answer(store, other, token, timeout) for other in range(1, world_size))]
-    return PrefixStore(token, store), _joined(pasts)
+    left = [LaunchHistory(**json.loads(store.get(HISTORY)))] if store.check([HISTORY]) else []
+    histories = [mine, *left, *(_answer(store, other, token, timeout) for other in range(1, world_size))]
+    return PrefixStore(token, store), _joined(histories)
 
 
 def remember(part: Store, folder: str) -> None:
-    """Store this launch's :class:`Past` for later attempts, outside the ``part`` of this attempt."""
+    """Store this launch's :class:`LaunchHistory` for later attempts, outside the ``part`` of this attempt."""
     from torch.distributed import PrefixStore
 
     assert isinstance(part, PrefixStore)
-    part.underlying_store.set(PAST, json.dumps({"began": True, "folder": folder}))
+    part.underlying_store.set(HISTORY, json.dumps({"began": True, "folder": folder}))
 
 
-def _answer(store: Store, rank: int, part: str, timeout: float) -> Past:
-    """Send ``rank`` of this attempt the name of its part of the store; return the :class:`Past` it sent."""
+def _answer(store: Store, rank: int, part: str, timeout: float) -> LaunchHistory:
+    """Send ``rank`` of this attempt the name of its part of the store; return the history that it sent."""
     deadline = time.monotonic() + timeout
     text = f"rank {rank} has not come within {timeout:g} seconds of rank 0"
     wait_for(store, f"call/{rank}", deadline, text)
     for _ in tries(deadline, text):  # a call of an earlier attempt may be there until this one's comes
-        token, past = json.loads(store.get(f"call/{rank}"))
+        token, history = json.loads(store.get(f"call/{rank}"))
         store.set(f"answer/{token}", part)
         if store.check([f"{part}/met/{rank}"]):
             break
-    return Past(**past)
+    return LaunchHistory(**history)
 
 
-def _joined(pasts: Sequence[Past]) -> Past:
-    return Past(
-        began=any(past.began for past in pasts),
-        saved=any(past.saved for past in pasts),
-        folder=next((past.folder for past in pasts if past.folder is not None), None),
-        agents=tuple(sorted({agent for past in pasts for agent in past.agents})),
-        failed_at=max((past.failed_at for past in pasts if past.failed_at is not None), default=None),
+def _joined(histories: Sequence[LaunchHistory]) -> LaunchHistory:
+    return LaunchHistory(
+        began=any(each.began for each in histories),
+        saved=any(each.saved for each in histories),
+        folder=next((each.folder for each in histories if each.folder is not None), None),
+        agents=tuple(sorted({agent for each in histories for agent in each.agents})),
+        failed_at=max((each.failed_at for each in histories if each.failed_at is not None), default=None),
     )

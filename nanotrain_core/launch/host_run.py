@@ -22,8 +22,9 @@ from nanotrain_core.launch.hosts import Nodes, rendezvous
 from nanotrain_core.launch.rank_process import serve
 from nanotrain_core.launch.rank_processes import RankProcesses
 from nanotrain_core.launch.restarts import HOST_FAILURES, Restarts
+from nanotrain_core.launch.resume_point import recorded_folder
 from nanotrain_core.launch.signal_forwarding import SignalForwarder
-from nanotrain_core.launch.worker import Job, recorded_folder
+from nanotrain_core.launch.worker import Job
 from nanotrain_core.recipe import Recipe
 from nanotrain_core.run import log
 from nanotrain_core.run.stop import EXIT_OF, SIGNALS
@@ -43,7 +44,7 @@ class HostRun:
             self.scratch,
             nodes.max_restarts,
             self.stopped,
-            self.of_all_hosts,
+            self.first_cause_of_all_hosts,
             may_leave=nodes.can_continue_without_this_host(),
         )
         self.agent: Agent | None = None
@@ -60,7 +61,7 @@ class HostRun:
             while True:
                 results = thread.submit(self._results)
                 try:
-                    ends = self.forwarder.wait(results, meanwhile=self._look)
+                    ends = self.forwarder.wait(results, meanwhile=self._poll)
                     return EXIT_OF[next(iter(ends.values()))]
                 except ChildFailedError:
                     return self._after_failure()
@@ -73,14 +74,14 @@ class HostRun:
         """Return whether a signal was received."""
         return self.forwarder.received is not None
 
-    def of_all_hosts(self, cause: Cause) -> Cause:
+    def first_cause_of_all_hosts(self, cause: Cause) -> Cause:
         """Return the first cause of all hosts, given that of this one; after a signal, only that."""
         return cause if self.agent is None or self.stopped() else self.agent.first_of_all(cause)
 
     def _results(self) -> dict[int, Any]:
         """Start an agent, and return what its ranks returned. Runs in the thread."""
         self.agent = Agent(
-            _what_to_start(self.job, self.nodes),
+            _worker_spec(self.job, self.nodes),
             RankProcesses(self.job, self.patience),
             before_start=self.watch.forget,
             start_again=lambda codes, number: self.restarts.again(codes, number, self.watch.hang),
@@ -92,9 +93,9 @@ class HostRun:
         return self.agent.results()
 
     def _given_up(self, codes: ExitCodes) -> Cause:
-        return self.of_all_hosts(first_cause(self.scratch, codes, self.watch.hang))
+        return self.first_cause_of_all_hosts(first_cause(self.scratch, codes, self.watch.hang))
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         """Watch; with several hosts rank 0 selects the run folder, so that it is known only now."""
         if self.watch.folder is None and (folder := recorded_folder(self.scratch)) is not None:
             self.watch.folder = Path(folder)
@@ -126,7 +127,10 @@ class HostRun:
             return end(self.agent.ended_by, self.watch.hang)
         where = f"at {self.nodes.endpoint} under --rdzv-id {self.nodes.run_id}"
         text = f"the hosts of the run do not meet {where}, or one has ended it and its launcher says why"
-        return end(self.of_all_hosts(Cause(f"{text}: {problem}", Exit.FAILED, echo=True)), self.watch.hang)
+        return end(
+            self.first_cause_of_all_hosts(Cause(f"{text}: {problem}", Exit.FAILED, echo=True)),
+            self.watch.hang,
+        )
 
 
 def silence_torch() -> None:
@@ -138,7 +142,7 @@ def silence_torch() -> None:
             logger.setLevel(logging.CRITICAL)
 
 
-def _what_to_start(job: Job, nodes: Nodes) -> WorkerSpec:
+def _worker_spec(job: Job, nodes: Nodes) -> WorkerSpec:
     """Return what the agent starts. With several hosts, this connects to their rendezvous.
 
     Raises:

@@ -59,10 +59,10 @@ def launch(job: Job, recipe: Recipe, nodes: Nodes) -> int:
         folder = job.folder or recipe.run.folder
         claim = RunFolder.claim(recipe.run.name, folder=folder, resume=job.resume is not None)
         job = attrs.evolve(job, claimed=str(claim.path))
-    return start(job, recipe, nodes)
+    return start_ranks(job, recipe, nodes)
 
 
-def start(job: Job, recipe: Recipe, nodes: Nodes) -> int:
+def start_ranks(job: Job, recipe: Recipe, nodes: Nodes) -> int:
     """Run ``job`` on this host's ranks, without claiming a run folder, and return the exit code.
 
     Raises:
@@ -88,7 +88,7 @@ def start(job: Job, recipe: Recipe, nodes: Nodes) -> int:
                 restore_cursor()
 
 
-def prepare(nproc: int) -> None:
+def start_forkserver(nproc: int) -> None:
     """Start the forkserver, which imports torch in parallel to this process: call it as early as possible.
 
     Raises:
@@ -125,7 +125,7 @@ def _run_agent(job: Job, recipe: Recipe, nodes: Nodes) -> int:
     interface = loopback()
     if nodes.count == 1 and interface:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    prepare(nodes.nproc)
+    start_forkserver(nodes.nproc)
 
     from nanotrain_core.launch.host_run import HostRun, silence_torch
 

@@ -109,7 +109,7 @@ class RankProcesses:
         theirs.close()
         return StartedRank(process, ours)
 
-    def look(self) -> tuple[dict[int, str], dict[int, int]]:
+    def poll(self) -> tuple[dict[int, str], dict[int, int]]:
         """Return, by local rank, how the run ended where it has, and exit codes of ranks that have failed.
 
         A rank that has only noticed another one's failure counts a second later, since that one is the cause.
@@ -128,7 +128,7 @@ class RankProcesses:
             codes = {**left, **codes}
         return ends, codes
 
-    def keep(self) -> Collection[int]:
+    def keep_survivors(self) -> Collection[int]:
         """Ask all ranks to end their attempt, as one has failed, and kill those that do not in time.
 
         Returns:
@@ -141,7 +141,7 @@ class RankProcesses:
         self._forget(gone)
         return self._ranks.keys()
 
-    def leave(self, seconds: float = GRACE) -> None:
+    def end_after_failure(self, seconds: float = GRACE) -> None:
         """End all ranks after a failure, and kill those that take longer than so many seconds."""
         self._end_attempts(seconds)
         self.stop(seconds=0.0)

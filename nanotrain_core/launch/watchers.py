@@ -1,13 +1,16 @@
-"""Monitors that a launch adds to a run, the same on every rank."""
+"""Monitors that a launch adds to a run, the same on every rank, and the recipe that one of them keeps."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from time import time
 
 from nanotrain_core.contracts import CheckpointReport, Monitor, RunInfo, StepEnd
 from nanotrain_core.engine import RuntimeEngine
+from nanotrain_core.errors import FolderError
+from nanotrain_core.recipe.secrets import without_secrets
 from nanotrain_core.run.files import write_text_atomically
 from nanotrain_core.run.log import record
 from nanotrain_core.run.recovery import Restart
@@ -25,7 +28,7 @@ class AtStart(Monitor):
             self.act()
 
 
-class Mark(Monitor):
+class SaveMarker(Monitor):
     """Creates a file when a checkpoint has been saved: a restarted run then resumes from its own."""
 
     def __init__(self, path: Path, launch: str = "") -> None:
@@ -57,14 +60,38 @@ class FirstStep(Monitor):
             self.restart = None
 
 
-def add_watchers(engine: RuntimeEngine, keep_recipe: Callable[[], None], mark: Mark | None) -> None:
+def add_watchers(engine: RuntimeEngine, keep_recipe: Callable[[], None], marker: SaveMarker | None) -> None:
     """Add them to a run: the one that keeps its recipe before the run's own monitors, the others after them.
 
     Args:
         engine: of the run.
         keep_recipe: called on rank 0 when the run starts.
-        mark: if the ranks may be restarted.
+        marker: if the ranks may be restarted.
     """
-    behind: list[Monitor] = [mark] if mark is not None else []
+    behind: list[Monitor] = [marker] if marker is not None else []
     behind += [FirstStep(engine.restart)] if engine.restart.failed_at else []
     engine.events.monitors = [AtStart(keep_recipe), *engine.events.monitors, *behind]
+
+
+def keep_recipe(folder: Path, text: str, explained: str) -> None:
+    """Write the resolved recipe as ``recipe.toml``, or ``recipe-2.toml`` if a resumed run changed it.
+
+    The newest file is what the run goes by: one that goes back to an earlier recipe writes that once more.
+    The origin of each of its values is in ``recipe.explained`` next to it. Who repeats the run needs all
+    values: with a secret among them, only the owner may read the files.
+
+    Raises:
+        FolderError: it cannot be written.
+    """
+    names = (re.fullmatch(r"recipe(?:-(\d+))?\.toml", path.name) for path in folder.glob("recipe*.toml"))
+    kept = {int(name[1] or 1): folder / name[0] for name in names if name}
+    newest = max(kept, default=0)
+    if newest and kept[newest].read_text(encoding="utf-8") == text:
+        return
+    path = folder / (f"recipe-{newest + 1}.toml" if newest else "recipe.toml")
+    try:
+        secret = without_secrets(text) != text
+        write_text_atomically(path.with_suffix(".explained"), explained, private=secret)
+        write_text_atomically(path, text, private=secret)
+    except OSError as problem:
+        raise FolderError(f"{path} cannot be written: {problem.strerror}") from problem

@@ -5,37 +5,35 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import attrs
 
-from nanotrain_core.checkpoint.listing import expect_own_kind
-from nanotrain_core.errors import FolderError
+from nanotrain_core.launch import resume_point
 from nanotrain_core.launch.agreement import agree, broadcast_from_rank_0, expect_shared
-from nanotrain_core.launch.attempts import Past, meet, remember
+from nanotrain_core.launch.attempts import LaunchHistory, exchange_histories, remember
 from nanotrain_core.launch.cause import leave_failure
 from nanotrain_core.launch.code import environment_facts, expect_unchanged
 from nanotrain_core.launch.cuda import record_collectives, set_allocator
 from nanotrain_core.launch.device import choose_device
-from nanotrain_core.launch.environment import Ranks, agent_name, agent_serves_store
+from nanotrain_core.launch.environment import Ranks, agent_serves_store
 from nanotrain_core.launch.peers import watching_peers
 from nanotrain_core.launch.process_groups import ending_process_groups
 from nanotrain_core.launch.rendezvous import meet_ranks
 from nanotrain_core.launch.restart_info import restart_of
 from nanotrain_core.recipe import Recipe, recipe_hash, resolve_recipe, write_resolved
-from nanotrain_core.recipe.secrets import without_secrets
+from nanotrain_core.recipe.load import Resolution
 from nanotrain_core.recipe.write import explain
 from nanotrain_core.registry.discovery import PluginArguments
 from nanotrain_core.registry.registry import Registry, load_plugins
 from nanotrain_core.run import log
 from nanotrain_core.run.files import write_text_atomically
-from nanotrain_core.run.folder import RunFolder, claimed_by, hold_as_rank, stop_without
+from nanotrain_core.run.folder import RunFolder, hold_as_rank, stop_without
 from nanotrain_core.watch.progress import FAILED, Progress
-from nanotrain_core.watch.scratch import FAILED_AT, FOLDER, HAS_SAVED
+from nanotrain_core.watch.scratch import FOLDER
 from nanotrain_core.watch.watchdog import Watchdog
 
 if TYPE_CHECKING:
@@ -43,6 +41,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
     from nanotrain_core.launch.rank_process import RankProcess
+
 #: Seconds for which a shared file system may keep the lock of a host that is gone: NFS version 4 does so for
 #: a lease, 90 seconds by default.
 LEASE = 120.0
@@ -98,28 +97,21 @@ def train(job: Job, ranks: Ranks) -> str:
 
 def _train(job: Job, ranks: Ranks, last: contextlib.ExitStack) -> str:
     log.configure(ranks.rank)
-    registry = load_plugins(block=job.plugins.blocked, local=job.plugins.local)
-    if ranks.local_rank == 0:  # reading code takes many requests to a file server
-        expect_unchanged(job.code, registry)
-    found = resolve_recipe(job.recipe, overrides=job.overrides, plugins=job.plugins, ranks=ranks.world_size)
-    recipe = found.recipe
-    # Our own launcher starts ranks as torchrun does, as many as it was told.
-    note = ranks.compare(found.merged.own_ranks) if job.scratch is None else None
-    if note and ranks.rank == 0:
-        log.say(f"note: {note}", level="warning")
+    registry, resolved = _resolve(job, ranks)
+    recipe = resolved.recipe
 
     import torch.distributed as dist
 
     from nanotrain_core.engine import RuntimeEngine
-    from nanotrain_core.launch.watchers import Mark, add_watchers
+    from nanotrain_core.launch.watchers import SaveMarker, add_watchers, keep_recipe
     from nanotrain_core.run.show_placements import show_placements
 
-    device = prepare(recipe, ranks)
-    store, past = join(job, ranks, recipe, device, registry)
+    device = set_up_process(recipe, ranks)
+    store, history = join_ranks(job, ranks, recipe, device, registry)
     if ranks.rank == 0:
-        past = recalled(past, job, recipe)
-    folder, lock = share_folder(job, ranks, recipe, store, past)
-    held, mark, progress = hold_as_rank(folder), mark_of(job, folder), Progress()
+        history = resume_point.with_claimed_folder(history, job, recipe)
+    folder, lock = share_folder(job, ranks, recipe, store, history)
+    held, marker, progress = hold_as_rank(folder), resume_point.saved_marker(job, folder), Progress()
     if job.process is not None:
         job.process.progress = progress
     if dist.is_initialized() and dist.get_backend() == "nccl":
@@ -130,8 +122,9 @@ def _train(job: Job, ranks: Ranks, last: contextlib.ExitStack) -> str:
         last.callback(watchdog.stop)
     try:
         with _watched(job, ranks, recipe, store, progress):
-            begin = partial(start_from, job, folder, mark, past, recipe.checkpoint.use, registry)
-            resume = broadcast_from_rank_0(begin, "resume", ranks, store)
+            use, decide = recipe.checkpoint.use, resume_point.start_from
+            choose = partial(decide, job, folder, marker, history, use, registry)
+            resume = broadcast_from_rank_0(choose, "resume", ranks, store)
             engine = RuntimeEngine.from_recipe(
                 recipe,
                 registry=registry,
@@ -140,14 +133,14 @@ def _train(job: Job, ranks: Ranks, last: contextlib.ExitStack) -> str:
                 folder=folder,
                 resume=resume,
             )
-            failure = broadcast_from_rank_0(past.failure, "failure", ranks, store)
+            failure = broadcast_from_rank_0(history.failure, "failure", ranks, store)
             engine.restart = restart_of(scratch, failure, recipe, ranks.world_size, registry)
             progress.waits = engine.run.mesh.waits
             engine.progress, engine.stop.grace = progress, recipe.run.grace
             stop_without(folder, held, engine.stop)
-            texts = write_resolved(recipe), explain(recipe, found.merged)
-            names = past.agents if ranks.rank == 0 else ()  # the others know their own alone
-            at_save = Mark(mark, "\n".join(names)) if mark is not None else None
+            texts = write_resolved(recipe), explain(recipe, resolved.merged)
+            names = history.agents if ranks.rank == 0 else ()  # the others know their own alone
+            at_save = SaveMarker(marker, "\n".join(names)) if marker is not None else None
             add_watchers(engine, partial(keep_recipe, folder, *texts), at_save)
             if "placements" in job.show:
                 show_placements(engine.run)
@@ -159,7 +152,26 @@ def _train(job: Job, ranks: Ranks, last: contextlib.ExitStack) -> str:
             lock.release()
 
 
-def prepare(recipe: Recipe, ranks: Ranks) -> torch.device:
+def _resolve(job: Job, ranks: Ranks) -> tuple[Registry, Resolution]:
+    """Load the job's plugins and resolve its recipe, for as many ranks as there are.
+
+    Raises:
+        NanotrainError: code has changed since the launcher started, or the recipe is wrong for these ranks.
+    """
+    registry = load_plugins(block=job.plugins.blocked, local=job.plugins.local)
+    if ranks.local_rank == 0:  # reading code takes many requests to a file server
+        expect_unchanged(job.code, registry)
+    resolved = resolve_recipe(
+        job.recipe, overrides=job.overrides, plugins=job.plugins, ranks=ranks.world_size
+    )
+    # Our own launcher starts ranks as torchrun does, as many as it was told.
+    note = ranks.compare(resolved.merged.own_ranks) if job.scratch is None else None
+    if note and ranks.rank == 0:
+        log.say(f"note: {note}", level="warning")
+    return registry, resolved
+
+
+def set_up_process(recipe: Recipe, ranks: Ranks) -> torch.device:
     """Set what holds for the process: allocator, threads, determinism, seeds; return its device."""
     import torch
 
@@ -198,108 +210,18 @@ def _tells(progress: Progress) -> bool:
     return progress.phase == FAILED
 
 
-def attempt() -> int:
-    """Return how often this host's launcher has restarted ranks after one of its own failed."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-
-
-def recorded_folder(scratch: Path) -> str | None:
-    """Return the run folder that ranks of this host have recorded: with several hosts rank 0 selects it."""
-    path = scratch / FOLDER
-    return path.read_text(encoding="utf-8") if path.exists() else None
-
-
-def known_past(job: Job) -> Past:
-    """Return the :class:`Past` of this launch, as far as this host's launcher has recorded it."""
-    scratch = Path(job.scratch) if job.scratch else None
-    folder = recorded_folder(scratch) if scratch else None
-    saved = scratch is not None and (scratch / HAS_SAVED).exists()
-    seen = scratch / FAILED_AT if scratch else None
-    failed_at = float(seen.read_text()) if seen is not None and seen.exists() else None
-    began, agent = attempt() > 0 or folder is not None, None if scratch else agent_name()
-    past = Past(began=began, saved=saved, folder=folder, failed_at=failed_at)
-    return past if agent is None else attrs.evolve(past, agents=(agent,))
-
-
-def mark_of(job: Job, folder: Path) -> Path | None:
-    """Return the file that records that this launch has saved, None if its ranks would not be restarted.
-
-    An earlier launch of torchrun may have left one in the run folder: it contains the names of agents.
-    """
-    if job.scratch is not None:
-        return Path(job.scratch, HAS_SAVED)
-    return folder / f".{HAS_SAVED}" if "TORCHELASTIC_RESTART_COUNT" in os.environ else None
-
-
-def start_from(
-    job: Job, folder: Path, mark: Path | None, past: Past, use: str, registry: Registry
-) -> str | None:
-    """Return the checkpoint to start from: after a restart the run's own newest. On rank 0 only.
-
-    A run that was started from a given checkpoint restarts from it until it has saved one, as recorded in
-    ``past`` or ``mark``; a new one begins anew, also for monitors that know of other runs' checkpoints. From
-    then on there must be one: if rank 0 is on a host that sees none, the run fails.
-
-    Raises:
-        CheckpointError: see :func:`~nanotrain_core.checkpoint.listing.expect_own_kind`.
-    """
-    saved = past.saved or (mark is not None and mark.exists() and _names(mark, past.agents))
-    if mark is not None and not saved:
-        mark.unlink(missing_ok=True)  # of an earlier launch
-    resume = "latest" if past.began and saved else job.resume
-    if past.began and resume is None and _has_checkpoints(folder):
-        resume = "auto"
-    expect_own_kind(folder, resume, use, registry)
-    return resume
-
-
-def _has_checkpoints(folder: Path) -> bool:
-    """Return whether the run has any: it may have died after a save, before that was recorded."""
-    saved = folder / "checkpoints"
-    return saved.is_dir() and any(entry.name[0] != "." for entry in saved.iterdir())
-
-
-def _names(mark: Path, agents: Sequence[str]) -> bool:
-    """Return whether a file was written by a launch with one of these agents."""
-    return not {*agents}.isdisjoint(mark.read_text(encoding="utf-8").splitlines())
-
-
-def keep_recipe(folder: Path, text: str, explained: str) -> None:
-    """Write the resolved recipe as ``recipe.toml``, or ``recipe-2.toml`` if a resumed run changed it.
-
-    The newest file is what the run goes by: one that goes back to an earlier recipe writes that once more.
-    The origin of each of its values is in ``recipe.explained`` next to it. Who repeats the run needs all
-    values: with a secret among them, only the owner may read the files.
-
-    Raises:
-        FolderError: it cannot be written.
-    """
-    names = (re.fullmatch(r"recipe(?:-(\d+))?\.toml", path.name) for path in folder.glob("recipe*.toml"))
-    kept = {int(name[1] or 1): folder / name[0] for name in names if name}
-    newest = max(kept, default=0)
-    if newest and kept[newest].read_text(encoding="utf-8") == text:
-        return
-    path = folder / (f"recipe-{newest + 1}.toml" if newest else "recipe.toml")
-    try:
-        secret = without_secrets(text) != text
-        write_text_atomically(path.with_suffix(".explained"), explained, private=secret)
-        write_text_atomically(path, text, private=secret)
-    except OSError as problem:
-        raise FolderError(f"{path} cannot be written: {problem.strerror}") from problem
-
-
-def join(
+def join_ranks(
     job: Job, ranks: Ranks, recipe: Recipe, device: torch.device, registry: Registry
-) -> tuple[Store | None, Past]:
+) -> tuple[Store | None, LaunchHistory]:
     """Connect to the other ranks, check that all run the same thing, create the world's process group.
 
     Returns:
         The store for communication between ranks, None for a single rank without an agent; and the
-            :class:`Past` of this launch, on rank 0 as recorded by any host.
+            history of this launch, on rank 0 as recorded by any host.
     """
-    past = known_past(job)
+    history = resume_point.local_history(job)
     if ranks.world_size == 1 and not agent_serves_store():
-        return None, past
+        return None, history
     import torch.distributed as dist
 
     from nanotrain_core.compile.options import group_timeout
@@ -308,19 +230,23 @@ def join(
     timeout = group_timeout(recipe, device.type)
     store: Store
     if job.scratch is not None and job.one_host:
-        store = dist.FileStore(str(Path(job.scratch, f"store-{attempt()}")), ranks.world_size)
+        store = dist.FileStore(
+            str(Path(job.scratch, f"store-{resume_point.restart_count()}")), ranks.world_size
+        )
     else:
         tcp = meet_ranks(ranks, recipe.run.timeout, launched=job.scratch is not None)
         shared = dist.PrefixStore("nanotrain", tcp)
-        store, past = meet(shared, ranks.rank, ranks.world_size, past, timeout=recipe.run.timeout)
+        store, history = exchange_histories(
+            shared, ranks.rank, ranks.world_size, history, timeout=recipe.run.timeout
+        )
     words = {"--folder": str(job.folder), "--show": " ".join(job.show) or "None"}
     # A host that joins a run may be told to resume it: what this launch has done counts there.
-    resume = None if past.began else str(job.resume)
+    resume = None if history.began else str(job.resume)
     own = environment_facts(registry, recipe.versions, with_code=ranks.local_rank == 0)
     facts = {**own, "recipe hash": recipe_hash(recipe), "device": device.type, "--resume": resume, **words}
     agree(store, ranks.rank, ranks.world_size, facts)
     if ranks.world_size == 1:
-        return store, past
+        return store, history
     world: dict[str, Any] = {
         "store": store,
         "rank": ranks.rank,
@@ -329,15 +255,15 @@ def join(
     }
     if device.type == "cpu" or recipe.run.share_device:
         dist.init_process_group("gloo", **world)
-        return store, past
+        return store, history
     record_collectives(Path(job.claimed) if job.claimed else None)
     dist.init_process_group("nccl", **world, **nccl.options(timeout))
     dist.barrier(device_ids=[device.index])  # connects all ranks now: see nccl.of_subgroup
-    return store, past
+    return store, history
 
 
 def share_folder(
-    job: Job, ranks: Ranks, recipe: Recipe, store: Store | None, past: Past
+    job: Job, ranks: Ranks, recipe: Recipe, store: Store | None, history: LaunchHistory
 ) -> tuple[Path, RunFolder | None]:
     """Return the run folder, and this process's claim on it if the launcher has none.
 
@@ -351,12 +277,12 @@ def share_folder(
     locks: list[RunFolder] = []
 
     def choose() -> str:
-        folder = past.folder or job.folder or recipe.run.folder
+        folder = history.folder or job.folder or recipe.run.folder
         # Ranks that died before they had a folder leave none to go on in: what is there is another run's.
-        resume = job.resume is not None or past.folder is not None
-        patience = min(LEASE, recipe.run.timeout / 2) if past.began else 0.0
+        resume = job.resume is not None or history.folder is not None
+        patience = min(LEASE, recipe.run.timeout / 2) if history.began else 0.0
         claim = partial(RunFolder.claim, recipe.run.name, resume=resume, patience=patience)
-        locks.append(claim(folder=folder, agents=past.agents))
+        locks.append(claim(folder=folder, agents=history.agents))
         return str(locks[0].path)
 
     def claimed() -> str:
@@ -371,15 +297,3 @@ def share_folder(
     elif ranks.rank == 0 and store is not None:
         remember(store, path)
     return Path(path), locks[0] if locks else None
-
-
-def recalled(past: Past, job: Job, recipe: Recipe) -> Past:
-    """Add the run folder that this launch has claimed before, for rank 0, which reads the disk.
-
-    The ranks' store ends with an attempt if torchrun does not serve it, as gloo needs it: only the folder
-    then tells of earlier ones.
-    """
-    if past.folder is not None or not past.agents:
-        return past
-    folder = claimed_by(past.agents, recipe.run.name, job.folder or recipe.run.folder)
-    return attrs.evolve(past, began=True, folder=str(folder)) if folder is not None else past
