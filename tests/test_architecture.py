@@ -242,7 +242,7 @@ SMALL = {
     "monitors": 1056,
     "optim": 813,
     "phases": 372,
-    "pipeline": 627,
+    "pipeline": 630,
     "precision": 680,
     "recipe": 1846,
     "registry": 781,

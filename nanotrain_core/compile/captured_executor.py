@@ -274,10 +274,10 @@ class CapturingExecutor(Executor):
 
     def _passes_of(self, batch: Batch) -> tuple[Losses, Mapping[str, torch.Tensor]]:
         """Run a microbatch forward and backward; return its losses, and its load of each router."""
-        output = self._pass(0, batch.tokens, batch)
+        output = self._run_stage(0, batch.tokens, batch)
         losses = {name: loss.detach() for name, loss in output.losses.items()}
         with self.passes.backward():
-            torch.autograd.backward(self._roots(output.losses))
+            torch.autograd.backward(self._training_loss(output.losses))
         return losses, {name: router.take_load() for name, router in self._routers.items()}
 
 

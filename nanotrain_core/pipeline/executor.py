@@ -94,15 +94,16 @@ class Executor:
         began, waited = time.perf_counter(), self.p2p.waited
         with self.passes.weights_unchanged():
             for position, action in enumerate(actions):
-                ending = self._ends_at.get(position, ())
-                if ending:
-                    self.gradients.last_microbatch(ending)
+                # Parameters whose gradient this action completes.
+                completed = self._completed_at.get(position, ())
+                if completed:
+                    self.gradients.last_microbatch(completed)
                 with annotated(action):
                     self._execute(action)
                 if self._ends_backward(action):
                     self.gradients.microbatch_done(self._parameters[action.stage])
-                if ending:
-                    self.gradients.backward_done(ending)
+                if completed:
+                    self.gradients.backward_done(completed)
         self.p2p.flush()
         self.idle = (self.p2p.waited - waited) / (time.perf_counter() - began)
         return self._sums
@@ -128,28 +129,28 @@ class Executor:
         self._sums: Losses = {}
         self._split = {(a.stage, a.microbatch) for a in actions if a.kind == "W"}
         self._deferred: dict[tuple[int, int], DeferredGradients] = {}
-        self._ends_at = self._find_ends(actions)
+        self._completed_at = self._find_completed(actions)
 
     def _ends_backward(self, action: Action) -> bool:
         """Return whether ``action`` is the last of a microbatch in a stage with gradients: B, or its W."""
         split = (action.stage, action.microbatch) in self._split
         return action.kind == ("W" if split else "B")
 
-    def _find_ends(self, actions: Sequence[Action]) -> dict[int, list[nn.Parameter]]:
+    def _find_completed(self, actions: Sequence[Action]) -> dict[int, list[nn.Parameter]]:
         """Map the position of a stage's last action to the parameters whose gradients are final after it.
 
         A parameter shared by two stages of this rank is complete with the later of them.
         """
         last = {action.stage: position for position, action in enumerate(actions) if action.kind != "F"}
-        owner = {
+        last_of = {
             parameter: last[stage]
             for stage in sorted(self.stages, key=last.__getitem__)
             for parameter in self.stages[stage].parameters()
         }
-        ends: dict[int, list[nn.Parameter]] = {position: [] for position in last.values()}
-        for parameter, position in owner.items():
-            ends[position].append(parameter)
-        return ends
+        completed: dict[int, list[nn.Parameter]] = {position: [] for position in last.values()}
+        for parameter, position in last_of.items():
+            completed[position].append(parameter)
+        return completed
 
     def _forward(self, action: Action) -> None:
         stage, number = action.stage, action.microbatch
@@ -157,30 +158,23 @@ class Executor:
         inputs = self._inputs(stage, number, batch)
         if stage:
             inputs.requires_grad_()
-        output = self._pass(stage, inputs, batch)
+        output = self._run_stage(stage, inputs, batch)
         self._pending[stage, number] = PendingForward(inputs, output)
         add_losses(output.losses, self._sums)
         if stage != self.final:
             self.p2p.send("forward", stage, number, output.value.detach(), tuple(batch.tokens.shape))
 
-    def _pass(self, stage: int, inputs: torch.Tensor, batch: Batch) -> Any:
-        """Return a stage's :class:`PartOutput`, with a value for the next stage; reject anything else."""
+    def _run_stage(self, stage: int, inputs: torch.Tensor, batch: Batch) -> Any:
+        """Run a stage forward and return its :class:`PartOutput`, with a value for the next stage.
+
+        Raises:
+            PluginError: the model's part returned something else.
+        """
         output = self.stages[stage](inputs, batch)
-        if not isinstance(output, PartOutput):
-            found = f"a {type(output).__name__}; expected PartOutput(value, losses)"
-        elif stage != self.final and not isinstance(output.value, torch.Tensor):
-            found = "no value; expected the hidden states for the next stage"
-        elif not isinstance(output.losses, Mapping):
-            found = f"losses that are a {type(output.losses).__name__}; expected a dict of each by its name"
-        elif other := [n for n, loss in output.losses.items() if not isinstance(loss, torch.Tensor)]:
-            found = f"a {type(output.losses[other[0]]).__name__} for the loss '{other[0]}'; expected a tensor"
-        elif many := [name for name, loss in output.losses.items() if loss.numel() != 1]:
-            found = f"several numbers for the loss '{many[0]}'; expected one, their sum"
-        elif stage == self.final and batch.targets is not None and not output.losses:
-            found = "no loss; expected sums by name, such as that of next-token losses, 'lm'"
-        else:
-            return output
-        raise PluginError(f"the model's part for stage {stage} returned {found}")
+        last = stage == self.final
+        if problem := problem_of(output, needs_value=not last, needs_loss=last and batch.targets is not None):
+            raise PluginError(f"the model's part for stage {stage} returned {problem}")
+        return output
 
     def _inputs(self, stage: int, number: int, batch: Batch) -> torch.Tensor:
         if stage == 0:
@@ -190,7 +184,7 @@ class Executor:
     def _backward(self, action: Action) -> None:
         stage, number = action.stage, action.microbatch
         done = self._pending.pop((stage, number))
-        roots = with_gradients(*self._seeded(stage, number, done.output))
+        roots = with_gradients(*self._roots_and_gradients(stage, number, done.output))
         if not roots and not self.final:
             raise NanotrainError("no parameter that the loss depends on is trained; expected one at least")
         deferred = None
@@ -201,21 +195,30 @@ class Executor:
                 torch.autograd.backward([*roots], [*roots.values()])
         if stage:
             assert done.inputs.grad is not None
-            like = tuple(self._microbatches[number].tokens.shape)
-            self.p2p.send("backward", stage - 1, number, done.inputs.grad, like)
+            shape = tuple(self._microbatches[number].tokens.shape)
+            self.p2p.send("backward", stage - 1, number, done.inputs.grad, shape)
 
-    def _seeded(
+    def _roots_and_gradients(
         self, stage: int, number: int, output: PartOutput
     ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
-        """Return the roots of a stage's backward pass and their gradients: None, of a loss, means 1."""
-        losses = self._roots(output.losses)
+        """Return the tensors from which a stage's backward pass starts, and their gradients; None means 1.
+
+        They are the training loss and, except in the last stage, the output, whose gradient the next stage
+        sends.
+        """
+        losses = self._training_loss(output.losses)
         if stage == self.final:
             return losses, [None] * len(losses)
         assert output.value is not None
         received = self.p2p.receive_gradient(stage, number, output.value)
         return [output.value, *losses], [received, *[None] * len(losses)]
 
-    def _roots(self, losses: Losses | Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    def _training_loss(self, losses: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        """Return the sum of loss terms times their factors, a scalar; nothing for a stage without losses.
+
+        Raises:
+            PluginError: a term has no weight in the model's ``loss_weights``.
+        """
         if not losses:
             return []
         if unknown := losses.keys() - self._loss_factors.keys():
@@ -236,25 +239,25 @@ class Executor:
         """
         self.p2p.begin(1)
         self._loss_factors = loss_factors
-        like, done = tuple(batch.tokens.shape), {}
+        shape, done = tuple(batch.tokens.shape), {}
         with self.passes.weights_unchanged(), self.passes.uncounted():
             for stage in sorted(self.stages):
                 inputs = self._inputs(stage, 0, batch)
                 if stage:
                     yield Computed(stage, "input", inputs, received=True)
                     inputs.requires_grad_()
-                output = self._pass(stage, inputs, batch)
+                output = self._run_stage(stage, inputs, batch)
                 done[stage] = PendingForward(inputs, output)
                 yield from (Computed(stage, f"loss {n}", loss.detach()) for n, loss in output.losses.items())
                 if stage != self.final:
                     yield Computed(stage, "output", output.value.detach())
-                    self.p2p.send("forward", stage, 0, output.value.detach(), like)
+                    self.p2p.send("forward", stage, 0, output.value.detach(), shape)
             for stage in sorted(self.stages, reverse=True):
-                yield from self._compute_gradients(stage, done.pop(stage), like)
+                yield from self._compute_gradients(stage, done.pop(stage), shape)
         self.p2p.flush()
 
-    def _compute_gradients(self, stage: int, done: PendingForward, like: Shape) -> Iterator[Computed]:
-        roots, gradients = self._seeded(stage, 0, done.output)
+    def _compute_gradients(self, stage: int, done: PendingForward, shape: Shape) -> Iterator[Computed]:
+        roots, gradients = self._roots_and_gradients(stage, 0, done.output)
         if stage != self.final:
             assert gradients[0] is not None
             yield Computed(stage, "gradient of the output", gradients[0], backward=True, received=True)
@@ -271,7 +274,7 @@ class Executor:
             if gradient is not None:
                 yield Computed(stage, f"gradient of {name}", gradient, backward=True)
         if stage:
-            self.p2p.send("backward", stage - 1, 0, found[0], like)
+            self.p2p.send("backward", stage - 1, 0, found[0], shape)
 
     # --- without gradients --------------------------------------------------------------------
 
@@ -316,11 +319,35 @@ class Executor:
         outputs = {}
         for stage in sorted(self.stages):
             with self.passes.weights_unchanged(), self.passes.uncounted(), evaluating(self.stages[stage]):
-                outputs[stage] = self._pass(stage, self._inputs(stage, 0, batch), batch)
+                outputs[stage] = self._run_stage(stage, self._inputs(stage, 0, batch), batch)
             if stage != self.final:
                 self.p2p.send("forward", stage, 0, outputs[stage].value, tuple(batch.tokens.shape))
         self.p2p.flush()
         return outputs
+
+
+def problem_of(output: Any, *, needs_value: bool, needs_loss: bool) -> str:
+    """Return what is wrong with the output of a model's part, and what was expected; empty if nothing is.
+
+    Args:
+        output: what the part returned.
+        needs_value: whether a next stage waits for hidden states.
+        needs_loss: whether the part has the head, and the batch targets.
+    """
+    if not isinstance(output, PartOutput):
+        return f"a {type(output).__name__}; expected PartOutput(value, losses)"
+    if needs_value and not isinstance(output.value, torch.Tensor):
+        return "no value; expected the hidden states for the next stage"
+    if not isinstance(output.losses, Mapping):
+        return f"losses that are a {type(output.losses).__name__}; expected a dict of each by its name"
+    for name, loss in output.losses.items():
+        if not isinstance(loss, torch.Tensor):
+            return f"a {type(loss).__name__} for the loss '{name}'; expected a tensor"
+        if loss.numel() != 1:
+            return f"several numbers for the loss '{name}'; expected one, their sum"
+    if needs_loss and not output.losses:
+        return "no loss; expected sums by name, such as that of next-token losses, 'lm'"
+    return ""
 
 
 def with_gradients(

@@ -19,7 +19,7 @@ from nanotrain_core.layout.messages import MessageKey, Way
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 #: Maximum number of dimensions of a message.
-MOST_DIMS = 6
+MAX_DIMS = 6
 
 
 class StageP2P:
@@ -35,21 +35,27 @@ class StageP2P:
         self.owners, self.mesh = owners, mesh
         self.rank = mesh.coordinate("pp") if len(set(owners)) > 1 else owners[0]
         self.messages = mesh.transport.messages(owners, mesh)
-        self._kept: dict[MessageKey, torch.Tensor] = {}
-        self._known: dict[tuple[int, Shape], tuple[Shape, torch.dtype]] = {}
-        self._told: set[tuple[int, Shape]] = set()
+        self._within_rank: dict[MessageKey, torch.Tensor] = {}
+        """Messages between two stages of this rank."""
+        self._formats: dict[tuple[int, Shape], tuple[Shape, torch.dtype]] = {}
+        """Shape and dtype of an edge's messages, as received for batches of a shape."""
+        self._announced: set[tuple[int, Shape]] = set()
+        """Edges and shapes of batches for which this rank has sent them."""
         self.waited = 0.0
         """Seconds that the host has waited for messages."""
 
     # --- sending ------------------------------------------------------------------------------
 
-    def send(self, way: Way, edge: int, microbatch: int, tensor: torch.Tensor, like: Shape) -> None:
-        """Pass ``tensor`` along an edge. ``like``: the shape of the batch's tokens, which both ends know."""
+    def send(self, way: Way, edge: int, microbatch: int, tensor: torch.Tensor, tokens_shape: Shape) -> None:
+        """Pass ``tensor`` along an edge. ``tokens_shape`` [B, S] is that of the batch, which both ends know.
+
+        Its shape and dtype are sent ahead once for each shape of batches.
+        """
         if self.owners[edge + 1 if way == "forward" else edge] == self.rank:
-            self._kept[way, edge, microbatch] = tensor
+            self._within_rank[way, edge, microbatch] = tensor
             return
-        if way == "forward" and (edge, like) not in self._told:
-            self._told.add((edge, like))
+        if way == "forward" and (edge, tokens_shape) not in self._announced:
+            self._announced.add((edge, tokens_shape))
             self.messages.arrived((way, edge, -1))  # a description of another shape
             self.messages.send((way, edge, -1), describe(tensor))
         with self.mesh.waits.messages:
@@ -64,21 +70,21 @@ class StageP2P:
 
     def begin(self, microbatches: int) -> None:
         """Begin a step with these numbers, and discard what an interrupted step left behind. Collective."""
-        self._kept.clear()
+        self._within_rank.clear()
         self.messages.begin(microbatches)
 
     # --- receiving ----------------------------------------------------------------------------
 
-    def receive(self, edge: int, microbatch: int, like: Shape) -> torch.Tensor:
-        """Receive the hidden states from the previous stage."""
+    def receive(self, edge: int, microbatch: int, tokens_shape: Shape) -> torch.Tensor:
+        """Receive the hidden states of a microbatch from the previous stage; ``tokens_shape``: its [B, S]."""
         key: MessageKey = ("forward", edge, microbatch)
-        if key in self._kept:
-            return self._kept.pop(key)
-        if (edge, like) not in self._known:
-            header = torch.empty(MOST_DIMS + 2, dtype=torch.int64, device=self.mesh.device)
+        if key in self._within_rank:
+            return self._within_rank.pop(key)
+        if (edge, tokens_shape) not in self._formats:
+            header = torch.empty(MAX_DIMS + 2, dtype=torch.int64, device=self.mesh.device)
             self._wait_for(("forward", edge, -1), header)
-            self._known[edge, like] = read(header)
-        shape, dtype = self._known[edge, like]
+            self._formats[edge, tokens_shape] = decode(header)
+        shape, dtype = self._formats[edge, tokens_shape]
         found = torch.empty(shape, dtype=dtype, device=self.mesh.device)
         self._wait_for(key, found)
         return found
@@ -86,8 +92,8 @@ class StageP2P:
     def receive_gradient(self, edge: int, microbatch: int, output: torch.Tensor) -> torch.Tensor:
         """Receive the gradient of ``output``, which this rank sent forward."""
         key: MessageKey = ("backward", edge, microbatch)
-        if key in self._kept:
-            return self._kept.pop(key)
+        if key in self._within_rank:
+            return self._within_rank.pop(key)
         found = torch.empty_like(output, memory_format=torch.contiguous_format)
         self._wait_for(key, found)
         self.messages.arrived(("forward", edge, microbatch))
@@ -106,17 +112,17 @@ def describe(tensor: torch.Tensor) -> torch.Tensor:
     Raises:
         PluginError: another dtype than :data:`DTYPES`, or too many dimensions.
     """
-    if tensor.dtype not in DTYPES or tensor.dim() > MOST_DIMS:
+    if tensor.dtype not in DTYPES or tensor.dim() > MAX_DIMS:
         found = f"of {tensor.dtype} with {tensor.dim()} dimensions"
         names = ", ".join(map(str, DTYPES))
         raise PluginError(
-            f"a stage's hidden states are {found}; expected at most {MOST_DIMS} dimensions and one of {names}"
+            f"a stage's hidden states are {found}; expected at most {MAX_DIMS} dimensions and one of {names}"
         )
     header = [DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
-    return torch.tensor(header + [0] * (MOST_DIMS + 2 - len(header)), device=tensor.device)
+    return torch.tensor(header + [0] * (MAX_DIMS + 2 - len(header)), device=tensor.device)
 
 
-def read(header: torch.Tensor) -> tuple[Shape, torch.dtype]:
-    """Decode shape and dtype from a described tensor."""
+def decode(header: torch.Tensor) -> tuple[Shape, torch.dtype]:
+    """Return the shape and dtype that :func:`describe` has encoded."""
     dtype, dims, *shape = header.tolist()
     return tuple(shape[:dims]), DTYPES[dtype]
