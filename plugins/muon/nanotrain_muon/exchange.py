@@ -179,13 +179,16 @@ class Round:
         parts = [part.of(gradients, like) for part in self.sent.places]
         return self._exchanged(parts, self.sent, self.arriving, like)
 
-    def orthogonalized(self, parts: Sequence[torch.Tensor], like: torch.Tensor) -> list[torch.Tensor]:
-        """Return the updates of what this rank owns, in stacks, made of parts that have arrived."""
+    def receive(self, arrival: Arrival, like: torch.Tensor) -> list[torch.Tensor]:
+        """Return what this rank owns, in stacks. What has arrived is of no use afterwards."""
         stacks = [stack.tensor(like) for stack in self.stacks]
-        copy([place.of(stacks) for place in self.arriving.places], parts)
+        copy([place.of(stacks) for place in self.arriving.places], arrival())
+        return stacks
+
+    def orthogonalize(self, stacks: list[torch.Tensor]) -> None:
+        """Replace the matrices in stacks by their updates."""
         for number, scales in enumerate(self.scales):  # one after the other is freed
             stacks[number] = orthogonalize(stacks[number], self.steps).mul_(scales)
-        return stacks
 
     def give_back(self, updates: Sequence[torch.Tensor], like: torch.Tensor) -> Arrival:
         """Begin to bring the parts of updates to the ranks that hold them."""
@@ -299,12 +302,17 @@ class Orthogonalizer:
         if not self.rounds:
             return
         like = torch.empty(0, dtype=self.dtype, device=self.mesh.device)
-        arriving, returning = self.rounds[0].send(gradients, like), deque[tuple[Round, Arrival]]()
+        arriving: Arrival | None = self.rounds[0].send(gradients, like)
+        returning = deque[tuple[Round, Arrival]]()
         for each, following in zip(self.rounds, (*self.rounds[1:], None), strict=True):
-            parts = arriving()
+            assert arriving is not None  # of this round
+            stacks = each.receive(arriving, like)
+            arriving = None  # frees its messages
             if following is not None:
                 arriving = following.send(gradients, like)
-            returning.append((each, each.give_back(each.orthogonalized(parts, like), like)))
+            each.orthogonalize(stacks)
+            returning.append((each, each.give_back(stacks, like)))
+            del stacks
             if len(returning) > 1 or following is None:
                 self._write(returning, gradients, like)
         self._write(returning, gradients, like)

@@ -1,6 +1,7 @@
 """How matrices are divided among ranks: evenly, and with whom who holds most of them if possible."""
 
 import doctest
+import weakref
 
 import pytest
 import torch
@@ -122,6 +123,38 @@ def test_ranks_of_ranges_divide_the_work():
         assert [*found] == [("dp",)]
         assert sum(found["dp",]) == alone[()][0]
         assert max(found["dp",]) < 0.6 * alone[()][0]
+
+
+def messages_alive(case):
+    """Return the bytes of messages that are alive whenever matrices are orthogonalized."""
+    optimizer = make_run(case, {}).optimizer.behind  # of what gathers weights
+    weights = [slot.weight for slot in optimizer.slots if slot.group["muon"]]
+    buffers, found = [], []
+    buffer, orthogonalize = exchange.Messages.buffer, exchange.orthogonalize
+
+    def noted(self, like):
+        flat, parts = buffer(self, like)
+        buffers.append(weakref.ref(flat))
+        return flat, parts
+
+    def looked(stack, steps):
+        found.append(sum(flat().nbytes for flat in buffers if flat() is not None))
+        return orthogonalize(stack, steps)
+
+    exchange.Messages.buffer, exchange.orthogonalize = noted, looked
+    try:
+        optimizer.orthogonalizer([torch.ones_like(weight) for weight in weights])
+    finally:
+        exchange.Messages.buffer, exchange.orthogonalize = buffer, orthogonalize
+    return len(buffers), found
+
+
+def test_messages_that_have_arrived_are_freed_before_matrices_are_orthogonalized():
+    ranged = Case("optimizer", use="muon", topology={"dp": 2}, overrides={"parallel": [{"use": "ranged"}]})
+    for buffers, alive in run_ranks(messages_alive, 2, ranged):
+        assert buffers == 4  # sent and received, there and back
+        assert alive
+        assert not any(alive)
 
 
 def test_tensors_that_lie_alike_are_copied_in_one_call_whatever_others_do(monkeypatch):
