@@ -181,10 +181,8 @@ class TransformerConfig(ModelConfig):
         split, size = (Role.COLUMN, Role.ROW), self.head_size or self.width // self.heads
         yield Divisible(split, "model.heads", self.heads, "heads", heads=True, row=self.heads * size)
         if self.kv_heads:
-            what, row = "key and value heads", self.kv_heads * size if self.resolved().attention_bias else 0
-            yield Divisible(
-                (Role.COLUMN,), "model.kv_heads", self.kv_heads, what, grouped=True, heads=True, row=row
-            )
+            what = "key and value heads"
+            yield Divisible((Role.COLUMN,), "model.kv_heads", self.kv_heads, what, grouped=True, heads=True)
         ffn = self.ffn or 4 * self.width
         yield Divisible(split, "model.ffn", ffn, "columns of the feed-forward layer", row=ffn)
 

@@ -28,7 +28,7 @@ def check_moments(recipe: Recipe, config: AdamWConfig, layout: Layout) -> Iterat
 
     These are second moments in low precision with a beta2 above :data:`MOST_BETA2`, and 8-bit moments whose
     scale groups the layout would split. The latter is checked here only if the model declares its rows;
-    otherwise the ranks reject it. Rows that are not a multiple of a group keep float32 moments in any case.
+    otherwise the ranks reject it. Vectors, and rows that are not a multiple of a group, keep float32 moments.
     """
     if config.moment_dtype == "float32":
         return

@@ -17,7 +17,8 @@ divided; it is taken as 1/255 of the root of its group's largest, so that the up
 large.
 
 Groups lie in rows of the global tensor, so they are the same on every layout, and codes and scales are
-resharded between layouts bit by bit. Tensors whose rows are not a multiple of a group keep float32 moments.
+resharded between layouts bit by bit. Tensors whose rows are not a multiple of a group keep float32 moments,
+and so do vectors, such as the weights of norms: they are small, and may be split anywhere.
 
 Source: DeepSeek-V3, arXiv 2412.19437, section 3.3.3; Gonzalez Ortiz et al., "FlashOptim", arXiv 2602.23349,
 section 3.2.
@@ -73,13 +74,13 @@ def empty_codes(name: str, dtype: torch.dtype, weight: torch.Tensor) -> State:
 
 
 def in_groups(piece: Piece) -> bool:
-    """Return whether the rows of the global tensor consist of whole groups.
+    """Return whether the global tensor has rows, of whole groups.
 
     Raises:
         NanotrainError: they do, but this rank's part of a row does not.
     """
     placement = piece.placement
-    if not placement.global_shape or placement.global_shape[-1] % GROUP:
+    if len(placement.global_shape) < 2 or placement.global_shape[-1] % GROUP:
         return False
     if placement.shape[-1] % GROUP or placement.offset[-1] % GROUP:
         ranks, groups = placement.global_shape[-1] // placement.shape[-1], placement.global_shape[-1] // GROUP

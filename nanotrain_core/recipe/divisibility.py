@@ -34,8 +34,8 @@ class Divisible:
     heads: bool = False
     """Whether these are attention heads, which are independent of one another."""
     row: int = 0
-    """Length of the rows (of a weight or a bias) that consist of all units, and are split if ranks shard the
-    units: a ROW's inputs, a COLUMN's bias, the width of EXPERTS. 0: none, or unspecified."""
+    """Length of the rows of a weight that consist of all units, and are split if ranks shard the units: a
+    ROW's inputs, the width of EXPERTS. 0: none, or unspecified."""
 
     def fits(self, degree: int) -> bool:
         """Return whether ``degree`` ranks can shard the units."""

@@ -179,9 +179,8 @@ def divisibility_is_true(case: Case) -> None:
 def _rows(module: nn.Module, tag: Tag) -> Iterator[tuple[Role, int]]:
     """Yield (role, length) of the rows that ranks split when they shard a module."""
     for name, parameter in module.named_parameters():
-        if tag.role is Role.COLUMN and parameter.dim() == 1:
-            yield tag.role, parameter.shape[0]
-        elif (tag.role is Role.ROW and parameter.dim() > 1) or tag.split.get(name) == parameter.dim() - 1:
+        last = tag.role is Role.ROW or tag.split.get(name) == parameter.dim() - 1
+        if last and parameter.dim() > 1:
             yield tag.role, parameter.shape[-1]
 
 
