@@ -149,6 +149,7 @@ def compose(
     _open(built.data, built.model, recipe)
     built.kernels.prepare(device)
     built.precision.setup(recipe.run.seed, passes, built.kernels.gemm())
+    built.optimizer.kernels = built.kernels
     kernels, found = f"kernels '{built.kernels_name}'", built.kernels.transport()
     transport = expect_result(kernels, "transport", found, Transport)
     mesh = (make_mesh or Mesh)(

@@ -5,6 +5,7 @@ import pytest
 import torch
 from called_operators import CalledOperators
 
+from nanotrain_core.contracts import Kernels
 from nanotrain_core.layout.layout import Layout, View
 from nanotrain_core.layout.placement import Piece, Placement
 from nanotrain_core.optim import moment_groups, moments
@@ -111,6 +112,28 @@ def test_moments_of_many_weights_are_updated_in_as_many_calls_as_of_one(found_in
         runs.append([*weights, *(x for each in optimizers for s in each.state.values() for x in s.values())])
     assert_bitwise(dict(enumerate(runs[0])), dict(enumerate(runs[1])), "together and apart")
     assert max(calls[:2]) == max(calls[2:])
+
+
+class Halves(Kernels):
+    """Kernels that take every second weight, to which they do nothing but count."""
+
+    found = ()
+
+    def low_precision_adamw(self, weights, states, group, found_inf):
+        self.found = *self.found, (len(weights), [*states[0]], group["lr"], found_inf)
+        return weights[1::2]
+
+
+def test_weights_that_kernels_take_are_left_to_them():
+    weights = [torch.nn.Parameter(torch.ones(GROUP)) for _ in range(3)]
+    optimizer = LowPrecisionAdamW(weights, kernels=(kernels := Halves()), **SETTINGS)
+    for weight in weights:
+        optimizer.state[weight] = {"step": torch.zeros(()), **states("int8", GROUP)}
+        weight.grad = torch.ones(GROUP)
+    optimizer.step()
+    assert kernels.found == ((3, ["step", *kept_as(FIRST, 1), *kept_as(SECOND, 1)], 0.01, None),)
+    assert [optimizer.state[weight]["step"].item() for weight in weights] == [0, 1, 0]
+    assert [bool((weight == 1).all()) for weight in weights] == [True, False, True]
 
 
 @pytest.mark.parametrize("name", [FIRST, SECOND])

@@ -10,6 +10,7 @@ from nanotrain_core.builtin.transformer_config import TransformerConfig
 from nanotrain_core.errors import NanotrainError, RecipeError
 from nanotrain_core.layout.layout import Layout, View
 from nanotrain_core.layout.placement import Piece, Placement
+from nanotrain_core.models.kernels import TorchKernels
 from nanotrain_core.optim import moments
 from nanotrain_core.optim.moments import FIRST, GROUP, SECOND
 from nanotrain_core.testing import Case, failures, run_ranks, trials
@@ -250,3 +251,12 @@ def test_a_first_moment_that_carries_errors_is_bfloat16_under_eight_bits():
             FIRST,
             *([SECOND] if "norm" in name else [f"{SECOND}_code", f"{SECOND}_scale"]),
         }
+
+
+def test_an_optimizer_has_the_kernels_of_its_run(monkeypatch):
+    monkeypatch.setattr(TorchKernels, "low_precision_adamw", lambda self, weights, *rest: [])
+    made = make_run(on("adamw", 1, "int8"), {"kernels": {"use": "torch"}})
+    push(made, 0, 1.0)
+    before = [slot.weight.clone() for slot in made.optimizer.slots]
+    made.optimizer.step()
+    assert all(torch.equal(slot.weight, old) for slot, old in zip(made.optimizer.slots, before, strict=True))

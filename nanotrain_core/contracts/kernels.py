@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -47,6 +48,27 @@ class Kernels:
             part: one of this rank's stages.
             passes: what the modules may query about the current pass.
         """
+
+    def low_precision_adamw(
+        self,
+        weights: Sequence[torch.Tensor],
+        states: Sequence[Mapping[str, torch.Tensor]],
+        group: Mapping[str, Any],
+        found_inf: torch.Tensor | None,
+    ) -> list[torch.Tensor]:
+        """Take a step of AdamW on those weights for which there is a kernel, in place; return all others.
+
+        By default there is none. A kernel computes what plain PyTorch computes for weights that are returned,
+        to the rounding of float32: see :class:`~nanotrain_core.optim.moments.LowPrecisionAdamW`.
+
+        Args:
+            weights: each has a ``grad``.
+            states: of each weight ``step``, and its moments ``exp_avg`` and ``exp_avg_sq``: a tensor of that
+                name, or codes and scales under that name with ``_code`` and ``_scale``.
+            group: the weights' group of ``param_groups``.
+            found_inf: a float32 scalar on the device; if it is 1, nothing may change.
+        """
+        return list(weights)
 
     def transport(self) -> Transport:
         """Return how ranks communicate: process groups, or a faster transport where one is available."""

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from nanotrain_core.checkpoint.tensor_boxes import Shape, boxes_at
+from nanotrain_core.contracts.kernels import Kernels
 from nanotrain_core.contracts.parallel import GradientSync
 from nanotrain_core.contracts.precision import Precision
 from nanotrain_core.errors import PluginError
@@ -84,6 +85,8 @@ class Optimizer:
 
     inner: torch.optim.Optimizer
     """Holds ``param_groups`` for learning-rate schedulers."""
+    kernels: Kernels = Kernels()
+    """The run's kernels, which the core sets before :meth:`setup`."""
     returns_early: bool = False
     """Whether :meth:`step` returns while updated weights are in flight: a reader of them calls
     :meth:`wait`."""

@@ -28,7 +28,8 @@ class AdamW(MasterOptimizer):
         config = self.config
         if config.moment_dtype == "float32":
             return FusedAdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
-        return moments.LowPrecisionAdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
+        options = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
+        return moments.LowPrecisionAdamW(groups, kernels=self.kernels, **options)
 
     def state_of(self, slot: Slot) -> dict[str, torch.Tensor]:
         """Return both moments at zero, in their storage format."""

@@ -1,7 +1,8 @@
 """Low-precision optimizer states: AdamW's moments in float32, in bfloat16, or companded to 8 bits.
 
 They are dequantized to the master's dtype, updated by the usual kernel, and quantized again (rounding to
-nearest), in waves: only the moments of some pieces are dequantized at any time.
+nearest), in waves: only the moments of some pieces are dequantized at any time. The run's kernels may have
+one that does all of this at once.
 
 ``bfloat16`` is DeepSeek-V3's choice. It has 8 significant bits, so a relative change below 2^-9 to 2^-8 is
 rounded away. One step changes the second moment by at most 1 - beta2 of its value when gradients are steady
@@ -31,6 +32,7 @@ from typing import Any
 import attrs
 import torch
 
+from nanotrain_core.contracts import Kernels
 from nanotrain_core.errors import NanotrainError
 from nanotrain_core.layout.placement import Piece
 from nanotrain_core.optim.fused_adamw import fused_adamw
@@ -182,11 +184,17 @@ class LowPrecisionAdamW(torch.optim.AdamW):
     found_inf: torch.Tensor | None = None
     """1 on the device if the step must change nothing, as in torch's fused optimizers."""
 
+    def __init__(self, groups: Any, *, kernels: Kernels | None = None, **options: Any) -> None:
+        super().__init__(groups, **options)
+        self.kernels = kernels or Kernels()
+
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         """Update every weight that has a gradient. No closure is called."""
         for group in self.param_groups:
-            for wave in waves(weight for weight in group["params"] if weight.grad is not None):
+            weights = [weight for weight in group["params"] if weight.grad is not None]
+            states = [self.state[weight] for weight in weights]
+            for wave in waves(self.kernels.low_precision_adamw(weights, states, group, self.found_inf)):
                 self._update(wave, group)
 
     def _update(self, weights: list[torch.Tensor], group: dict[str, Any]) -> None:

@@ -21,7 +21,9 @@ needs_compiler = pytest.mark.skipif(
 
 
 @needs_triton
-@pytest.mark.parametrize("name", ["test_permutation.py", "test_top_k.py", "test_without_rows.py"])
+@pytest.mark.parametrize(
+    "name", ["test_adamw.py", "test_permutation.py", "test_top_k.py", "test_without_rows.py"]
+)
 def test_in_the_interpreter(name):
     run_in_interpreter(FOLDER / name, "-m", "not gpu")
 
@@ -98,3 +100,34 @@ def test_zeros_compile_for_hopper_into_wide_stores_and_no_loads_of_gradients(tmp
     assert "st.global.v4.b32" in binary.asm["ptx"]
     assert binary.asm["ptx"].count("ld.global") == 1  # of the count
     assert resources(binary, tmp_path).stack == 0
+
+
+@needs_triton
+@needs_compiler
+@pytest.mark.parametrize("form", ["int8", "bfloat16", "carried"])
+def test_low_precision_adamw_compiles_for_hopper_into_wide_accesses(form, tmp_path):
+    from nanotrain_cuda.triton_adamw import update_weight
+
+    def empty(*shape, dtype=torch.float32):
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    weight = torch.nn.Parameter(empty(1024, 4096))
+    weight.grad = empty(1024, 4096)
+    state = {}
+    for name, code in (("exp_avg", torch.int8), ("exp_avg_sq", torch.uint8)):
+        if form == "int8" or (form == "carried" and name == "exp_avg_sq"):
+            state[f"{name}_code"] = empty(1024, 4096, dtype=code)
+            state[f"{name}_scale"] = empty(1024, 128, dtype=torch.bfloat16)
+        else:
+            state[name] = empty(1024, 4096, dtype=torch.bfloat16)
+    with launches() as found:
+        update_weight(weight.detach(), weight.grad, state, empty(2), empty(), 0.9, 0.95, 0.01, 1e-8)
+    (launch,) = found
+    binary = launch.compiled()
+    ptx = binary.asm["ptx"]
+    assert "ld.global.v4.b32" in ptx
+    assert "st.global.v4.b32" in ptx
+    assert ".f64" not in ptx
+    taken = resources(binary, tmp_path)
+    assert taken.stack == 0
+    assert taken.registers <= 80  # of 24 warps of a multiprocessor, or more
