@@ -5,6 +5,7 @@ from pathlib import Path
 
 import attrs
 import pytest
+import torch
 
 from nanotrain_core.builtin.transformer_config import TransformerConfig
 from nanotrain_core.errors import NanotrainError, RecipeError
