@@ -120,6 +120,7 @@ class RuntimeEngine:
         self.restart = Restart()
         """The launcher's information about a restart of the ranks."""
         self.reached = RunProgress()
+        """How far the run has come: its step, and what is pending. Saved in checkpoints."""
         log.ensure(run.mesh.rank)
         self.stop = StopRequest()
         self.weights_ready = install_ready_hooks(run.stages.values(), run.optimizer)
@@ -131,7 +132,9 @@ class RuntimeEngine:
         self.events = Events(
             run.monitors, self.stop, strict=run.strict_monitors, weights_ready=self.weights_ready
         )
-        self.throughput, self.progress, self.skipped = Throughput(), Progress(run.mesh.waits), SkippedSteps()
+        self.progress = Progress(run.mesh.waits)
+        """Tells the watchdog what this rank is doing."""
+        self.throughput, self.skipped = Throughput(), SkippedSteps()
 
     @property
     def step(self) -> int:
@@ -180,12 +183,15 @@ class RuntimeEngine:
         """The step last saved or loaded, -1 before that."""
         self.readback = StepReadback(late=self.run.mesh.device_is_async)
         self._trained: list[str] = []
+        """Names of the whole model's trained parameters, once a monitor has asked for them."""
         checkpoint = self.run.checkpoint if self.folder else None
-        tell = self.events.checkpoint, self.events.save_failed
-        self.saves = CheckpointSaver(checkpoint, *tell, self.progress)
+        saved, failed = self.events.checkpoint, self.events.save_failed
+        self.saves = CheckpointSaver(checkpoint, saved, failed, self.progress)
         self.monitoring = MonitorContext(self.run, self.events)
         restore(self)
-        self._first, self.run = self.step, begin_step(self.run, again=self.reached.evaluation_pending)
+        self._first = self.step
+        """The step from which this call of fit starts."""
+        self.run = begin_step(self.run, again=self.reached.evaluation_pending)
         info = run_info(self)
         self.throughput.restart()
         log.begin(name=self.run.name, steps=self.steps, ranks=info.world_size)
@@ -196,12 +202,12 @@ class RuntimeEngine:
         except BaseException as problem:
             self.note(FAILED)
             log.record("error", "run failed", error=repr(problem))
-            self.events.end(self._end("failed"))
+            self.events.end(self._end_report("failed"))
             raise
         finally:
             self.monitoring.taps.remove()
         self.weights_ready()
-        report = self._end(self.stop.reason or "done")
+        report = self._end_report(self.stop.reason or "done")
         self.events.end(report)
         self.monitoring.collectives.close()
         log.record("info", "run ends", reason=report.reason)
@@ -277,8 +283,10 @@ class RuntimeEngine:
         self.note("data")
         microbatches = run.feed.microbatches()
         self.note("forward and backward")
-        each = [run.feed.counts(batch) for batch in microbatches]
-        counts, own, stop_flags = global_counts(each, list(run.loss_weights), run.mesh, self.stop)
+        batch_counts = [run.feed.counts(batch) for batch in microbatches]
+        counts, own_counts, stop_flags = global_counts(
+            batch_counts, list(run.loss_weights), run.mesh, self.stop
+        )
         scale = run.loss_scale.value
         factors = {name: run.loss_weights[name] * scale / count for name, count in counts.items()}
         logged = self._logged(self.step + 1)
@@ -286,9 +294,9 @@ class RuntimeEngine:
             losses = self.executor.run(run.actions, microbatches, factors)
         self.note("gradient sync")
         run.gradients.finish()
-        check_first_step(run, losses, own, done=self.step - self._first)
+        check_first_step(run, losses, own_counts, done=self.step - self._first)
         self.note("monitors before the update")
-        again = partial(replay, self.executor, run.mesh, microbatches, factors)
+        replay_step = partial(replay, self.executor, run.mesh, microbatches, factors)
         update = UpdateReport(
             step=self.step + 1,
             loss_scale=scale,
@@ -298,7 +306,7 @@ class RuntimeEngine:
             counts=counts,
             tokens=run.feed.tokens_per_step,
             names=self._trained,
-            replay=self.monitoring.collectives.before(again),
+            replay=self.monitoring.collectives.before(replay_step),
         )
         self.events.before_update(update)
         self.saves.settle()
@@ -366,7 +374,5 @@ class RuntimeEngine:
         """Report this rank's current phase to the watchdog."""
         self.progress.note(phase, self.step, first=self.step == self._first)
 
-    # --- reports ---------------------------------------------------------------------
-
-    def _end(self, reason: Any) -> EndReport:
+    def _end_report(self, reason: Any) -> EndReport:
         return EndReport(self.step, reason, self.run.feed.tokens)

@@ -37,14 +37,14 @@ def sum_over_data(
 
 
 def global_counts(
-    each: Sequence[Mapping[str, torch.Tensor]], names: Sequence[str], mesh: Mesh, stop: StopRequest
+    batch_counts: Sequence[Mapping[str, torch.Tensor]], names: Sequence[str], mesh: Mesh, stop: StopRequest
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
     """Sum the counts that each loss term is averaged over, over all microbatches of all data ranks.
 
     All ranks' stop requests are sent with them, so that ranks stop after the same step.
 
     Args:
-        each: the counts of each of this rank's microbatches, by loss term.
+        batch_counts: the counts of each of this rank's microbatches, by loss term.
         names: the loss terms.
         mesh: of the run.
         stop: this rank's requests.
@@ -54,7 +54,7 @@ def global_counts(
         ranks of :meth:`StopRequest.flags`.
     """
     zero = torch.zeros((), dtype=torch.float64)
-    own = torch.stack([sum((counts[name] for counts in each), start=zero) for name in names])
+    own = torch.stack([sum((counts[name] for counts in batch_counts), start=zero) for name in names])
     summed = sum_over_data(own, mesh, once_per_pipeline=True, extra_sums=stop.flags())
     counts = summed[: len(names)].clamp(min=1)
     return dict(zip(names, counts.unbind(), strict=True)), own, summed[len(names) :]
