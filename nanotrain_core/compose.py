@@ -73,6 +73,7 @@ class Run:
     recipe: Any
     """The recipe, or a script's config."""
     seed: int = 0
+    """``run.seed``: of initial weights, data and random-number streams."""
     mesh: Mesh
     stages: Mapping[int, nn.Module]
     """This rank's model parts by stage number."""
@@ -81,13 +82,17 @@ class Run:
     has_routers: bool = False
     """Whether any stage of the model has a router that counts the tokens of each expert."""
     placed: Sequence[PlacedParameter]
+    """This rank's parameters with their placements, in model order."""
     placements: Placements = attrs.field(factory=dict)
     """Placements of parameters and buffers by name. Empty in a script."""
     model: Selection | None = None
     """The recipe's model: a checkpoint of another one is rejected. None in a script."""
     loss_weights: Mapping[str, float]
+    """By loss term: its factor in the training loss."""
     flops_per_token: float
+    """Of forward and backward, of the whole model."""
     gradients: GradientSync
+    """The component that provides ``gradient_sync``, or the core's ``AllReduceGradients``."""
     optimizer: Optimizer
     optimizer_config: OptimizerConfig
     loss_scale: LossScale
@@ -143,6 +148,10 @@ def compose(
         weights: initial weights instead of random ones.
         make_mesh: called instead of :class:`Mesh`: a dry run has no other ranks to communicate with.
         trains: false omits gradients and the optimizer's state, where only forward passes are wanted.
+
+    Raises:
+        NanotrainError: the recipe cannot be run: a component violates its contract (PluginError), data or
+            weights do not fit the model, or the run does not fit into memory.
     """
     device = make_current(device)
     built, passes = Components.of(recipe, registry, device), Passes()
@@ -150,20 +159,12 @@ def compose(
     built.kernels.prepare(device)
     built.precision.setup(recipe.run.seed, passes, built.kernels.gemm())
     built.optimizer.kernels = built.kernels
-    kernels, found = f"kernels '{built.kernels_name}'", built.kernels.transport()
-    transport = expect_result(kernels, "transport", found, Transport)
-    mesh = (make_mesh or Mesh)(
-        built.topology.layout(recipe.run.ranks),
-        rank=rank,
-        device=device,
-        timeout=group_timeout(recipe, device.type),
-        transport=StagedTransport() if recipe.run.share_device else transport,
-    )
+    mesh = _mesh(built, recipe, rank, device, make_mesh or Mesh)
     check_meta(built.data, mesh, recipe)
 
     # The parts of the model that each rank owns during the whole run, and what it does with them in a step.
     pp, pp_rank = mesh.degree("pp"), pipeline_rank(mesh)
-    costs = built.model.flops(PhaseTimeline(recipe).largest().batch.length)
+    costs = built.model.flops(PhaseTimeline(recipe).largest().batch.length)  # FLOPs per token, by layer
     check_costs(costs, built.model, recipe)
     check_loss_weights(built.model, recipe)
     parts = built.schedule.parts(costs, pp)
@@ -184,15 +185,6 @@ def compose(
         expect_training_to_fit(placed, gradients, optimizer, built.precision, recipe, mesh)
     for parameter in placed:
         release_unquantized(parameter.parameter)
-    feed = DataFeed(
-        built.data,
-        built.model,
-        recipe.batch,
-        recipe.evaluation,
-        rows,
-        mesh.device,
-        part=_shard(mesh, mesh.layout.sequence_dims),
-    )
 
     return Run(
         name=recipe.run.name,
@@ -216,7 +208,15 @@ def compose(
         pipeline_share=pp * sum(costs.of(part) for part in parts if part.rank == pp_rank) / costs.total,
         passes=passes,
         cuda_graphs=recipe.run.cuda_graphs,
-        feed=feed,
+        feed=DataFeed(
+            built.data,
+            built.model,
+            recipe.batch,
+            recipe.evaluation,
+            rows,
+            mesh.device,
+            part=_shard(mesh, mesh.layout.sequence_dims),
+        ),
         phases=phases,
         evaluation=recipe.evaluation,
         checkpoint=built.checkpoint,
@@ -225,13 +225,35 @@ def compose(
         log_every=recipe.run.log_every,
         descriptions={
             "schedule": [describe_stages(parts, costs)] if pp > 1 else [],
-            "kernels": [f"kernels: {built.kernels_name}"] if recipe.kernels.use != built.kernels_name else [],
-            "precision": expect_result(
-                f"precision '{recipe.precision.use}'", "describe", built.precision.describe(), Sequence
-            ),
+            **_descriptions(built, recipe),
             "compile": compiled,
         },
     )
+
+
+def _mesh(
+    built: Components, recipe: Recipe, rank: int, device: torch.device, make_mesh: Callable[..., Mesh]
+) -> Mesh:
+    """Create this rank's mesh, with the transport of the kernels. Collective over the world."""
+    found = built.kernels.transport()
+    transport = expect_result(f"kernels '{built.kernels_name}'", "transport", found, Transport)
+    return make_mesh(
+        built.topology.layout(recipe.run.ranks),
+        rank=rank,
+        device=device,
+        timeout=group_timeout(recipe, device.type),
+        transport=StagedTransport() if recipe.run.share_device else transport,
+    )
+
+
+def _descriptions(built: Components, recipe: Recipe) -> dict[str, Sequence[str]]:
+    """Return lines on the kernels that ``auto`` has selected, and those of the precision."""
+    automatic = recipe.kernels.use != built.kernels_name
+    precision = f"precision '{recipe.precision.use}'"
+    return {
+        "kernels": [f"kernels: {built.kernels_name}"] if automatic else [],
+        "precision": expect_result(precision, "describe", built.precision.describe(), Sequence),
+    }
 
 
 def _open(data: Data, model: Model, recipe: Recipe) -> None:

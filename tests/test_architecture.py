@@ -225,7 +225,7 @@ def code_lines(path: Path) -> int:
 ROOMS = {path.parent.name for path in CORE.glob("*/__init__.py")}
 #: What each room of the core may have of code, in lines; "": all that is in none. Not the harness.
 SMALL = {
-    "": 988,
+    "": 1000,
     "api": 696,
     "builtin": 517,
     "checkpoint": 948,
