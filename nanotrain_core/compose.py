@@ -359,6 +359,7 @@ def _with_weights(
     spans = (Placement.sync_span, Placement.replica_span)
     mesh.agree_on_groups(span(p.placement, mesh.layout) for p in placed for span in spans)
     equalize(placed, mesh)
+    del placed  # so that a weight that is replaced by a packed one is freed
     built.precision.pack(parts)
     return placed_by(f"precision '{recipe.precision.use}'", parts, placements)
 

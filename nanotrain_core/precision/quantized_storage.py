@@ -137,6 +137,22 @@ class PackedWeight(torch.Tensor):
         target.rows.copy_(target.packing.pack(target.packing.rounded(plain_args[0].reshape(-1))))
         return target
 
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        """Let ``torch.compile`` take it as an input of a graph, which reads its rows."""
+        return ["rows"], (self.packing, self.dtype, self.first)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, torch.Tensor], context: Any, size: torch.Size, stride: tuple[int, ...]
+    ) -> PackedWeight:
+        packing, dtype, first = context
+        return PackedWeight(inner["rows"], packing, tuple(size), dtype, Exact(None), first)
+
+    @classmethod
+    def __metadata_guard__(cls, traced: Any, now: Any) -> bool:
+        (packing, *rest), (other, *others) = traced, now
+        return bool(packing.name == other.name and rest == others)
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Return a description without its values."""
         return f"PackedWeight(shape={tuple(self.shape)}, dtype={self.dtype}, in {self.rows.nbytes} bytes)"

@@ -4,11 +4,12 @@ The plugin's entry module: every ``nanotrain`` command imports it, so it never i
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Literal
+from typing import ClassVar, Literal
 
 import attrs
 
 from nanotrain_core.api import (
+    COMPUTES,
     Component,
     Layout,
     Problem,
@@ -18,6 +19,7 @@ from nanotrain_core.api import (
     Role,
     StaysEager,
     Support,
+    always_captured,
     hookimpl,
 )
 
@@ -68,6 +70,24 @@ class FP4MasterConfig:
         return BLOCKS[self.form][0] if self.block_size is None else self.block_size
 
 
+@attrs.define(frozen=True, kw_only=True)
+class QLoRAConfig:
+    """``[precision] use = "qlora"``, beside ``[[parallel]] use = "lora"``."""
+
+    NOT_KEYS: ClassVar[Mapping[str, str]] = {
+        "quant_type": "frozen matrices are in NF4",
+        "double_quant": "scales are bfloat16 numbers, which take 0.25 bits of a weight: nothing to quantize",
+        "compute_dtype": "all computes in bfloat16",
+        "skip_modules": "it is keep, with patterns of parameters, such as layers.0.*",
+    }
+
+    block_size: Literal[64, 32, 16] = attrs.field(default=64, metadata={COMPUTES: True})
+    """Weights with one scale, next to each other in a row of a matrix."""
+    keep: tuple[str, ...] = attrs.field(default=(), metadata={COMPUTES: True})
+    """Patterns (`layers.0.*`) of parameters to keep in bfloat16. Embeddings, the head, norms, biases and
+    routers are kept in any case."""
+
+
 def check(recipe: Recipe, config: FP4MasterConfig, layout: Layout) -> Iterator[Problem]:
     """Reject unsupported formats and block sizes, an empty ``roles``, and ``eco`` without momentum."""
     sizes = BLOCKS[config.form]
@@ -116,7 +136,7 @@ def stays_eager(recipe: Recipe, config: FP4MasterConfig, layout: Layout) -> Iter
 
 @hookimpl
 def nanotrain_register_precision(register: Register) -> None:
-    """Register ``fp4_master``."""
+    """Register ``fp4_master`` and ``qlora``."""
     register(
         Component(
             name="fp4_master",
@@ -128,5 +148,18 @@ def nanotrain_register_precision(register: Register) -> None:
             # Losses of weights in four bits are a few percent from float32's, with any master.
             supports={"follows_float32": Support.PARTIAL},
             supports_for=supports_for,
+        )
+    )
+    register(
+        Component(
+            name="qlora",
+            config=QLoRAConfig,
+            factory="nanotrain_fp4_master.qlora:QLoRA",
+            summary="bf16 with the frozen matrices held in NF4, for adapters of lora to train beside",
+            requires={"frozen_weights"},
+            # A wrapper cannot shard the rows of packed weights; weights in four bits lose some percent.
+            supports={"dtensors": Support.UNSUPPORTED, "follows_float32": Support.PARTIAL},
+            example={"block_size": 16},
+            cuda_graphs=always_captured,
         )
     )

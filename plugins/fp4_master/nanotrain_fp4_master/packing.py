@@ -12,13 +12,15 @@ Rows share nothing, so a range of rows of a weight can be stored, sent and updat
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
+from collections import defaultdict
+from collections.abc import Iterable, Set
 
 import torch
+from torch import nn
 from torch.nn.functional import pad
 
-from nanotrain_core.api.torch import RANGE
+from nanotrain_core.api import NanotrainError
+from nanotrain_core.api.torch import RANGE, PackedWeight, hold, release_unquantized
 from nanotrain_fp4_master.blocks import Format, nonzero, on_grid, to_nearest
 from nanotrain_fp4_master.noise import chunks
 from nanotrain_fp4_master.pack import pack, unpack
@@ -33,6 +35,7 @@ class FourBits:
     def __init__(self, form: Format) -> None:
         self.form, self.name = form, f"{form.codec.__name__} in blocks of {form.block}"
         self.width = CODES + RANGE // form.block * form.codec.SCALE_BYTES
+        self._pairs: dict[torch.device, torch.Tensor] = {}
 
     def rounded(self, numbers: torch.Tensor) -> torch.Tensor:
         """Return flat numbers, rounded to nearest, in bfloat16. Blocks that can be stored exactly stay.
@@ -56,8 +59,16 @@ class FourBits:
         back = on_grid(self.form.nearest(blocks / nonzero(scales)), stored)
         return (back == blocks).all(dim=1, keepdim=True)
 
+    def pairs_on(self, device: torch.device) -> torch.Tensor:
+        """Return the two float32 numbers of every byte of codes, as one number of 8 bytes: [256], int64."""
+        if device not in self._pairs:
+            every = torch.arange(256, dtype=torch.uint8, device=device)
+            self._pairs[device] = self.form.codec.from_codes(unpack(every)).view(torch.int64)
+        return self._pairs[device]
+
     def pack(self, numbers_n: torch.Tensor) -> torch.Tensor:
         """Return rows of codes and scales."""
+        self.pairs_on(numbers_n.device)  # so that a graph that unpacks the rows reads them, and makes none
         rows = numbers_n.new_empty(-(-len(numbers_n) // RANGE), self.width, dtype=torch.uint8)
         for begin, end in chunks(numbers_n):
             self._write(numbers_n[begin:end], rows[begin // RANGE : -(-end // RANGE)])
@@ -77,13 +88,32 @@ class FourBits:
         """Return the numbers in bfloat16, as :func:`~nanotrain_fp4_master.blocks.on_grid` rounds them."""
         codec = self.form.codec
         stored = rows_UW[:, CODES:].reshape(-1, codec.SCALE_BYTES)
-        pairs = pairs_of(codec.from_codes, rows_UW.device)
+        pairs = self.pairs_on(rows_UW.device)
         numbers = pairs.index_select(0, rows_UW[:, :CODES].reshape(-1).int()).view(torch.float32)
         return numbers.view(-1, self.form.block).mul_(codec.from_bytes(stored)).bfloat16().view(-1)
 
 
-@cache
-def pairs_of(from_codes: Callable[[torch.Tensor], torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Return the two float32 numbers of every byte of codes, as one number of 8 bytes: [256], int64."""
-    every = torch.arange(256, dtype=torch.uint8, device=device)
-    return from_codes(unpack(every)).view(torch.int64)
+def pack_parameters(parts: Iterable[nn.Module], names: Set[str], packing: FourBits) -> None:
+    """Replace the parameters of these names by packed ones, trained or frozen as they were.
+
+    Raises:
+        NanotrainError: a wrapper has made one a DTensor.
+    """
+    held = defaultdict[nn.Parameter, list[tuple[nn.Module, str]]](list)
+    for part in parts:
+        for name, parameter in part.named_parameters(remove_duplicate=False):  # tied ones, too
+            held[parameter].append((part, name))
+    while held:  # what was packed is freed, if it is frozen: it has no masters
+        parameter, places = held.popitem()
+        if not parameter.numel() or names.isdisjoint(name for _, name in places):
+            continue
+        if hasattr(parameter, "to_local"):
+            raise NanotrainError(
+                f"{places[0][1]} is a DTensor, as of fully_shard, and cannot be packed: expected plain "
+                "weights, as of zero12; or, with fp4_master, precision.packed = false"
+            )
+        packed = nn.Parameter(PackedWeight.of(parameter, packing), parameter.requires_grad)
+        if not parameter.requires_grad:
+            release_unquantized(packed)
+        for part, name in places:
+            hold(part, name, packed)

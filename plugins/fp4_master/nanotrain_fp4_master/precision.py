@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 
@@ -10,7 +9,7 @@ import attrs
 import torch
 from torch import nn
 
-from nanotrain_core.api import NanotrainError, did_you_mean, tagged
+from nanotrain_core.api import NanotrainError, tagged
 from nanotrain_core.api.torch import (
     RANGE,
     DequantizingGEMM,
@@ -18,7 +17,6 @@ from nanotrain_core.api.torch import (
     LiveMaster,
     MasterWeight,
     Mesh,
-    PackedWeight,
     Passes,
     Piece,
     Placement,
@@ -26,14 +24,14 @@ from nanotrain_core.api.torch import (
     TorchGEMM,
     cast,
     gemm_parameters,
-    hold,
     unquantized,
     use_gemm,
 )
 from nanotrain_fp4_master import BLOCKS, FP4MasterConfig, bfloat16, lowbit
 from nanotrain_fp4_master.blocks import Format, NF4Blocks, NVFP4Blocks
 from nanotrain_fp4_master.noise import Clock, Noise, cut_blocks
-from nanotrain_fp4_master.packing import FourBits
+from nanotrain_fp4_master.packing import FourBits, pack_parameters
+from nanotrain_fp4_master.table import Row, expect_matches, lines, summed
 
 FORMATS = {"nvfp4": NVFP4Blocks, "nf4": NF4Blocks}
 LOW_BIT: dict[str, Callable[..., lowbit.Naive]] = {
@@ -46,19 +44,6 @@ BFLOAT16: dict[str, Callable[[torch.Tensor], MasterWeight]] = {
     "remainder": bfloat16.Remainder,
     "naive": bfloat16.Naive,
 }
-
-
-@attrs.define(frozen=True)
-class Row:
-    """One row of the table: parameters with the same role, format and master."""
-
-    role: str
-    """Of their modules; ``pattern`` if a pattern of the recipe keeps them, ``none`` without a role."""
-    weights: str
-    """What the model computes with, and what is kept beside it."""
-    parameters: int
-    bytes_each: float
-    """Of the weight and what is beside it, without the optimizer's moments."""
 
 
 class FP4Master(Precision):
@@ -100,24 +85,12 @@ class FP4Master(Precision):
         own = ([name for name, _ in parameters], self.table(parameters))
         stages = mesh.gather(own, "pp") if "pp" in mesh.layout.dims else [own]
         names = sorted({name for found, _ in stages for name in found})
-        for pattern in self.config.keep:
-            if not any(fnmatchcase(name, pattern) for name in names):
-                near = did_you_mean(pattern, names)
-                raise NanotrainError(f"precision.keep: '{pattern}' matches no parameter of the model{near}")
+        expect_matches(self.config.keep, names)
         self.rows = summed(row for _, rows in stages for row in rows)
 
     def describe(self) -> list[str]:
         """Return lines with the bytes per parameter of weights and masters, by role and in total."""
-        total = sum(row.parameters for row in self.rows)
-        held = sum(row.parameters * row.bytes_each for row in self.rows)
-        return [
-            "weights and masters, without moments (a rank's part of each stage):",
-            *(
-                f"  {row.role:<12} {row.weights:<26} {row.parameters:>15,} x {row.bytes_each:g} bytes"
-                for row in self.rows
-            ),
-            f"  {'all':<39} {total:>15,} x {held / max(1, total):.4g} bytes; bf16 with float32 masters: 6",
-        ]
+        return lines(self.rows)
 
     def _unpack_for_products(self, part: nn.Module) -> None:
         """Make the GEMMs of low-bit weights dequantize them, and record that these weights can be packed."""
@@ -134,26 +107,9 @@ class FP4Master(Precision):
         return own and self.is_low(name, weight.dim())
 
     def pack(self, parts: Sequence[nn.Module]) -> None:
-        """Replace weights in four bits by packed ones.
-
-        Raises:
-            NanotrainError: a wrapper has made one a DTensor.
-        """
-        made: dict[nn.Parameter, nn.Parameter] = {}
-        for part in parts:
-            for name, parameter in list(part.named_parameters()):
-                if name not in self.packed or not parameter.numel():
-                    continue
-                if hasattr(parameter, "to_local"):
-                    raise NanotrainError(
-                        f"{name} is a DTensor, as of fully_shard, and cannot be packed: expected plain "
-                        "weights, as of zero12; or set precision.packed = false"
-                    )
-                if parameter not in made:
-                    made[parameter] = nn.Parameter(PackedWeight.of(parameter, self._four_bits()))
-            for name, parameter in list(part.named_parameters(remove_duplicate=False)):  # tied ones, too
-                if parameter in made:
-                    hold(part, name, made[parameter])
+        """Replace weights in four bits by packed ones."""
+        if self.packed:
+            pack_parameters(parts, self.packed, self._four_bits())
 
     def is_low(self, name: str, dimensions: int) -> bool:
         """Return whether a parameter gets the format and variant; without a model, every matrix does."""
@@ -204,14 +160,6 @@ class FP4Master(Precision):
         elif self.config.form in FORMATS:
             weights += ", not packed"
         return role, weights, held + beside
-
-
-def summed(rows: Iterable[Row]) -> list[Row]:
-    """Return ``rows``, merging those that differ only in their number of parameters."""
-    counts: Counter[tuple[str, str, float]] = Counter()
-    for row in rows:
-        counts[row.role, row.weights, row.bytes_each] += row.parameters
-    return [Row(role, weights, count, each) for (role, weights, each), count in sorted(counts.items())]
 
 
 def of_bfloat16(variant: str, weight: torch.Tensor, noise: Noise) -> MasterWeight:

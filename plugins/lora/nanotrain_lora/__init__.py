@@ -28,6 +28,7 @@ class LoRAConfig:
         "lora_alpha": "it is alpha",
         "target_modules": "it is targets, with this model's names, such as q, not q_proj; left out: all",
         "use_rslora": "it is rslora",
+        "quantize_base": 'it is [precision] use = "qlora", of nanotrain-fp4-master',
         "bias": "all parameters of the model are frozen, biases too",
     }
 
@@ -77,6 +78,7 @@ def nanotrain_register_parallel(register: Register) -> None:
             config=LoRAConfig,
             factory="nanotrain_lora.adapters:LoRA",
             summary="trains low-rank adapters beside frozen linear layers",
+            provides={"frozen_weights"},
             example={"rank": 4},
             added="nanotrain_lora.weights:weights",
             reads_modules=read_modules,

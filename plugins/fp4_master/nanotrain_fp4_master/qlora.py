@@ -1,0 +1,113 @@
+"""The ``qlora`` component: bfloat16, in which the matrices that a wrapper has frozen are held in NF4.
+
+A frozen matrix is rounded once, after the run's weights are loaded, and unpacked for each GEMM that reads it:
+forward and dgrad. Nothing unpacked is held between them, and there is no wgrad. What is trained, such as the
+adapters of ``lora``, is as under ``bf16``.
+
+Blocks of weights with one scale lie in the rows of a rank's matrix, so they are the same on every layout.
+
+Source: Dettmers et al., "QLoRA", arXiv 2305.14314, section 3, whose scales are quantized to eight bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+
+import torch
+from torch import nn
+
+from nanotrain_core.api import NanotrainError, tagged
+from nanotrain_core.api.torch import (
+    RANGE,
+    DequantizingGEMM,
+    GEMMBackend,
+    Mesh,
+    NoLossScale,
+    Passes,
+    TorchGEMM,
+    Uniform,
+    gemm_parameters,
+    use_gemm,
+)
+from nanotrain_fp4_master import BLOCKS, QLoRAConfig
+from nanotrain_fp4_master.blocks import NF4Blocks
+from nanotrain_fp4_master.packing import FourBits, pack_parameters
+from nanotrain_fp4_master.table import Row, expect_matches, lines, summed
+
+
+class QLoRA(Uniform):
+    """See :class:`~nanotrain_core.contracts.Precision`."""
+
+    def __init__(self, config: QLoRAConfig) -> None:
+        super().__init__(torch.bfloat16, NoLossScale())
+        self.config, self.packing = config, FourBits(NF4Blocks(config.block_size))
+        self.passes = Passes()
+        self.gemm: GEMMBackend = TorchGEMM()
+        self.roles: dict[str, str] = {}
+        """Of the matrices that are packed, by the name of the parameter."""
+        self.rows: list[Row] = []
+
+    def setup(self, seed: int, passes: Passes, gemm: GEMMBackend) -> None:
+        """Keep the run's passes and GEMM backend."""
+        self.passes, self.gemm = passes, gemm
+
+    def convert(self, part: nn.Module) -> nn.Module:
+        """Cast to bfloat16, and have layers unpack their frozen matrices for each GEMM.
+
+        Raises:
+            NanotrainError: a rank's rows of one are no whole number of blocks.
+        """
+        super().convert(part)
+        backend = DequantizingGEMM(self.gemm, self.packing)
+        for prefix, module, found in tagged(part):
+            names = {name: f"{prefix}.{name}" if prefix else name for name in gemm_parameters(module)}
+            low = [full for name, full in names.items() if self._is_packed(full, getattr(module, name))]
+            if low:
+                use_gemm(module, dict.fromkeys(names, backend), self.passes)
+                self.roles |= dict.fromkeys(low, found.role.name.lower())
+        return part
+
+    def _is_packed(self, name: str, weight: nn.Parameter) -> bool:
+        kept = any(fnmatchcase(name, pattern) for pattern in self.config.keep)
+        if kept or weight.requires_grad or weight.dtype != self.parameter_dtype:
+            return False
+        if weight.shape[-1] % self.config.block_size:
+            raise NanotrainError(uneven(name, weight.shape[-1], self.config.block_size))
+        return True
+
+    def check_parts(self, parts: Sequence[nn.Module], mesh: Mesh) -> None:
+        """Reject patterns that match no parameter, and build the table of all stages. Gathers over pp."""
+        parameters = [named for part in parts for named in part.named_parameters()]
+        own = ([name for name, _ in parameters], [*self._table(parameters)])
+        stages = mesh.gather(own, "pp") if "pp" in mesh.layout.dims else [own]
+        expect_matches(self.config.keep, sorted({name for names, _ in stages for name in names}))
+        self.rows = summed(row for _, rows in stages for row in rows)
+
+    def _table(self, parameters: Sequence[tuple[str, nn.Parameter]]) -> Iterator[Row]:
+        for name, each in parameters:
+            if name in self.roles:
+                yield Row(self.roles[name], "nf4, frozen", each.numel(), self.packing.width / RANGE)
+            else:
+                master = 4 if each.requires_grad and each.dtype == self.parameter_dtype else 0
+                what = f"{str(each.dtype).removeprefix('torch.')}, {'trained' if master else 'frozen'}"
+                yield Row("all else", what, each.numel(), each.dtype.itemsize + master)
+
+    def describe(self) -> list[str]:
+        """Return lines with the bytes per parameter of weights and masters, by role and in total."""
+        return lines(self.rows)
+
+    def pack(self, parts: Sequence[nn.Module]) -> None:
+        """Replace frozen matrices by packed ones."""
+        pack_parameters(parts, self.roles.keys(), self.packing)
+
+
+def uneven(name: str, columns: int, block: int) -> str:
+    """Return an error text: rows of a matrix are no whole number of blocks; with what would be."""
+    smaller = [size for size in BLOCKS["nf4"] if size < block and not columns % size]
+    remedies = [f"precision.block_size = {smaller[0]}"] if smaller else []
+    return (
+        f"{name}: a rank's rows of {columns} weights are no whole number of blocks of {block}, which share a "
+        f"scale: expected fewer ranks that split them, as of tp; {''.join(f'{each}; ' for each in remedies)}"
+        f'or, to keep it in bfloat16, precision.keep = ["{name}"]'
+    )

@@ -1,0 +1,58 @@
+"""The table of a run's weights: their format, what is kept beside them, and in how many bytes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+
+import attrs
+
+from nanotrain_core.api import NanotrainError, did_you_mean
+
+
+@attrs.define(frozen=True)
+class Row:
+    """One row of the table: parameters with the same role, format and master."""
+
+    role: str
+    """Of their modules; ``pattern`` if a pattern of the recipe keeps them, ``none`` without a role."""
+    weights: str
+    """What the model computes with, and what is kept beside it."""
+    parameters: int
+    bytes_each: float
+    """Of the weight and what is beside it, without the optimizer's moments."""
+
+
+def summed(rows: Iterable[Row]) -> list[Row]:
+    """Return ``rows``, merging those that differ only in their number of parameters."""
+    counts: Counter[tuple[str, str, float]] = Counter()
+    for row in rows:
+        counts[row.role, row.weights, row.bytes_each] += row.parameters
+    return [Row(role, weights, count, each) for (role, weights, each), count in sorted(counts.items())]
+
+
+def lines(rows: Sequence[Row]) -> list[str]:
+    """Return lines with the bytes per parameter of weights and masters, by role and in total."""
+    total = sum(row.parameters for row in rows)
+    held = sum(row.parameters * row.bytes_each for row in rows)
+    return [
+        "weights and masters, without moments (a rank's part of each stage):",
+        *(
+            f"  {row.role:<12} {row.weights:<26} {row.parameters:>15,} x {row.bytes_each:g} bytes"
+            for row in rows
+        ),
+        f"  {'all':<39} {total:>15,} x {held / max(1, total):.4g} bytes; bf16 with float32 masters: 6",
+    ]
+
+
+def expect_matches(keep: Iterable[str], names: Sequence[str]) -> None:
+    """Reject patterns of ``precision.keep`` that match no parameter.
+
+    Raises:
+        NanotrainError: with the pattern and the nearest name.
+    """
+    for pattern in keep:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            near = did_you_mean(pattern, names)
+            raise NanotrainError(f"precision.keep: '{pattern}' matches no parameter of the model{near}")

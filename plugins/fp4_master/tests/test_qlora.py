@@ -1,0 +1,127 @@
+"""What qlora holds of a frozen matrix, against the paper's definition written out, and what it refuses."""
+
+import pytest
+import torch
+from nanotrain_fp4_master import QLoRAConfig
+from nanotrain_fp4_master.qlora import QLoRA
+from torch import nn
+
+from nanotrain_core.errors import NanotrainError
+from nanotrain_core.layout.roles import Role, tag
+from nanotrain_core.pipeline.passes import Passes
+from nanotrain_core.precision.gemm import TorchGEMM
+from nanotrain_core.precision.quantized_storage import PackedWeight, dequantize, storage_of
+from nanotrain_core.testing import Case
+
+#: Appendix E of arXiv 2305.14314.
+BELOW = (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453)
+BELOW += (-0.28444138169288635, -0.18477343022823334, -0.09105003625154495)
+ABOVE = (0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224)
+ABOVE += (0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0)
+NF4 = (*BELOW, 0.0, *ABOVE)
+
+
+def by_definition(row, block):
+    """Return the numbers that a row of weights stands for: each block's nearest levels times its largest."""
+    found = []
+    for begin in range(0, len(row), block):
+        part = row[begin : begin + block]
+        scale = max(abs(number) for number in part)
+        nearest = (min(NF4, key=lambda level, x=x: abs(level - x / (scale or 1))) for x in part)
+        found += [level * scale for level in nearest]
+    return found
+
+
+class Layers(nn.Module):
+    """A frozen layer, one that is trained, and a frozen norm."""
+
+    def __init__(self, width=128):
+        super().__init__()
+        self.frozen = tag(nn.Linear(width, 6), Role.COLUMN)
+        self.trained = tag(nn.Linear(width, 6), Role.COLUMN)
+        self.norm = tag(nn.RMSNorm(width), Role.NORM)
+        self.requires_grad_(False).trained.requires_grad_()
+
+
+def prepared(layers, **config):
+    precision = QLoRA(QLoRAConfig(**config))
+    precision.setup(1, Passes(), TorchGEMM())
+    precision.convert(layers)
+    precision.pack([layers])
+    return layers
+
+
+@pytest.mark.parametrize("block", [64, 32, 16])
+def test_a_frozen_matrix_has_the_levels_of_the_paper_and_all_else_is_bfloat16(block):
+    layers = Layers()
+    with torch.no_grad():
+        layers.frozen.weight.copy_(torch.randn(6, 128, generator=torch.Generator().manual_seed(3)) * 0.05)
+        layers.frozen.weight[1, :64] = 0  # a block without a scale
+        layers.frozen.weight[2, 7] = 30.0
+    before = layers.frozen.weight.detach().bfloat16()
+    prepared(layers, block_size=block)
+    wanted = torch.tensor([by_definition(row, block) for row in before.tolist()]).bfloat16()
+    assert torch.equal(dequantize(layers.frozen.weight), wanted)
+    assert storage_of(layers.frozen.weight).nbytes == 6 * 128 / 2 + 2 * 6 * 128 / block
+    assert isinstance(layers.frozen.weight, PackedWeight)
+    assert not layers.frozen.weight.requires_grad
+    for name, parameter in layers.named_parameters():
+        assert isinstance(parameter, PackedWeight) == (name == "frozen.weight")
+        assert parameter.dtype == torch.bfloat16
+
+
+def test_packing_what_was_unpacked_gives_the_same_bytes():
+    """So a resume from a checkpoint, which has the numbers, goes on with every bit of the run."""
+    first = prepared(Layers())
+    again = Layers()
+    with torch.no_grad():
+        again.frozen.weight.copy_(dequantize(first.frozen.weight))
+    assert torch.equal(storage_of(prepared(again).frozen.weight), storage_of(first.frozen.weight))
+
+
+def test_forward_and_dgrad_read_the_numbers_and_nothing_unpacked_is_held_between():
+    layers = prepared(Layers())
+    x = torch.randn(5, 128, generator=torch.Generator().manual_seed(1)).bfloat16().requires_grad_()
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda each: saved.append(each) or each, lambda each: each):
+        y = layers.frozen(x)
+    numbers = dequantize(layers.frozen.weight)
+    assert torch.equal(y, x.detach() @ numbers.T + layers.frozen.bias)
+    assert saved
+    assert all(isinstance(each, PackedWeight) for each in saved)
+    d_y = torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).bfloat16()
+    y.backward(d_y)
+    assert torch.equal(x.grad, d_y @ numbers)
+    assert layers.frozen.weight.grad is None
+
+
+def test_original_weights_are_freed_as_they_are_packed():
+    layers = Layers()
+    prepared(layers)
+    assert layers.frozen.weight.exact.flat is None
+
+
+@pytest.mark.parametrize(
+    ("width", "config", "text"),
+    [
+        (
+            96,
+            {},
+            "rows of 96 weights .* blocks of 64, .* precision.block_size = 32; or, .*keep = ..frozen.weight",
+        ),
+        (100, {"block_size": 16}, "rows of 100 weights are no whole number of blocks of 16"),
+    ],
+)
+def test_rows_that_are_no_whole_number_of_blocks_are_refused(width, config, text):
+    """On another layout their blocks would be others."""
+    with pytest.raises(NanotrainError, match=text):
+        prepared(Layers(width), **config)
+    kept = prepared(Layers(width), keep=("frozen.*",), **config)
+    assert not isinstance(kept.frozen.weight, PackedWeight)
+
+
+def test_a_run_without_frozen_weights_is_refused_by_name():
+    with pytest.raises(
+        NanotrainError, match="'qlora' needs frozen_weights; installed components that provide it"
+    ):
+        Case("precision", use="qlora").recipe()
