@@ -37,7 +37,14 @@ from nanotrain_core.api.torch import (
     ops_of,
     sort_by_expert,
 )
-from nanotrain_ep_deepseek.exchange import Flight, Permute, Route, Traffic, from_experts, to_experts
+from nanotrain_ep_deepseek.exchange import (
+    AllToAll,
+    ByteCounter,
+    OverlappedDispatch,
+    Permute,
+    combine_rows,
+    dispatch_rows,
+)
 
 
 class Experts(Protocol):
@@ -47,16 +54,17 @@ class Experts(Protocol):
 
 
 @attrs.define(frozen=True, eq=False)
-class Plan:
+class DispatchPlan:
     """The row counts that ranks send each other, for one pass of one layer."""
 
-    dispatch: Route | None
+    dispatch: AllToAll | None
     """All-to-all over ep; None if that is one rank."""
-    gather: Route | None
+    gather: AllToAll | None
     """All-gather over etp: this rank's rows to all others; None if that is one rank."""
     order_M: torch.Tensor
     """Sorts the received rows by expert."""
     inverse_M: torch.Tensor
+    """The inverse of that permutation."""
     counts_L: torch.Tensor
     """Rows of each of this rank's experts."""
 
@@ -72,16 +80,16 @@ class Dispatcher:
         self.ep_rank, self.etp_rank = mesh.coordinate("ep"), mesh.coordinate("etp")
         self.rows = 0
         """M of the last pass."""
-        self.traffic = Traffic()
+        self.counter = ByteCounter()
 
     @property
     def bytes_sent(self) -> int:
         """Bytes sent to other ranks in training: see :class:`nanotrain_core.moe.routing.CountsBytes`."""
-        return self.traffic.sent
+        return self.counter.sent
 
     @bytes_sent.setter
     def bytes_sent(self, sent: int) -> None:
-        self.traffic.sent = sent
+        self.counter.sent = sent
 
     def __call__(self, module: nn.Module, x: torch.Tensor, routing: Routing) -> torch.Tensor:
         """Return the weighted sums [..., D] of the experts' outputs for this rank's tokens x [..., D].
@@ -97,13 +105,13 @@ class Dispatcher:
         )
         return ops.unpermute(outputs_ND, order_N, back_N, routing.weights.flatten(0, -2)).view_as(x)
 
-    def plan(self, counts_E: torch.Tensor, *, counted: bool = True) -> Plan:
+    def plan(self, counts_E: torch.Tensor, *, counted: bool = True) -> DispatchPlan:
         """All-to-all counts over ep, then over etp, and copy them to the host.
 
         The only host synchronization: the host must know the split sizes of what follows. Bytes
         of a pass that is not ``counted``, such as an evaluation, are not included in :attr:`bytes_sent`.
         """
-        traffic = self.traffic if counted else Traffic()
+        counter = self.counter if counted else ByteCounter()
         sent_PL = counts_E.view(self.ep, -1)
         received_PL = sent_PL
         if self.ep_group is not None:
@@ -117,22 +125,28 @@ class Dispatcher:
         mine, everyones = arrivals[self.etp_rank], [sum(rows) for rows in arrivals]
         self.rows = sum(everyones)
         order_M = sort_arrivals(arrivals_QPL, self.rows)
-        return Plan(
-            dispatch=self._route(self.ep_group, sent, mine, self.ep_rank, traffic),
-            gather=self._route(self.etp_group, [sum(mine)] * self.etp, everyones, self.etp_rank, traffic),
+        return DispatchPlan(
+            dispatch=self._all_to_all(self.ep_group, sent, mine, self.ep_rank, counter),
+            gather=self._all_to_all(
+                self.etp_group, [sum(mine)] * self.etp, everyones, self.etp_rank, counter
+            ),
             order_M=order_M,
             inverse_M=inverted(order_M),
             counts_L=arrivals_QPL.sum((0, 1)),
         )
 
     @staticmethod
-    def _route(
-        group: Exchange | None, sent: list[int], received: list[int], own: int, traffic: Traffic
-    ) -> Route | None:
-        return Route(group, sent, received, own, traffic) if group else None
+    def _all_to_all(
+        group: Exchange | None, sent: list[int], received: list[int], own: int, counter: ByteCounter
+    ) -> AllToAll | None:
+        return AllToAll(group, sent, received, own, counter) if group else None
 
     def run(
-        self, module: nn.Module, rows: torch.Tensor, plan: Plan, meanwhile: Callable[[], object] | None = None
+        self,
+        module: nn.Module,
+        rows: torch.Tensor,
+        plan: DispatchPlan,
+        meanwhile: Callable[[], object] | None = None,
     ) -> torch.Tensor:
         """Return the outputs [N, D] of rows [N, D], both sorted by expert.
 
@@ -140,22 +154,22 @@ class Dispatcher:
         """
         codec = dispatch_codec(module)
         if plan.dispatch:
-            flight = Flight(plan.dispatch, codec)
-            handle = flight.depart(rows)
+            dispatch = OverlappedDispatch(plan.dispatch, codec)
+            handle = dispatch.begin(rows)
             if meanwhile is not None:
                 meanwhile()
-            rows = flight.arrive(handle)
+            rows = dispatch.end(handle)
         if plan.gather:
-            rows = to_experts(rows.repeat(self.etp, 1), plan.gather, codec)
+            rows = dispatch_rows(rows.repeat(self.etp, 1), plan.gather, codec)
         rows = Permute.apply(rows, plan.order_M, plan.inverse_M)  # type: ignore[no-untyped-call]
         anchor = anchor_of(module, rows)
         rows = cast(Experts, module).compute(rows, plan.counts_L)
         rows = Permute.apply(rows, plan.inverse_M, plan.order_M)  # type: ignore[no-untyped-call]
         if plan.gather:
-            partial = from_experts(rows, plan.gather.reversed(), codec, anchor)
+            partial = combine_rows(rows, plan.gather.reversed(), codec, anchor)
             rows = partial.unflatten(0, (self.etp, -1)).sum(0)  # type: ignore[no-untyped-call]
         if plan.dispatch:
-            rows = from_experts(rows, plan.dispatch.reversed(), codec, anchor)
+            rows = combine_rows(rows, plan.dispatch.reversed(), codec, anchor)
         return rows
 
 

@@ -15,43 +15,47 @@ from nanotrain_core.api.torch import DispatchCodec, Exchange, Pending
 
 
 @attrs.define
-class Traffic:
-    """Counts bytes."""
+class ByteCounter:
+    """Counts what is sent to other ranks."""
 
     sent: int = 0
-    """Bytes sent to other ranks since the beginning."""
+    """Bytes sent since the beginning."""
 
 
 @attrs.define(frozen=True)
-class Route:
-    """Row counts that this rank sends to and receives from each rank of a group, in the group's order."""
+class AllToAll:
+    """An all-to-all of rows with uneven splits, in the group's rank order."""
 
     group: Exchange
-    sent: list[int]
-    received: list[int]
-    own: int
-    """This rank's index in that order."""
-    traffic: Traffic
+    input_splits: list[int]
+    """Rows that this rank sends to each rank of the group."""
+    output_splits: list[int]
+    """Rows that it receives from each."""
+    rank: int
+    """This rank's index in the group."""
+    counter: ByteCounter
 
-    def reversed(self) -> Route:
-        """Return the reverse route."""
-        return attrs.evolve(self, sent=self.received, received=self.sent)
+    def reversed(self) -> AllToAll:
+        """Return the all-to-all that sends the received rows back."""
+        return attrs.evolve(self, input_splits=self.output_splits, output_splits=self.input_splits)
 
-    def send(self, rows: torch.Tensor, codec: DispatchCodec | None = None) -> torch.Tensor:
-        """All-to-all: send rows, grouped by destination, and return those received, grouped by source."""
-        return self.begin(rows, codec).arrived()
+    def run(self, rows: torch.Tensor, codec: DispatchCodec | None = None) -> torch.Tensor:
+        """Send rows [N, D], grouped by destination; return those received [M, D], grouped by source."""
+        return self.begin(rows, codec).wait()
 
-    def begin(self, rows: torch.Tensor, codec: DispatchCodec | None = None) -> Sent:
-        """Send rows without waiting."""
-        wire = (rows if codec is None else codec.encode(rows)).contiguous()
-        coming = wire.new_empty(sum(self.received), *wire.shape[1:])
-        self.traffic.sent += (sum(self.sent) - self.sent[self.own]) * wire.shape[1] * wire.itemsize
-        pending = self.group.all_to_all(coming, wire, self.received, self.sent, async_op=True)
-        return Sent(pending, codec, rows.shape[1], rows.dtype)
+    def begin(self, rows: torch.Tensor, codec: DispatchCodec | None = None) -> PendingAllToAll:
+        """Begin :meth:`run`, without waiting for it; ``codec`` encodes what is sent."""
+        encoded = (rows if codec is None else codec.encode(rows)).contiguous()
+        received = encoded.new_empty(sum(self.output_splits), *encoded.shape[1:])
+        to_others = sum(self.input_splits) - self.input_splits[self.rank]
+        self.counter.sent += to_others * encoded.shape[1] * encoded.itemsize
+        splits = self.output_splits, self.input_splits
+        pending = self.group.all_to_all(received, encoded, *splits, async_op=True)
+        return PendingAllToAll(pending, codec, rows.shape[1], rows.dtype)
 
 
 @attrs.define(frozen=True, eq=False)
-class Sent:
+class PendingAllToAll:
     """An all-to-all in flight."""
 
     pending: Pending
@@ -59,91 +63,97 @@ class Sent:
     width: int
     dtype: torch.dtype
 
-    def arrived(self) -> torch.Tensor:
-        """Wait; return the received rows, grouped by source."""
-        coming = self.pending()
-        return coming if self.codec is None else self.codec.decode(coming, self.width, self.dtype)
+    def wait(self) -> torch.Tensor:
+        """Wait; return the received rows, grouped by source, decoded."""
+        received = self.pending()
+        return received if self.codec is None else self.codec.decode(received, self.width, self.dtype)
 
 
-class Flight:
-    """Rows in flight to experts, and their gradients in backward: sent, not yet awaited."""
+class OverlappedDispatch:
+    """The dispatch of rows to their experts, overlapped with what is computed between begin and end.
 
-    def __init__(self, route: Route, codec: DispatchCodec | None = None) -> None:
-        self.route, self.codec = route, codec
-        self._sent: list[Sent] = []
+    In backward the gradients' all-to-all, in the other direction, overlaps with the backward pass of the same
+    computation: autograd's order is the reverse of forward's.
+    """
 
-    def depart(self, rows: torch.Tensor) -> torch.Tensor:
-        """Send rows [N, D]; return the input of :meth:`arrive`, which must not be read before."""
-        handle: torch.Tensor = _Depart.apply(rows, self)  # type: ignore[no-untyped-call]
+    def __init__(self, all_to_all: AllToAll, codec: DispatchCodec | None = None) -> None:
+        self.all_to_all, self.codec = all_to_all, codec
+        self._pending: list[PendingAllToAll] = []
+
+    def begin(self, rows: torch.Tensor) -> torch.Tensor:
+        """Send rows [N, D]; return the input of :meth:`end`, which must not be read before."""
+        handle: torch.Tensor = _BeginDispatch.apply(rows, self)  # type: ignore[no-untyped-call]
         return handle
 
-    def arrive(self, handle: torch.Tensor) -> torch.Tensor:
-        """Wait for the rows that others sent [M, D]. Backward: their gradients are sent back, unencoded.
-
-        Computation since :meth:`depart` runs backward while these gradients are in flight: autograd's order
-        is the reverse of forward's.
-        """
-        rows: torch.Tensor = _Arrive.apply(handle, self)  # type: ignore[no-untyped-call]
+    def end(self, handle: torch.Tensor) -> torch.Tensor:
+        """Wait for the rows that others sent [M, D]. Backward: their gradients are sent back, unencoded."""
+        rows: torch.Tensor = _EndDispatch.apply(handle, self)  # type: ignore[no-untyped-call]
         return rows
 
-    def begin(self, route: Route, rows: torch.Tensor, codec: DispatchCodec | None) -> None:
-        """Send without waiting."""
-        self._sent.append(route.begin(rows, codec))
+    def start(self, all_to_all: AllToAll, rows: torch.Tensor, codec: DispatchCodec | None) -> None:
+        """Begin an all-to-all: of the rows, or in backward of their gradients."""
+        self._pending.append(all_to_all.begin(rows, codec))
 
-    def end(self) -> torch.Tensor:
-        """Wait for the last operation begun and return its result."""
-        return self._sent.pop().arrived()
+    def wait(self) -> torch.Tensor:
+        """Wait for the last all-to-all begun and return its result."""
+        return self._pending.pop().wait()
 
 
-class _Depart(torch.autograd.Function):
+class _BeginDispatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, flight: Flight) -> torch.Tensor:
-        ctx.flight = flight
-        flight.begin(flight.route, rows, flight.codec)
-        return rows.new_empty(()).expand(sum(flight.route.received), rows.shape[1])  # a shape without memory
+    def forward(ctx: Any, rows: torch.Tensor, dispatch: OverlappedDispatch) -> torch.Tensor:
+        ctx.dispatch = dispatch
+        dispatch.start(dispatch.all_to_all, rows, dispatch.codec)
+        received = sum(dispatch.all_to_all.output_splits)
+        return rows.new_empty(()).expand(received, rows.shape[1])  # a shape without memory
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, handle: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.flight.end(), None
+        return ctx.dispatch.wait(), None
 
 
-class _Arrive(torch.autograd.Function):
+class _EndDispatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, handle: torch.Tensor, flight: Flight) -> torch.Tensor:
-        ctx.flight = flight
-        return flight.end()
+    def forward(ctx: Any, handle: torch.Tensor, dispatch: OverlappedDispatch) -> torch.Tensor:
+        ctx.dispatch = dispatch
+        return dispatch.wait()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_rows: torch.Tensor) -> tuple[torch.Tensor, None]:
-        ctx.flight.begin(ctx.flight.route.reversed(), d_rows, None)
+        ctx.dispatch.start(ctx.dispatch.all_to_all.reversed(), d_rows, None)
         return d_rows.new_empty(()).expand_as(d_rows), None
 
 
-def to_experts(rows: torch.Tensor, route: Route, codec: DispatchCodec | None = None) -> torch.Tensor:
-    """Send rows [N, D] to their experts. Backward: their gradients come back, unencoded."""
-    flight = Flight(route, codec)
-    return flight.arrive(flight.depart(rows))
-
-
-def from_experts(
-    rows: torch.Tensor, route: Route, codec: DispatchCodec | None = None, anchor: torch.Tensor | None = None
+def dispatch_rows(
+    rows: torch.Tensor, all_to_all: AllToAll, codec: DispatchCodec | None = None
 ) -> torch.Tensor:
-    """Send results [N, D] back, unencoded. Backward: their gradients are sent to the experts.
+    """Send rows [N, D] to their experts. Backward: their gradients come back, unencoded."""
+    dispatch = OverlappedDispatch(all_to_all, codec)
+    return dispatch.end(dispatch.begin(rows))
+
+
+def combine_rows(
+    rows: torch.Tensor,
+    all_to_all: AllToAll,
+    codec: DispatchCodec | None = None,
+    anchor: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Send experts' outputs [N, D] back, unencoded. Backward: their gradients are sent to the experts.
 
     Args:
-        rows: results, grouped by destination.
-        route: the reverse route.
+        rows: outputs, grouped by destination.
+        all_to_all: that of the dispatch, reversed.
         codec: for the gradients.
         anchor: a tensor that needs a gradient on every rank of the group, or on none. Experts without rows
             may return zeros that no gradient flows through; backward must still take part.
     """
-    returned: torch.Tensor = _Return.apply(rows, anchor, route, codec)  # type: ignore[no-untyped-call]
+    returned: torch.Tensor = _Combine.apply(rows, anchor, all_to_all, codec)  # type: ignore[no-untyped-call]
     return returned
 
 
-class _Return(torch.autograd.Function):
+class _Combine(torch.autograd.Function):
     """All-to-all in forward, the reverse all-to-all in backward, even if no gradient is needed here."""
 
     @staticmethod
@@ -151,16 +161,16 @@ class _Return(torch.autograd.Function):
         ctx: Any,
         rows: torch.Tensor,
         anchor: torch.Tensor | None,
-        route: Route,
+        all_to_all: AllToAll,
         codec: DispatchCodec | None,
     ) -> torch.Tensor:
-        ctx.route, ctx.codec = route, codec
-        return route.send(rows)
+        ctx.all_to_all, ctx.codec = all_to_all, codec
+        return all_to_all.run(rows)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_rows: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return ctx.route.reversed().send(d_rows, ctx.codec), None, None, None
+        return ctx.all_to_all.reversed().run(d_rows, ctx.codec), None, None, None
 
 
 class Permute(torch.autograd.Function):

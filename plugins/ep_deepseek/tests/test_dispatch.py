@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from nanotrain_ep_deepseek import ExpertParallelConfig
-from nanotrain_ep_deepseek.exchange import Route, Sent
+from nanotrain_ep_deepseek.exchange import AllToAll, PendingAllToAll
 from nanotrain_ep_deepseek.expert_parallel import ExpertParallel, check_view
 from torch.utils.checkpoint import checkpoint
 
@@ -333,14 +333,14 @@ class Work(torch.autograd.Function):
 
 def events_of_a_layer():
     """Return what happened in a layer's forward and backward pass, and output and gradient of the tokens."""
-    events, begin, arrived = [], Route.begin, Sent.arrived
+    events, begin, waited = [], AllToAll.begin, PendingAllToAll.wait
     part, _, mesh = build({"ep": 2})
     x, chosen, weights, d_y = inputs(4, mesh.rank, "everywhere")
     x.requires_grad_()
     beside = cache(lambda: Work.apply(x, events))
     with (
-        mock.patch.object(Route, "begin", lambda *a: events.append("send") or begin(*a)),
-        mock.patch.object(Sent, "arrived", lambda sent: events.append("wait") or arrived(sent)),
+        mock.patch.object(AllToAll, "begin", lambda *a: events.append("send") or begin(*a)),
+        mock.patch.object(PendingAllToAll, "wait", lambda sent: events.append("wait") or waited(sent)),
     ):
         y = part.layers["0"].experts(x, Routing(chosen, weights, meanwhile=beside)) + beside()
         events.append("backward")
