@@ -30,7 +30,7 @@ import torch
 from nanotrain_sharded_ckpt_v2 import ShardedConfig
 from nanotrain_sharded_ckpt_v2.checkpoint import ShardedCheckpoint
 from nanotrain_sharded_ckpt_v2.manifest import File, Manifest, shard_name, streams_name, write
-from nanotrain_sharded_ckpt_v2.save_plan import Holding, make_plan
+from nanotrain_sharded_ckpt_v2.save_plan import BlockMetadata, make_plan
 
 from nanotrain_core.checkpoint.tensor_boxes import boxes
 from nanotrain_core.contracts import Block, TrainState
@@ -78,7 +78,7 @@ def shapes() -> list[list[tuple[str, tuple[int, ...], bool]]]:
     return stages
 
 
-def holdings(stage: list[tuple[str, tuple[int, ...], bool]], dp: int) -> Iterator[Holding]:
+def holdings(stage: list[tuple[str, tuple[int, ...], bool]], dp: int) -> Iterator[BlockMetadata]:
     """Yield what one rank holds: bf16 weights, and its range of float32 state."""
     for name, whole, of_experts in stage:
         offset, shape, sharing, place = (0,) * len(whole), whole, DP, dp

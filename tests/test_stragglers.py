@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
-from nanotrain_sharded_ckpt_v2.flight import Flight
+from nanotrain_sharded_ckpt_v2.save_in_progress import SaveInProgress
 from structlog.testing import capture_logs
 
 from nanotrain_core.builtin.configs import StragglersConfig
@@ -126,8 +126,8 @@ def fit_while_saving(case, slow, folder):
     engine.run.checkpoint.due = lambda step: step == 2 and due(step)
     ended = threading.Event()
     with pytest.MonkeyPatch.context() as patched, capture_logs() as logs:
-        write = Flight.write
-        patched.setattr(Flight, "write", lambda flight, held: (ended.wait(20), write(flight, held)))
+        write = SaveInProgress.write
+        patched.setattr(SaveInProgress, "write", lambda flight, held: (ended.wait(20), write(flight, held)))
         engine.events.monitors = [*engine.events.monitors, EndsAt(6, ended)]
         if engine.run.mesh.rank == slow:
             slow_compute(engine)

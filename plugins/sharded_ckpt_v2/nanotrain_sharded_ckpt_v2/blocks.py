@@ -1,4 +1,4 @@
-"""Converts live tensors for a save: holdings for the plan, bytes for a shard, stable copies."""
+"""Converts live tensors for a save: metadata for the plan, bytes for a shard, stable copies."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from nanotrain_core.api import DTYPE_NAMES, CheckpointError
 from nanotrain_core.api.torch import Block
 from nanotrain_sharded_ckpt_v2 import shard
 from nanotrain_sharded_ckpt_v2.manifest import File, key
-from nanotrain_sharded_ckpt_v2.save_plan import Holding
+from nanotrain_sharded_ckpt_v2.save_plan import BlockMetadata
 from nanotrain_sharded_ckpt_v2.shard import Form
 
 Tensors = dict[str, torch.Tensor]
 CODES = {getattr(torch, name): code for code, name in DTYPE_NAMES.items()}
 
 
-def holding(block: Block) -> Holding:
+def metadata_of(block: Block) -> BlockMetadata:
     """Describe a block without its values.
 
     Raises:

@@ -34,31 +34,33 @@ from nanotrain_core.api import __version__ as core_version
 from nanotrain_core.api.torch import Block, CheckpointReport, Mesh, TrainState
 from nanotrain_sharded_ckpt_v2 import ShardedConfig, __version__, blocks, folders, manifest, shard
 from nanotrain_sharded_ckpt_v2.flags import LateFlag
-from nanotrain_sharded_ckpt_v2.flight import Flight
 from nanotrain_sharded_ckpt_v2.manifest import File, Manifest, streams_name
 from nanotrain_sharded_ckpt_v2.object_collectives import agree, from_first, share_from_first, to_first
-from nanotrain_sharded_ckpt_v2.resharding import Reading, misfits
-from nanotrain_sharded_ckpt_v2.save_plan import Holding, Tensor, make_plan
+from nanotrain_sharded_ckpt_v2.resharding import ReadPlan, misfits
+from nanotrain_sharded_ckpt_v2.save_in_progress import SaveInProgress
+from nanotrain_sharded_ckpt_v2.save_plan import BlockMetadata, Tensor, make_plan
 from nanotrain_sharded_ckpt_v2.steps_of_all_hosts import once_saved
 
 
 @attrs.define(frozen=True)
-class Agreed:
+class ShardAssignment:
     """Which rank writes what, for blocks with these names and shapes."""
 
-    holdings: Sequence[Holding]
+    metadata: Sequence[BlockMetadata]
+    """Of this rank's blocks."""
     mine: Sequence[int]
+    """The indices of those that this rank writes."""
     tensors: dict[str, Tensor]
     """Of all ranks; on rank 0 only."""
 
 
 @attrs.define(frozen=True, eq=False)
-class Found:
+class ReadableCheckpoint:
     """A checkpoint that every rank is able to read."""
 
     path: Path
     manifest: Manifest
-    reading: Reading
+    reading: ReadPlan
     """Reads of this rank's blocks."""
     streams: Mapping[str, torch.Tensor]
     """This rank's random-number streams."""
@@ -70,8 +72,8 @@ class ShardedCheckpoint:
     def __init__(self, config: ShardedConfig) -> None:
         self.config = config
         self.log = structlog.get_logger("nanotrain.checkpoint")
-        self._flight: Flight | None = None
-        self._agreed: Agreed | None = None
+        self._saving: SaveInProgress | None = None
+        self._assignment: ShardAssignment | None = None
         self._copies = blocks.Copies()
 
     def open(self, folder: Path, mesh: Mesh) -> None:
@@ -82,7 +84,7 @@ class ShardedCheckpoint:
         self._nothing_loaded = True
         self._verified: dict[int, Mapping[str, File]] = {}
         self._restored: set[int] = set()
-        self._flight = self._agreed = None
+        self._saving = self._assignment = None
         self._late, self._writing = LateFlag(mesh), LateFlag(mesh)
         self._changed = LateFlag(mesh, late=False)  # a save waits for its answer
         self._on_first(lambda: folders.clear_leftovers(folder))
@@ -114,34 +116,34 @@ class ShardedCheckpoint:
 
     def save(self, step: int, state: TrainState) -> None:
         """Agree on the shards and begin to write this rank's."""
-        assert self._flight is None, "a save is on its way: advance(wait=True) first"
+        assert self._saving is None, "a save is on its way: advance(wait=True) first"
         began = self._last_save = time.monotonic()
         self._late.forget()
         self._writing.forget()
-        agreed = self._agree(state.blocks)
+        assignment = self._assign(state.blocks)
         scratch: Path = self._on_first(lambda: folders.make_scratch(self.folder, step))
         state = attrs.evolve(state)  # which copies meta: it is written later
-        flight = Flight(step, self.mesh.rank, scratch, state, began, old=self._retire_old(state.meta))
-        mine = blocks.chosen(state.blocks, agreed.mine)
+        saving = SaveInProgress(step, self.mesh.rank, scratch, state, began, old=self._retire_old(state.meta))
+        mine = blocks.chosen(state.blocks, assignment.mine)
         if self.config.asynchronous:
-            flight.write_beside(mine, self._copies)
+            saving.write_in_thread(mine, self._copies)
         else:
-            flight.write(mine)
-        flight.blocked = time.monotonic() - began
-        self._flight = flight
+            saving.write(mine)
+        saving.blocked = time.monotonic() - began
+        self._saving = saving
 
-    def _agree(self, wanted: Sequence[Block]) -> Agreed:
+    def _assign(self, wanted: Sequence[Block]) -> ShardAssignment:
         """Gather and scatter: assign the boxes, unless all ranks hold the same as the last time."""
-        problem, holdings = "", []
+        problem, metadata = "", []
         try:
-            holdings = [blocks.holding(block) for block in wanted]
+            metadata = [blocks.metadata_of(block) for block in wanted]
         except CheckpointError as error:
             problem = str(error)
         agree(problem, self.mesh)
-        if self._agreed is not None and not self._changed.any(holdings != self._agreed.holdings):
-            return self._agreed
-        self._agreed = None
-        everyone = to_first(holdings, self.mesh)
+        if self._assignment is not None and not self._changed.any(metadata != self._assignment.metadata):
+            return self._assignment
+        self._assignment = None
+        everyone = to_first(metadata, self.mesh)
         shares: list[Sequence[int]] = []
         tensors: dict[str, Tensor] = {}
         if everyone:
@@ -151,8 +153,8 @@ class ShardedCheckpoint:
             except CheckpointError as error:
                 problem = str(error)
         agree(problem, self.mesh)
-        self._agreed = Agreed(holdings, share_from_first(shares, self.mesh), tensors)
-        return self._agreed
+        self._assignment = ShardAssignment(metadata, share_from_first(shares, self.mesh), tensors)
+        return self._assignment
 
     def _on_first(self, act: Callable[[], Any]) -> Any:
         """Broadcast: modify the folder on rank 0 and return the result everywhere, or fail everywhere."""
@@ -167,55 +169,55 @@ class ShardedCheckpoint:
 
     def settle(self) -> None:
         """Wait until this rank's shard is copied."""
-        if self._flight is not None:
-            self._flight.settle()
+        if self._saving is not None:
+            self._saving.settle()
 
     def advance(self, *, wait: bool) -> Sequence[CheckpointReport]:
         """Publish the save in progress, if every rank has written its shard."""
-        flight = self._flight
-        if flight is None:
+        saving = self._saving
+        if saving is None:
             return ()
         began = time.monotonic()
         if wait:
-            flight.join()
-        if not wait and self._writing.any(flight.busy) is not False:
-            flight.blocked += time.monotonic() - began
+            saving.join()
+        if not wait and self._writing.any(saving.busy) is not False:
+            saving.blocked += time.monotonic() - began
             return ()
-        self._flight = None
-        path = self._publish(flight)
+        self._saving = None
+        path = self._publish(saving)
         now = time.monotonic()
-        names = [*flight.files, *([manifest.NAME] if self.mesh.rank == 0 else [])]
-        blocked, written = flight.blocked + now - began, [path / name for name in names]
-        return [CheckpointReport(flight.step, path, now - flight.began, blocked, written)]
+        names = [*saving.files, *([manifest.NAME] if self.mesh.rank == 0 else [])]
+        blocked, written = saving.blocked + now - began, [path / name for name in names]
+        return [CheckpointReport(saving.step, path, now - saving.began, blocked, written)]
 
-    def _publish(self, flight: Flight) -> Path:
+    def _publish(self, saving: SaveInProgress) -> Path:
         """Move the checkpoint into place, or remove its files."""
-        everyone = to_first(flight.files, self.mesh)
+        everyone = to_first(saving.files, self.mesh)
         try:
-            agree(flight.error, self.mesh)
+            agree(saving.error, self.mesh)
             problem = ""
             try:
                 if everyone:
                     files = {name: file for files in everyone for name, file in files.items()}
-                    text = manifest.write(self._manifest(flight, files))
-                    folders.publish(flight.scratch, text, flight.step)
-                    self._verified[flight.step] = files
+                    text = manifest.write(self._manifest(saving, files))
+                    folders.publish(saving.scratch, text, saving.step)
+                    self._verified[saving.step] = files
             except OSError as error:
-                problem = f"step {flight.step} could not be put in place in {self.folder}: {error}"
+                problem = f"step {saving.step} could not be put in place in {self.folder}: {error}"
             agree(problem, self.mesh)
         except CheckpointError:
             if self.mesh.rank == 0:
-                shutil.rmtree(flight.scratch, ignore_errors=True)
+                shutil.rmtree(saving.scratch, ignore_errors=True)
             raise
-        return folders.step_folder(self.folder, flight.step)
+        return folders.step_folder(self.folder, saving.step)
 
-    def _manifest(self, flight: Flight, files: dict[str, File]) -> Manifest:
-        assert self._agreed is not None
-        earlier = [step for step in self.steps() if step < flight.step]
+    def _manifest(self, saving: SaveInProgress, files: dict[str, File]) -> Manifest:
+        assert self._assignment is not None
+        earlier = [step for step in self.steps() if step < saving.step]
         previous = folders.seal(folders.step_folder(self.folder, earlier[-1])) if earlier else None
         core, torch_version = core_version, str(torch.__version__)
         return Manifest(
-            step=flight.step,
+            step=saving.step,
             versions={
                 "nanotrain-core": core,
                 "torch": torch_version,
@@ -224,8 +226,8 @@ class ShardedCheckpoint:
             world_size=self.mesh.world_size,
             layout=self.mesh.layout.sizes,
             previous=previous,
-            meta=flight.state.meta,
-            tensors=self._agreed.tensors,
+            meta=saving.state.meta,
+            tensors=self._assignment.tensors,
             files=dict(sorted(files.items())),
         )
 
@@ -269,7 +271,7 @@ class ShardedCheckpoint:
                 self._verified[saved.step] = saved.files
         return TrainState(state.blocks, saved.meta, found.streams)
 
-    def _fill(self, reading: Reading) -> None:
+    def _fill(self, reading: ReadPlan) -> None:
         """Overwrite live tensors, or fail on every rank."""
         problem = ""
         try:
@@ -296,7 +298,7 @@ class ShardedCheckpoint:
                 raise CheckpointError(f"{path / name}: {stream} is {form}, expected {expected}")
         return found
 
-    def _named(self, which: str, state: TrainState) -> Found:
+    def _named(self, which: str, state: TrainState) -> ReadableCheckpoint:
         """Return exactly the requested checkpoint."""
         path = folders.step_folder(self.folder, int(which)) if which.isdecimal() else Path(which)
         problem = ""
@@ -309,7 +311,7 @@ class ShardedCheckpoint:
             raise CheckpointError("; ".join(problems))
         return found
 
-    def _newest_whole(self, state: TrainState) -> tuple[Found | None, dict[int, str]]:
+    def _newest_whole(self, state: TrainState) -> tuple[ReadableCheckpoint | None, dict[int, str]]:
         """Return the newest checkpoint that all ranks can read, and what is wrong with newer ones."""
         damaged: dict[int, str] = {}
         there = once_saved(self.folder, self.mesh)
@@ -332,7 +334,7 @@ class ShardedCheckpoint:
             if self.mesh.rank == 0:
                 self.log.warning("a damaged checkpoint was set aside", problem=problem, now=str(now))
 
-    def _open(self, path: Path, state: TrainState) -> tuple[Found | None, Sequence[str]]:
+    def _open(self, path: Path, state: TrainState) -> tuple[ReadableCheckpoint | None, Sequence[str]]:
         """Return what to read, if every rank can read its part, otherwise what is wrong: on all ranks alike.
 
         Raises:
@@ -349,9 +351,9 @@ class ShardedCheckpoint:
         agree(f"{path} does not fit this run: {unfit[0]}{more}" if unfit else "", self.mesh)
         found, problem = None, ""
         try:
-            reading = Reading(path, saved, state.blocks)
+            reading = ReadPlan(path, saved, state.blocks)
             streams = self._streams(path, saved, state.rank_tensors)
-            found = Found(path, saved, reading, streams)
+            found = ReadableCheckpoint(path, saved, reading, streams)
         except CheckpointError as error:
             problem = str(error)
         problems = [f"rank {rank}: {text}" for rank, text in enumerate(self.mesh.gather(problem)) if text]

@@ -75,7 +75,7 @@ def _misfit(saved: Tensor | None, block: Block) -> Iterator[str]:
         yield f"{block.name} is stored as {saved.dtype}, expected {code(block.name, block.tensor)}"
 
 
-class Reading:
+class ReadPlan:
     """The reads of one rank: planned and verified in the files before any live state is modified."""
 
     def __init__(self, folder: Path, manifest: Manifest, blocks: Sequence[Block]) -> None:

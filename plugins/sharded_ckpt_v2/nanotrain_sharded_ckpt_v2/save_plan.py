@@ -17,7 +17,7 @@ import attrs
 from nanotrain_core.api import DTYPE_BYTES, CheckpointError, Shape, uncovered
 
 #: Name, dtype code, shape of the global tensor, offset, shape: a block without its values.
-Holding = tuple[str, str, Shape, Shape, Shape]
+BlockMetadata = tuple[str, str, Shape, Shape, Shape]
 
 
 @attrs.define(frozen=True)
@@ -36,20 +36,22 @@ class Plan:
     """The boxes that each rank writes."""
 
     mine: Sequence[Sequence[int]]
-    """For each rank the indices in its list of holdings that it writes."""
+    """For each rank the indices in its list of blocks of those that it writes."""
     tensors: Mapping[str, Tensor]
     """By name, sorted."""
 
 
-def make_plan(holdings: Sequence[Sequence[Holding]]) -> Plan:
+def make_plan(metadata: Sequence[Sequence[BlockMetadata]]) -> Plan:
     """Assign the boxes of all ranks to writers among those that hold them.
+
+    ``metadata``: for each rank that of its blocks.
 
     Raises:
         CheckpointError: ranks disagree about a tensor, or its boxes leave a gap or overlap.
     """
     holders: dict[tuple[str, Shape, Shape], list[tuple[int, int]]] = {}
     forms: dict[str, tuple[str, Shape, int]] = {}
-    for rank, held in enumerate(holdings):
+    for rank, held in enumerate(metadata):
         for position, (name, dtype, whole, offset, shape) in enumerate(held):
             known = forms.setdefault(name, (dtype, whole, rank))
             if known[:2] != (dtype, whole):
@@ -57,7 +59,7 @@ def make_plan(holdings: Sequence[Sequence[Holding]]) -> Plan:
                     f"{name} is {dtype} {whole} on rank {rank} and {known[0]} {known[1]} on rank {known[2]}"
                 )
             holders.setdefault((name, offset, shape), []).append((rank, position))
-    mine = _share_out(holders, forms, len(holdings))
+    mine = _share_out(holders, forms, len(metadata))
     return Plan([sorted(positions) for positions, _ in mine], _tensors(mine, forms))
 
 

@@ -68,7 +68,7 @@ def published(folder):
     found = []
     for step in (1, 2):
         checkpoint.save(step, state)
-        checkpoint._flight.join()
+        checkpoint._saving.join()
         reports = [checkpoint.advance(wait=False) for _ in range(3)]
         found.append([len(each) for each in reports])
     return found, checkpoint.steps()

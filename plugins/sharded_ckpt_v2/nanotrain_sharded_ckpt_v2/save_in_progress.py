@@ -23,7 +23,7 @@ from nanotrain_sharded_ckpt_v2.manifest import File, shard_name, streams_name
 
 
 @attrs.define(eq=False)
-class Flight:
+class SaveInProgress:
     """A save that has begun."""
 
     step: int
@@ -42,7 +42,7 @@ class Flight:
     _thread: threading.Thread | None = None
     _copied: threading.Event = attrs.field(factory=threading.Event)
 
-    def write_beside(self, tensors: blocks.Tensors, copies: blocks.Copies) -> None:
+    def write_in_thread(self, tensors: blocks.Tensors, copies: blocks.Copies) -> None:
         """Copy and write in a thread. ``tensors`` must not change before :meth:`settle` has returned."""
         computed = blocks.computed(tensors)
 
