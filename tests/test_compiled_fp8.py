@@ -12,11 +12,11 @@ import pytest
 import torch
 from fp8_models import DEEPSEEK, LLAMA
 from nanotrain_fp8_deepseek_v3 import backends, graphed, scaled
-from nanotrain_fp8_deepseek_v3.gemm import EmulatedFP8, Float32GEMM, Recipe
+from nanotrain_fp8_deepseek_v3.gemm import EmulatedFP8, Float32GEMM, FP8Recipe
 from nanotrain_fp8_deepseek_v3.graphed import GraphedEmulation, GraphedFloat32, GraphedMX
 from nanotrain_fp8_deepseek_v3.mx import EmulatedMX, mx_recipe
 from nanotrain_fp8_deepseek_v3.scaled import ScaledFP8
-from nanotrain_fp8_deepseek_v3.scratch import Scratch
+from nanotrain_fp8_deepseek_v3.operand_cache import OperandCache
 from scaled_products import product
 from torch import nn
 
@@ -234,7 +234,7 @@ def steps(make, backend, tokens=(24, 24)):
     passes, layer = Passes(), Layer().bfloat16()
     for parameter in layer.parameters():
         parameter.grad_dtype = torch.float32
-    scratch = Scratch(passes)
+    scratch = OperandCache(passes)
     for child in layer.children():
         use_gemm(child, {"weight": make(scratch)}, passes)
     quantize_swiglu(layer)
@@ -259,7 +259,7 @@ def is_bfloat16(gradient):
     return torch.equal(gradient, gradient.bfloat16().float())
 
 
-ROUNDED = Recipe(input_power_of_two=True, quantize_swiglu=True)
+ROUNDED = FP8Recipe(input_power_of_two=True, quantize_swiglu=True)
 
 
 @pytest.mark.full
@@ -267,7 +267,7 @@ ROUNDED = Recipe(input_power_of_two=True, quantize_swiglu=True)
     ("make", "inputs"),
     [
         (lambda scratch: GraphedEmulation(ROUNDED, scratch), 3),
-        (lambda scratch: GraphedEmulation(Recipe(tile=0), scratch), 3),
+        (lambda scratch: GraphedEmulation(FP8Recipe(tile=0), scratch), 3),
         (lambda scratch: GraphedMX(mx_recipe("ceil"), scratch), 3),
         (GraphedFloat32, 0),
     ],

@@ -14,7 +14,7 @@ from nanotrain_fp4_master.lowbit import follow, residual_of, units
 from nanotrain_fp4_master.packing import FourBits
 from nanotrain_fp8_deepseek_v3 import scaled
 from nanotrain_fp8_deepseek_v3.formats import E4M3, E5M2, TILE, dequantize, quantize, quantize_groups
-from nanotrain_fp8_deepseek_v3.gemm import EmulatedFP8, Recipe
+from nanotrain_fp8_deepseek_v3.gemm import EmulatedFP8, FP8Recipe
 from nanotrain_fp8_deepseek_v3.precision import Codec
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -146,9 +146,9 @@ FP8 = {
         f"gemms-{name}-{number}": lambda device="cpu", how=(recipe, counts): gemms(*how, device)
         for number, counts in enumerate((None, [40, 0, 56]))
         for name, recipe in {
-            "tiles": Recipe(),
-            "powers": Recipe(input_power_of_two=True, gradient_power_of_two=True),
-            "tensor": Recipe(tile=0, gradients=E5M2),
+            "tiles": FP8Recipe(),
+            "powers": FP8Recipe(input_power_of_two=True, gradient_power_of_two=True),
+            "tensor": FP8Recipe(tile=0, gradients=E5M2),
         }.items()
     },
 }

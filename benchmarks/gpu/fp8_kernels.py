@@ -13,8 +13,8 @@ import attrs
 import torch
 import torch.nn.functional as F
 from nanotrain_fp8_deepseek_v3.backends import BACKENDS
-from nanotrain_fp8_deepseek_v3.gemm import Recipe
-from nanotrain_fp8_deepseek_v3.scratch import Scratch
+from nanotrain_fp8_deepseek_v3.gemm import FP8Recipe
+from nanotrain_fp8_deepseek_v3.operand_cache import OperandCache
 from torch import nn
 
 from benchmarks.gpu.bars import BARS
@@ -205,7 +205,7 @@ def layer(record: Recorder, sizes: Sizes, backend: str, shape: tuple[int, int, i
     narrow = tag(nn.Linear(K, N, bias=False, device=sizes.device, dtype=torch.bfloat16), Role.COLUMN)
     narrow.weight.grad_dtype = torch.float32  # as a run has it: dW is not rounded
     passes = Passes()
-    use_gemm(narrow, {"weight": BACKENDS[backend].make(Recipe(), Scratch(passes))}, passes)
+    use_gemm(narrow, {"weight": BACKENDS[backend].make(FP8Recipe(), OperandCache(passes))}, passes)
     x, d_y = sizes.normal(M, K).requires_grad_(), sizes.normal(M, N)
 
     def step(module: nn.Module) -> None:
@@ -242,7 +242,7 @@ def experts(record: Recorder, sizes: Sizes, *, later: bool) -> float:
     counts = torch.bincount(chosen, minlength=E)
     ends = counts.cumsum(0).to(torch.int32)
     passes, name = Passes(), sizes.backends[0]
-    backend = BACKENDS[name].make(Recipe(), Scratch(passes))
+    backend = BACKENDS[name].make(FP8Recipe(), OperandCache(passes))
 
     def microbatch() -> None:
         products = backend.grouped(counts)
@@ -276,7 +276,7 @@ def agreement(sizes: Sizes, backend: str) -> Iterator[tuple[str, float]]:
     """
     M, K, N, E = sizes.compared
     counts = torch.tensor([M // 3, 0, 1, M - M // 3 - 1], device=sizes.device)
-    one, many = (BACKENDS[each].make(Recipe(), Scratch()) for each in (backend, "emulated"))
+    one, many = (BACKENDS[each].make(FP8Recipe(), OperandCache()) for each in (backend, "emulated"))
     normal = sizes.normal
     ways = (
         ("one weight", one, many, (normal(M, K), normal(N, K), normal(M, N))),

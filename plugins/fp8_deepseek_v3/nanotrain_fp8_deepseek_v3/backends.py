@@ -12,9 +12,9 @@ import torch
 from nanotrain_core.api import NanotrainError
 from nanotrain_core.api.torch import GEMMBackend
 from nanotrain_fp8_deepseek_v3.formats import TILE
-from nanotrain_fp8_deepseek_v3.gemm import Recipe
+from nanotrain_fp8_deepseek_v3.gemm import FP8Recipe
 from nanotrain_fp8_deepseek_v3.graphed import GraphedEmulation, GraphedMX
-from nanotrain_fp8_deepseek_v3.scratch import Scratch
+from nanotrain_fp8_deepseek_v3.operand_cache import OperandCache
 
 #: Compute capability whose tensor cores support block scales in torch's ``scaled_mm``.
 HOPPER = (9, 0)
@@ -31,23 +31,23 @@ class Backend:
     """One implementation of the GEMMs."""
 
     name: str
-    make: Callable[[Recipe, Scratch], GEMMBackend]
-    refusal: Callable[[torch.device, Recipe], str]
+    make: Callable[[FP8Recipe, OperandCache], GEMMBackend]
+    refusal: Callable[[torch.device, FP8Recipe], str]
     """Why it cannot run there; empty if it can."""
 
 
-def _anywhere(device: torch.device, recipe: Recipe) -> str:
+def _anywhere(device: torch.device, recipe: FP8Recipe) -> str:
     return ""
 
 
-def _needs_torch(device: torch.device, recipe: Recipe) -> str:
+def _needs_torch(device: torch.device, recipe: FP8Recipe) -> str:
     """Return why torch's scaled GEMMs cannot run on ``device``; empty if they can."""
     if device.type == "cuda" and not hasattr(torch.nn.functional, "scaled_mm"):
         return f"torch {torch.__version__} has no torch.nn.functional.scaled_mm: 2.10 brought it"
     return _needs_gpu(device, recipe) or (_disagreement(device, recipe) if recipe.mx else "")
 
 
-def _needs_gpu(device: torch.device, recipe: Recipe) -> str:
+def _needs_gpu(device: torch.device, recipe: FP8Recipe) -> str:
     """Return why FP8 GEMMs on tensor cores cannot run on ``device``; empty if they can."""
     if device.type != "cuda":
         return f"it needs a CUDA device, this is {device.type}"
@@ -65,14 +65,14 @@ def _needs_gpu(device: torch.device, recipe: Recipe) -> str:
     return "" if found >= ADA else f"FP8 needs compute capability 8.9, this is {found[0]}.{found[1]}"
 
 
-def _needs_triton(device: torch.device, recipe: Recipe) -> str:
+def _needs_triton(device: torch.device, recipe: FP8Recipe) -> str:
     """Return why Triton's kernels, or torch's GEMMs of their outputs, cannot run; empty if they can."""
     if recipe.tile != TILE:
         return "its kernels round tiles of 128; 'torch' has one scale for a whole tensor"
     return _needs_torch(device, recipe) or _missing("triton", "triton") or _disagreement(device, recipe)
 
 
-def _disagreement(device: torch.device, recipe: Recipe) -> str:
+def _disagreement(device: torch.device, recipe: FP8Recipe) -> str:
     """Return how Triton's kernels, or torch's GEMMs of MX, differ from the reference on this device."""
     from nanotrain_fp8_deepseek_v3.first_use import disagreement, disagreement_of_mx
 
@@ -82,7 +82,7 @@ def _disagreement(device: torch.device, recipe: Recipe) -> str:
         return f"its kernels fail on {device}: {error}"
 
 
-def _needs_te(device: torch.device, recipe: Recipe) -> str:
+def _needs_te(device: torch.device, recipe: FP8Recipe) -> str:
     """Return why Transformer Engine's GEMMs cannot run on ``device``; empty if they can."""
     if recipe.tile != TILE:
         return "it rounds tiles of 128; 'torch' has one scale for a whole tensor"
@@ -106,37 +106,37 @@ def _missing(module: str, package: str) -> str:
     return "" if find_spec(module) else f"{package} is not installed"
 
 
-def _emulated(recipe: Recipe, scratch: Scratch) -> GEMMBackend:
-    return GraphedMX(recipe, scratch) if recipe.mx else GraphedEmulation(recipe, scratch)
+def _emulated(recipe: FP8Recipe, cache: OperandCache) -> GEMMBackend:
+    return GraphedMX(recipe, cache) if recipe.mx else GraphedEmulation(recipe, cache)
 
 
-def _torch(recipe: Recipe, scratch: Scratch) -> GEMMBackend:
+def _torch(recipe: FP8Recipe, cache: OperandCache) -> GEMMBackend:
     from nanotrain_fp8_deepseek_v3.scaled import ScaledFP8
     from nanotrain_fp8_deepseek_v3.scaled_mx import ScaledMX
 
-    return ScaledMX(recipe, scratch) if recipe.mx else ScaledFP8(recipe, scratch)
+    return ScaledMX(recipe, cache) if recipe.mx else ScaledFP8(recipe, cache)
 
 
-def _needs_meta(device: torch.device, recipe: Recipe) -> str:
+def _needs_meta(device: torch.device, recipe: FP8Recipe) -> str:
     return "" if device.type == "meta" else f"it has no numbers, for a dry run on meta; this is {device.type}"
 
 
-def _dry(recipe: Recipe, scratch: Scratch) -> GEMMBackend:
+def _dry(recipe: FP8Recipe, cache: OperandCache) -> GEMMBackend:
     from nanotrain_fp8_deepseek_v3.dry import DryFP8
 
-    return DryFP8(recipe, scratch)
+    return DryFP8(recipe, cache)
 
 
-def _triton(recipe: Recipe, scratch: Scratch) -> GEMMBackend:
+def _triton(recipe: FP8Recipe, cache: OperandCache) -> GEMMBackend:
     from nanotrain_fp8_deepseek_v3.fused import TritonFP8
 
-    return TritonFP8(recipe, scratch)
+    return TritonFP8(recipe, cache)
 
 
-def _te(recipe: Recipe, scratch: Scratch) -> GEMMBackend:
+def _te(recipe: FP8Recipe, cache: OperandCache) -> GEMMBackend:
     from nanotrain_fp8_deepseek_v3.te import TransformerEngineFP8
 
-    return TransformerEngineFP8(recipe, scratch)
+    return TransformerEngineFP8(recipe, cache)
 
 
 BACKENDS = {
@@ -151,7 +151,7 @@ BACKENDS = {
 }
 
 
-def choose(wanted: str, device: torch.device, recipe: Recipe) -> Backend:
+def choose(wanted: str, device: torch.device, recipe: FP8Recipe) -> Backend:
     """Return the backend that the recipe names, or with ``auto`` the device's default.
 
     Raises:
@@ -168,14 +168,14 @@ def choose(wanted: str, device: torch.device, recipe: Recipe) -> Backend:
     return BACKENDS[name]
 
 
-def automatic(device: torch.device, recipe: Recipe) -> str:
+def automatic(device: torch.device, recipe: FP8Recipe) -> str:
     """Return the name of a device's backend: on a GPU the one that rounds a tile in one pass over memory."""
     if device.type in ("cpu", "meta"):
         return "emulated" if device.type == "cpu" else "dry"
     return "triton" if recipe.tile == TILE else "torch"
 
 
-def _others(name: str, device: torch.device, recipe: Recipe) -> str:
+def _others(name: str, device: torch.device, recipe: FP8Recipe) -> str:
     """List the other backends except the emulation that can run on a device."""
     found = [
         f"'{other.name}'"

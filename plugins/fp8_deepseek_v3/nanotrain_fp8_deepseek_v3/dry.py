@@ -12,8 +12,8 @@ import torch
 
 from nanotrain_core.api.torch import Kept, Prepared
 from nanotrain_fp8_deepseek_v3.formats import E4M3, TILE
-from nanotrain_fp8_deepseek_v3.gemm import FP8GEMM, Recipe
-from nanotrain_fp8_deepseek_v3.scratch import Scratch
+from nanotrain_fp8_deepseek_v3.gemm import FP8GEMM, FP8Recipe
+from nanotrain_fp8_deepseek_v3.operand_cache import OperandCache
 
 Tensor = torch.Tensor
 
@@ -23,15 +23,15 @@ class DryFP8(FP8GEMM):
     of stacked weights with equal numbers of rows each."""
 
     def __init__(
-        self, recipe: Recipe, scratch: Scratch | None = None, counts_E: Tensor | None = None
+        self, recipe: FP8Recipe, cache: OperandCache | None = None, counts_E: Tensor | None = None
     ) -> None:
-        self.recipe, self.scratch, self.counts_E = recipe, scratch or Scratch(), counts_E
+        self.recipe, self.cache, self.counts_E = recipe, cache or OperandCache(), counts_E
         self.tile, self.scale_dtype = recipe.tile or TILE, torch.uint8 if recipe.mx else torch.float32
-        self.read_weight = self.scratch.once(_both_ways)
+        self.read_weight = self.cache.once(_both_ways)
 
     def grouped(self, counts_E: Tensor) -> DryFP8:
         """Return the same backend for stacked weights."""
-        found = DryFP8(self.recipe, self.scratch, counts_E)
+        found = DryFP8(self.recipe, self.cache, counts_E)
         found.read_weight = self.read_weight
         return found
 
@@ -44,7 +44,7 @@ class DryFP8(FP8GEMM):
 
     def keep(self, x_MK: Tensor) -> Kept:
         """Return codes and scales of x, computed once for all layers that read it."""
-        made: Kept = self.scratch.inputs.get(x_MK, "dry", lambda: self._coded(x_MK))
+        made: Kept = self.cache.inputs.get(x_MK, "dry", lambda: self._coded(x_MK))
         return made
 
     def quantize(self, made_of_MK: Tensor) -> Kept | None:

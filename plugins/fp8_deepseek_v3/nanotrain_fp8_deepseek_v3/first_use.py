@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from nanotrain_core.api.torch import Kept, QuantizedInput, swiglu
 from nanotrain_fp8_deepseek_v3.formats import E4M3, dequantize
-from nanotrain_fp8_deepseek_v3.gemm import FP8GEMM, EmulatedFP8, Recipe
+from nanotrain_fp8_deepseek_v3.gemm import FP8GEMM, EmulatedFP8, FP8Recipe
 from nanotrain_fp8_deepseek_v3.mx import EmulatedMX
 from nanotrain_fp8_deepseek_v3.scaled_mx import ScaledMX
 
@@ -30,7 +30,7 @@ def disagreement(device: torch.device) -> str:
     """Return which GEMM of Triton's kernels differs from the emulation on ``device``; empty if none does."""
     from nanotrain_fp8_deepseek_v3.fused import TritonFP8
 
-    for recipe in (Recipe(), Recipe(input_power_of_two=True, gradient_power_of_two=True)):
+    for recipe in (FP8Recipe(), FP8Recipe(input_power_of_two=True, gradient_power_of_two=True)):
         if differs := _differs(device, TritonFP8(recipe), EmulatedFP8(recipe)):
             return differs
     wrong = [name for name, right in _swiglu(device) if not right]
@@ -38,7 +38,7 @@ def disagreement(device: torch.device) -> str:
 
 
 @cache
-def disagreement_of_mx(device: torch.device, recipe: Recipe) -> str:
+def disagreement_of_mx(device: torch.device, recipe: FP8Recipe) -> str:
     """Return which of torch's GEMMs of MX differs from the emulation on ``device``; empty if none does."""
     return _differs(device, ScaledMX(recipe), EmulatedMX(recipe))
 
@@ -70,7 +70,7 @@ def _swiglu(device: torch.device) -> Iterator[tuple[str, bool]]:
     d_h[3] *= 1e-4
     gate, up, d_h = (each.bfloat16().to(device) for each in (gate, up, d_h))
     for power_of_two in (False, True):
-        recipe = Recipe(input_power_of_two=power_of_two, quantize_swiglu=True)
+        recipe = FP8Recipe(input_power_of_two=power_of_two, quantize_swiglu=True)
         ours, theirs = TritonFP8(recipe), EmulatedFP8(recipe)
         made = ours.swiglu(gate, up, whole=True)
         if made is None:

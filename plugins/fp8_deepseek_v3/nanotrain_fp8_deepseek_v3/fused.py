@@ -15,9 +15,9 @@ from functools import partial
 import torch
 
 from nanotrain_core.api.torch import Kept, Prepared, QuantizedInput
-from nanotrain_fp8_deepseek_v3.gemm import FP8GEMM, Recipe
+from nanotrain_fp8_deepseek_v3.gemm import FP8GEMM, FP8Recipe
+from nanotrain_fp8_deepseek_v3.operand_cache import MadeOnce, OperandCache
 from nanotrain_fp8_deepseek_v3.scaled import Coded, multiply
-from nanotrain_fp8_deepseek_v3.scratch import MadeOnce, Scratch
 from nanotrain_fp8_deepseek_v3.triton_kernels.experts import multiply_columns, multiply_rows
 from nanotrain_fp8_deepseek_v3.triton_kernels.layout import Groups
 from nanotrain_fp8_deepseek_v3.triton_kernels.quantize_blocks import Blocks, quantize_blocks
@@ -38,8 +38,8 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 class Rounded(FP8GEMM):
     """Rounds operands, without multiplying. Codes and scales [R, C], [R, c], padded."""
 
-    recipe: Recipe
-    scratch: Scratch
+    recipe: FP8Recipe
+    cache: OperandCache
     read_weight: MadeOnce[Blocks]
 
     def grouped(self, counts_E: torch.Tensor) -> TritonExperts:
@@ -108,9 +108,7 @@ class Rounded(FP8GEMM):
             return codes, scales
         power_of_two = self.recipe.input_power_of_two
         how = "rows", power_of_two
-        pair: Pair = self.scratch.inputs.get(
-            x_MK, how, lambda: quantize_rows(x_MK, power_of_two=power_of_two)
-        )
+        pair: Pair = self.cache.inputs.get(x_MK, how, lambda: quantize_rows(x_MK, power_of_two=power_of_two))
         return pair
 
     def _gradient(self, d_y_MN: torch.Tensor) -> Pair:
@@ -128,7 +126,7 @@ class Rounded(FP8GEMM):
         """Return the saved x for the gradient of the weight, rounded again in tiles along M."""
         recipe, (codes_MK, scales) = self.recipe, kept
         how = "columns", recipe.input_power_of_two, groups
-        right: Pair = self.scratch.transposed.get(
+        right: Pair = self.cache.transposed.get(
             codes_MK,
             how,
             lambda: requantize_transposed(codes_MK, scales, groups, power_of_two=recipe.input_power_of_two),
@@ -139,9 +137,9 @@ class Rounded(FP8GEMM):
 class TritonFP8(Rounded):
     """Products of one weight."""
 
-    def __init__(self, recipe: Recipe, scratch: Scratch | None = None) -> None:
-        self.recipe, self.scratch = recipe, scratch or Scratch()
-        self.read_weight = self.scratch.once(quantize_blocks)
+    def __init__(self, recipe: FP8Recipe, cache: OperandCache | None = None) -> None:
+        self.recipe, self.cache = recipe, cache or OperandCache()
+        self.read_weight = self.cache.once(quantize_blocks)
 
     def forward(self, x_MK: torch.Tensor, *weights: torch.Tensor) -> tuple[list[torch.Tensor], Kept]:
         """Return x times each transposed weight, and codes and scales of x."""
@@ -179,7 +177,7 @@ class TritonExperts(Rounded):
     """Products of stacked weights, each with its own rows."""
 
     def __init__(self, of_one: Rounded, counts_E: torch.Tensor) -> None:
-        self.recipe, self.scratch, self.read_weight = of_one.recipe, of_one.scratch, of_one.read_weight
+        self.recipe, self.cache, self.read_weight = of_one.recipe, of_one.cache, of_one.read_weight
         self.counts_E = counts_E
         self._groups: Groups | None = None
         if torch.compiler.is_compiling():  # its functions must have no side effects

@@ -45,7 +45,7 @@ from nanotrain_fp8_deepseek_v3.formats import (
     quantize,
     quantize_groups,
 )
-from nanotrain_fp8_deepseek_v3.scratch import Scratch
+from nanotrain_fp8_deepseek_v3.operand_cache import OperandCache
 
 P = TypeVar("P", bound="Float32GEMM")
 
@@ -56,10 +56,10 @@ class Float32GEMM(PreparesWeights, GEMMBackend):
     groups: list[int] | None = None
     """Rows of each of several stacked weights; None for one weight."""
 
-    def __init__(self, scratch: Scratch | None = None) -> None:
-        """``scratch``: of the run; None: outside a run."""
-        self.scratch = scratch or Scratch()
-        self.read_weight = self.scratch.once(self.of_weight)
+    def __init__(self, cache: OperandCache | None = None) -> None:
+        """``cache``: the run's; None: outside a run."""
+        self.cache = cache or OperandCache()
+        self.read_weight = self.cache.once(self.of_weight)
 
     def grouped(self: P, counts_E: torch.Tensor) -> P:
         """Return the backend for stacked weights."""
@@ -161,7 +161,7 @@ class Float32GEMM(PreparesWeights, GEMMBackend):
 
 
 @attrs.define(frozen=True)
-class Recipe:
+class FP8Recipe:
     """How the operands of one layer are rounded."""
 
     tile: int = TILE
@@ -169,7 +169,9 @@ class Recipe:
     gradients: Format = E4M3
     """Format of dy; x and the weight are E4M3."""
     input_power_of_two: bool = False
+    """Round the scales of x to powers of two."""
     gradient_power_of_two: bool = False
+    """Round those of dy."""
     quantize_swiglu: bool = False
     """Save the inputs of a SwiGLU whose output the layer reads in eight bits too."""
     mx: Rounding | None = None
@@ -179,7 +181,7 @@ class Recipe:
 class FP8GEMM(QuantizedActivations, PreparesWeights, GEMMBackend):
     """A backend that rounds according to a recipe, and saves activations as codes and scales of tiles."""
 
-    recipe: Recipe
+    recipe: FP8Recipe
 
     def quantize(self, made_of_MK: torch.Tensor) -> Kept | None:
         """Return codes and scales, or None if the recipe does not request it."""
@@ -197,8 +199,8 @@ class FP8GEMM(QuantizedActivations, PreparesWeights, GEMMBackend):
 class EmulatedFP8(FP8GEMM, Float32GEMM):
     """Operands rounded to FP8, multiplied in full precision: the reference of every other backend."""
 
-    def __init__(self, recipe: Recipe, scratch: Scratch | None = None) -> None:
-        super().__init__(scratch)
+    def __init__(self, recipe: FP8Recipe, cache: OperandCache | None = None) -> None:
+        super().__init__(cache)
         self.recipe = recipe
         tile = recipe.tile
         self.along_row, self.along_column = ((1, tile), (tile, 1)) if tile else ((0, 0), (0, 0))
@@ -216,7 +218,7 @@ class EmulatedFP8(FP8GEMM, Float32GEMM):
     def of_input(self, x_MK: torch.Tensor) -> tuple[torch.Tensor, Kept]:
         """Return x rounded along its rows, and the codes and scales of it."""
         how = self.recipe, None if self.recipe.tile else self.groups
-        made: tuple[torch.Tensor, Kept] = self.scratch.inputs.get(x_MK, how, lambda: self.round_input(x_MK))
+        made: tuple[torch.Tensor, Kept] = self.cache.inputs.get(x_MK, how, lambda: self.round_input(x_MK))
         return made
 
     def round_input(self, x_MK: torch.Tensor) -> tuple[torch.Tensor, Kept]:
@@ -237,7 +239,7 @@ class EmulatedFP8(FP8GEMM, Float32GEMM):
         """Return x rounded once more, once for all layers that read it."""
         how = self.recipe, self.groups
         of_groups = super().kept_by_group
-        made: list[torch.Tensor] = self.scratch.transposed.get(kept[0], how, lambda: of_groups(kept))
+        made: list[torch.Tensor] = self.cache.transposed.get(kept[0], how, lambda: of_groups(kept))
         return made
 
     def of_kept(self, kept: Kept) -> torch.Tensor:

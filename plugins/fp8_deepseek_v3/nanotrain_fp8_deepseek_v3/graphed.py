@@ -19,9 +19,9 @@ from nanotrain_core.api.torch import (
     store_in_selective_checkpointing,
 )
 from nanotrain_fp8_deepseek_v3.formats import E4M3, E5M2
-from nanotrain_fp8_deepseek_v3.gemm import EmulatedFP8, Float32GEMM, Recipe
+from nanotrain_fp8_deepseek_v3.gemm import EmulatedFP8, Float32GEMM, FP8Recipe
 from nanotrain_fp8_deepseek_v3.mx import EmulatedMX, blocks_of, mx_recipe
-from nanotrain_fp8_deepseek_v3.scratch import Scratch
+from nanotrain_fp8_deepseek_v3.operand_cache import OperandCache
 
 Tensor = torch.Tensor
 
@@ -31,7 +31,7 @@ FLOAT32 = "float32"
 MX = "mx "
 
 
-def key_of(recipe: Recipe) -> str:
+def key_of(recipe: FP8Recipe) -> str:
     """Return ``recipe`` as an operator's key, without what does not affect products."""
     if recipe.mx:
         return MX + recipe.mx
@@ -48,7 +48,7 @@ def _eager(key: str, counts_E: Tensor | None) -> Float32GEMM:
     else:
         tile, gradients, of_input, of_gradient = key.split()
         form = E5M2 if gradients == "e5m2" else E4M3
-        found = EmulatedFP8(Recipe(int(tile), form, bool(int(of_input)), bool(int(of_gradient))))
+        found = EmulatedFP8(FP8Recipe(int(tile), form, bool(int(of_input)), bool(int(of_gradient))))
     return found if counts_E is None else found.grouped(counts_E)
 
 
@@ -223,22 +223,22 @@ class _Graphed(Float32GEMM):
 class GraphedFloat32(_Graphed):
     """Products in float32."""
 
-    def __init__(self, scratch: Scratch | None = None) -> None:
-        super().__init__(scratch)
+    def __init__(self, cache: OperandCache | None = None) -> None:
+        super().__init__(cache)
         self.in_graph = Products(FLOAT32, None, None)
 
 
 class GraphedEmulation(_Graphed, EmulatedFP8):
     """The emulation of FP8."""
 
-    def __init__(self, recipe: Recipe, scratch: Scratch | None = None) -> None:
-        EmulatedFP8.__init__(self, recipe, scratch)
+    def __init__(self, recipe: FP8Recipe, cache: OperandCache | None = None) -> None:
+        EmulatedFP8.__init__(self, recipe, cache)
         self.in_graph = Products(key_of(recipe), self, None)
 
 
 class GraphedMX(_Graphed, EmulatedMX):
     """The emulation of MXFP8."""
 
-    def __init__(self, recipe: Recipe, scratch: Scratch | None = None) -> None:
-        EmulatedMX.__init__(self, recipe, scratch)
+    def __init__(self, recipe: FP8Recipe, cache: OperandCache | None = None) -> None:
+        EmulatedMX.__init__(self, recipe, cache)
         self.in_graph = Products(key_of(recipe), self, None)

@@ -26,15 +26,15 @@ import torch.nn.functional as F
 
 from nanotrain_core.api.torch import Kept
 from nanotrain_fp8_deepseek_v3.formats import E4M3, Rounding, Tiled, dequantize_columns, quantize
-from nanotrain_fp8_deepseek_v3.gemm import EmulatedFP8, Recipe
+from nanotrain_fp8_deepseek_v3.gemm import EmulatedFP8, FP8Recipe
 
 #: Elements that share a scale.
 BLOCK = 32
 
 
-def mx_recipe(rounding: Rounding) -> Recipe:
+def mx_recipe(rounding: Rounding) -> FP8Recipe:
     """Return how all layers are rounded."""
-    return Recipe(tile=BLOCK, mx=rounding)
+    return FP8Recipe(tile=BLOCK, mx=rounding)
 
 
 def e8m0(scales: torch.Tensor) -> torch.Tensor:
@@ -62,7 +62,7 @@ class EmulatedMX(EmulatedFP8):
     def of_input(self, x_MK: torch.Tensor) -> tuple[torch.Tensor, Kept]:
         """Return x rounded along its rows, and codes and scales along its columns, of each weight's rows."""
         how = self.recipe, self.groups
-        made: tuple[torch.Tensor, Kept] = self.scratch.inputs.get(x_MK, how, lambda: self.round_input(x_MK))
+        made: tuple[torch.Tensor, Kept] = self.cache.inputs.get(x_MK, how, lambda: self.round_input(x_MK))
         return made
 
     def round_input(self, x_MK: torch.Tensor) -> tuple[torch.Tensor, Kept]:

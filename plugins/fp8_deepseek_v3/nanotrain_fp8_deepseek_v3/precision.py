@@ -23,14 +23,14 @@ from nanotrain_core.api.torch import (
 from nanotrain_fp8_deepseek_v3 import FP8DeepSeekV3Config, ModuleFormats, MXFP8Config
 from nanotrain_fp8_deepseek_v3.backends import choose
 from nanotrain_fp8_deepseek_v3.formats import E4M3, E5M2, TILE, dequantize, quantize
-from nanotrain_fp8_deepseek_v3.gemm import Recipe
+from nanotrain_fp8_deepseek_v3.gemm import FP8Recipe
 from nanotrain_fp8_deepseek_v3.graphed import GraphedFloat32
 from nanotrain_fp8_deepseek_v3.mx import mx_recipe
+from nanotrain_fp8_deepseek_v3.operand_cache import OperandCache
 from nanotrain_fp8_deepseek_v3.policy import Row, check_patterns, format_and_why, matches, rows_of, table
-from nanotrain_fp8_deepseek_v3.scratch import Scratch
 
 #: Creates a backend of a run.
-Make = Callable[[Recipe, Scratch], GEMMBackend]
+Make = Callable[[FP8Recipe, OperandCache], GEMMBackend]
 
 
 class ByModule(Uniform):
@@ -42,14 +42,14 @@ class ByModule(Uniform):
     def __init__(self, config: ModuleFormats) -> None:
         super().__init__(torch.bfloat16, NoLossScale())
         self.config = config
-        self.passes, self.scratch = Passes(), Scratch()
+        self.passes, self.cache = Passes(), OperandCache()
         self.lines: list[str] = []
 
     def setup(self, seed: int, passes: Passes, gemm: GEMMBackend) -> None:
         """Bind the lifetime of weights' prepared forms to the run's passes."""
-        self.passes, self.scratch = passes, Scratch(passes)
+        self.passes, self.cache = passes, OperandCache(passes)
 
-    def recipe(self, name: str, tag: Tag, parameter: str) -> Recipe:
+    def recipe(self, name: str, tag: Tag, parameter: str) -> FP8Recipe:
         """Return the rounding of the operands around one parameter."""
         raise NotImplementedError
 
@@ -82,11 +82,11 @@ class ByModule(Uniform):
         wanted = gemm_parameters(module)
         format_, _ = format_and_why(name, module, self.config) if wanted else ("bf16", "")
         if format_ == "fp32":
-            return dict.fromkeys(wanted, GraphedFloat32(self.scratch))
+            return dict.fromkeys(wanted, GraphedFloat32(self.cache))
         if format_ == "bf16":
             return {}
         recipes = {parameter: self.recipe(name, tag, parameter) for parameter in wanted}
-        made = {recipe: make(recipe, self.scratch) for recipe in set(recipes.values())}
+        made = {recipe: make(recipe, self.cache) for recipe in set(recipes.values())}
         return {parameter: made[recipe] for parameter, recipe in recipes.items()}
 
     def _label(self, row: Row, backend: str) -> str:
@@ -112,12 +112,12 @@ class FP8DeepSeekV3(ByModule):
                     use_dispatch_codec(module, Codec())
         return part
 
-    def recipe(self, name: str, tag: Tag, parameter: str) -> Recipe:
+    def recipe(self, name: str, tag: Tag, parameter: str) -> FP8Recipe:
         """Return power-of-two scales where DeepSeek-V3 uses them, float32 scales elsewhere.
 
         The input of experts was dispatched in them, and so were the gradients of their outputs.
         """
-        recipe = Recipe(quantize_swiglu=self.config.swiglu)
+        recipe = FP8Recipe(quantize_swiglu=self.config.swiglu)
         if tag.role is not Role.EXPERTS:
             return attrs.evolve(recipe, input_power_of_two=matches(name, self.config.power_of_two))
         reads_input = tag.split.get(parameter) == 1
@@ -139,9 +139,9 @@ class FP8Hybrid(ByModule):
     Source: Micikevicius et al., arXiv 2209.05433, section 3.
     """
 
-    def recipe(self, name: str, tag: Tag, parameter: str) -> Recipe:
+    def recipe(self, name: str, tag: Tag, parameter: str) -> FP8Recipe:
         """Return the same rounding for every layer."""
-        return Recipe(tile=0, gradients=E5M2)
+        return FP8Recipe(tile=0, gradients=E5M2)
 
 
 class MXFP8(ByModule):
@@ -149,7 +149,7 @@ class MXFP8(ByModule):
 
     config: MXFP8Config
 
-    def recipe(self, name: str, tag: Tag, parameter: str) -> Recipe:
+    def recipe(self, name: str, tag: Tag, parameter: str) -> FP8Recipe:
         """Return the same rounding for every layer."""
         return mx_recipe(self.config.scale_rounding)
 

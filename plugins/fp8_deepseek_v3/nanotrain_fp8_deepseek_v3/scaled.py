@@ -23,8 +23,8 @@ import torch.nn.functional as F
 
 from nanotrain_core.api.torch import Kept, Prepared, store_in_selective_checkpointing
 from nanotrain_fp8_deepseek_v3.formats import E4M3, TILE, Format, dequantize, quantize
-from nanotrain_fp8_deepseek_v3.gemm import FP8GEMM, Recipe
-from nanotrain_fp8_deepseek_v3.scratch import Scratch
+from nanotrain_fp8_deepseek_v3.gemm import FP8GEMM, FP8Recipe
+from nanotrain_fp8_deepseek_v3.operand_cache import OperandCache
 
 #: Rows are padded to this: operands of a tensor core, and their scales, begin at multiples of 16 bytes.
 ALIGNED = 16
@@ -58,10 +58,10 @@ class ScaledFP8(FP8GEMM):
 
     groups: list[int] | None = None
 
-    def __init__(self, recipe: Recipe, scratch: Scratch | None = None) -> None:
-        self.recipe, self.scratch = recipe, scratch or Scratch()
+    def __init__(self, recipe: FP8Recipe, cache: OperandCache | None = None) -> None:
+        self.recipe, self.cache = recipe, cache or OperandCache()
         self.of_weights = "BlockWise128x128" if recipe.tile else "TensorWise"
-        self.read_weight = self.scratch.once(self._of_weight)
+        self.read_weight = self.cache.once(self._of_weight)
 
     def grouped(self, counts_E: torch.Tensor) -> ScaledFP8:
         """Return the backend for stacked weights. The host waits for the counts."""
@@ -89,7 +89,7 @@ class ScaledFP8(FP8GEMM):
         """Return x, group by group; for one weight once for all layers that read it."""
         if self.groups is not None:
             return [self._of_input(x) for x in self._split(x_MK)]
-        return [self.scratch.inputs.get(x_MK, self.recipe, lambda: self._of_input(x_MK))]
+        return [self.cache.inputs.get(x_MK, self.recipe, lambda: self._of_input(x_MK))]
 
     def _of_weight(self, weight: torch.Tensor) -> list[tuple[Coded, Coded]]:
         """Return each weight [N, K] for y, along K, and for dx, along N. The codes are the same."""
@@ -163,9 +163,7 @@ class ScaledFP8(FP8GEMM):
         if not len(codes_MK):
             return scales.new_zeros(N, K, dtype=torch.float32)
         if self.groups is None:  # once for all layers that read x
-            right = self.scratch.transposed.get(
-                codes_MK, self.recipe, lambda: self._of_kept(codes_MK, scales)
-            )
+            right = self.cache.transposed.get(codes_MK, self.recipe, lambda: self._of_kept(codes_MK, scales))
         else:
             right = self._of_kept(codes_MK, scales)
         return multiply(d_y, right, (N, K), torch.float32)

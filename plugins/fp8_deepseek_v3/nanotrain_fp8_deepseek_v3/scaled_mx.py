@@ -18,17 +18,17 @@ import torch.nn.functional as F
 
 from nanotrain_core.api.torch import Kept
 from nanotrain_fp8_deepseek_v3.formats import E4M3, Format, quantize
-from nanotrain_fp8_deepseek_v3.gemm import Recipe
+from nanotrain_fp8_deepseek_v3.gemm import FP8Recipe
 from nanotrain_fp8_deepseek_v3.mx import BLOCK, e8m0
+from nanotrain_fp8_deepseek_v3.operand_cache import OperandCache
 from nanotrain_fp8_deepseek_v3.scaled import MX, Coded, ScaledFP8, aligned, multiply
-from nanotrain_fp8_deepseek_v3.scratch import Scratch
 
 
 class ScaledMX(ScaledFP8):
     """See :class:`~nanotrain_core.precision.gemm.GEMMBackend`. Experts are multiplied one after the other."""
 
-    def __init__(self, recipe: Recipe, scratch: Scratch | None = None) -> None:
-        super().__init__(recipe, scratch)
+    def __init__(self, recipe: FP8Recipe, cache: OperandCache | None = None) -> None:
+        super().__init__(recipe, cache)
         self.of_weights = MX
 
     def _along_rows(self, x_RC: torch.Tensor, format_: Format = E4M3, *, power_of_two: bool = False) -> Coded:
@@ -47,7 +47,7 @@ class ScaledMX(ScaledFP8):
         """Return codes [K, M] and scales of x transposed, group by group."""
         if self.groups is not None:
             return tuple(each for x in self._split(x_MK) for each in self._transposed(x))
-        made: Kept = self.scratch.transposed.get(x_MK, self.recipe, lambda: self._transposed(x_MK))
+        made: Kept = self.cache.transposed.get(x_MK, self.recipe, lambda: self._transposed(x_MK))
         return made
 
     def _transposed(self, x_MK: torch.Tensor) -> Kept:

@@ -32,9 +32,9 @@ from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8Bloc
 from nanotrain_core.api import NanotrainError
 from nanotrain_core.api.torch import Kept
 from nanotrain_fp8_deepseek_v3.formats import E4M3
-from nanotrain_fp8_deepseek_v3.gemm import FP8GEMM, Recipe
+from nanotrain_fp8_deepseek_v3.gemm import FP8GEMM, FP8Recipe
+from nanotrain_fp8_deepseek_v3.operand_cache import OperandCache
 from nanotrain_fp8_deepseek_v3.scaled import ALIGNED
-from nanotrain_fp8_deepseek_v3.scratch import Scratch
 
 
 class TransformerEngineFP8(FP8GEMM):
@@ -42,9 +42,9 @@ class TransformerEngineFP8(FP8GEMM):
 
     groups: list[int] | None = None
 
-    def __init__(self, recipe: Recipe, scratch: Scratch | None = None) -> None:
+    def __init__(self, recipe: FP8Recipe, cache: OperandCache | None = None) -> None:
         self.recipe = recipe
-        self.read_weight = (scratch or Scratch()).once(self._of_weight)
+        self.read_weight = (cache or OperandCache()).once(self._of_weight)
 
     def grouped(self, counts_E: torch.Tensor) -> TransformerEngineFP8:
         """Return the backend for stacked weights. The host waits for the counts."""

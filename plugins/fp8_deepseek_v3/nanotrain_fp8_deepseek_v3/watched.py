@@ -21,7 +21,7 @@ from nanotrain_core.api.torch import (
     gemms_of,
 )
 from nanotrain_fp8_deepseek_v3.formats import E4M3, TILE, quantize
-from nanotrain_fp8_deepseek_v3.gemm import FP8GEMM, Recipe
+from nanotrain_fp8_deepseek_v3.gemm import FP8GEMM, FP8Recipe
 from nanotrain_fp8_deepseek_v3.tallies import Key, Tally
 
 #: Operands: of y = x W^T and dx = dy W, and of dW = dy^T x if its tiles differ.
@@ -32,7 +32,7 @@ W_OF_DX = "W of dx"
 SENT = "sent"
 
 
-def operands_of(recipe: Recipe) -> tuple[str, ...]:
+def operands_of(recipe: FP8Recipe) -> tuple[str, ...]:
     """Return the rounded operands, one for each rounding."""
     if recipe.mx:
         return X, W, DY, W_OF_DX, X_OF_DW, DY_OF_DW

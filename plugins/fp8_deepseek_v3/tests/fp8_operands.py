@@ -4,11 +4,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from nanotrain_fp8_deepseek_v3.formats import E5M2
-from nanotrain_fp8_deepseek_v3.gemm import Recipe
+from nanotrain_fp8_deepseek_v3.gemm import FP8Recipe
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-TILED, WHOLE = Recipe(), Recipe(tile=0, gradients=E5M2)
-POWERS = Recipe(input_power_of_two=True, gradient_power_of_two=True)
+TILED, WHOLE = FP8Recipe(), FP8Recipe(tile=0, gradients=E5M2)
+POWERS = FP8Recipe(input_power_of_two=True, gradient_power_of_two=True)
 RECIPES = pytest.mark.parametrize("recipe", [TILED, POWERS, WHOLE], ids=["tiled", "powers", "whole"])
 SHAPES = pytest.mark.parametrize("shape", [(96, 128, 256), (130, 200, 72), (5, 384, 16)], ids=str)
 

@@ -18,16 +18,16 @@ import torch
 from nanotrain_fp8_deepseek_v3 import scaled
 from nanotrain_fp8_deepseek_v3.backends import BACKENDS
 from nanotrain_fp8_deepseek_v3.formats import E4M3, E5M2, TILE, dequantize, quantize
-from nanotrain_fp8_deepseek_v3.gemm import Recipe
+from nanotrain_fp8_deepseek_v3.gemm import FP8Recipe
 from nanotrain_fp8_deepseek_v3.mx import mx_recipe
-from nanotrain_fp8_deepseek_v3.scratch import Scratch
+from nanotrain_fp8_deepseek_v3.operand_cache import OperandCache
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 RECIPES = [
-    Recipe(),
-    Recipe(input_power_of_two=True, gradient_power_of_two=True),
-    Recipe(tile=0, gradients=E5M2),
+    FP8Recipe(),
+    FP8Recipe(input_power_of_two=True, gradient_power_of_two=True),
+    FP8Recipe(tile=0, gradients=E5M2),
 ]
 RUNNABLE = [
     pytest.param(name, recipe, id=f"{name}-{number}")
@@ -54,7 +54,7 @@ def products_of(products, x, w, d_y):
 def test_gemm(name, recipe):
     x, w, d_y = operands()
     assert_near(
-        products_of(BACKENDS[name].make(recipe, Scratch()), x, w, d_y),
+        products_of(BACKENDS[name].make(recipe, OperandCache()), x, w, d_y),
         by_definition(recipe, x, w, d_y, once=name == "te"),
         in_parts=by_cublas(name),
     )
@@ -65,7 +65,7 @@ def test_gemm(name, recipe):
 def test_products_of_experts(name, recipe, counts):
     """The counts lie where the rows do, as a router hands them over."""
     x, w, d_y = operands(sum(counts), experts=(len(counts),))
-    grouped = BACKENDS[name].make(recipe, Scratch()).grouped(torch.tensor(counts, device=DEVICE))
+    grouped = BACKENDS[name].make(recipe, OperandCache()).grouped(torch.tensor(counts, device=DEVICE))
     y, d_x, d_w = products_of(grouped, x, w, d_y)
     pieces = zip(*(each.split(counts) for each in (x, d_y, y, d_x)), w, d_w, strict=True)
     for own_x, own_d_y, own_y, own_d_x, own_w, own_d_w in pieces:
@@ -85,7 +85,7 @@ def test_kernels_are_not_refused_and_those_of_swiglu_agree():
     from nanotrain_fp8_deepseek_v3 import first_use
 
     assert [name for name, right in first_use._swiglu(DEVICE) if not right] == []
-    assert BACKENDS["triton"].refusal(DEVICE, Recipe()) == ""
+    assert BACKENDS["triton"].refusal(DEVICE, FP8Recipe()) == ""
 
 
 def by_cublas(name):
@@ -169,7 +169,7 @@ def sized(a, b):
 
 
 needs_triton = pytest.mark.skipif(
-    bool(BACKENDS["triton"].refusal(DEVICE, Recipe())), reason="Triton's kernels need a GPU and Triton"
+    bool(BACKENDS["triton"].refusal(DEVICE, FP8Recipe())), reason="Triton's kernels need a GPU and Triton"
 )
 
 

@@ -7,8 +7,8 @@ from fp8_operands import RECIPES, SHAPES, TILED, WHOLE, checked_product, normal,
 from nanotrain_fp8_deepseek_v3 import scaled
 from nanotrain_fp8_deepseek_v3.formats import E4M3, E5M2, quantize
 from nanotrain_fp8_deepseek_v3.gemm import EmulatedFP8, Float32GEMM
+from nanotrain_fp8_deepseek_v3.operand_cache import Last, MadeOnce, OperandCache
 from nanotrain_fp8_deepseek_v3.scaled import ScaledFP8
-from nanotrain_fp8_deepseek_v3.scratch import Last, MadeOnce, Scratch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -252,7 +252,7 @@ def test_a_weight_is_rounded_once_while_it_stands_still_and_again_when_it_was_wr
 def test_a_weight_is_rounded_once_under_activation_checkpointing():
     """torch makes new objects of weights for the backward pass, each where that of another weight was."""
     passes, made = Passes(), []
-    products = EmulatedFP8(TILED, Scratch(passes))
+    products = EmulatedFP8(TILED, OperandCache(passes))
     products.read_weight = MadeOnce(lambda w: made.append(w) or EmulatedFP8(TILED).of_weight(w), passes)
     layers = [layer_of(products, passes=passes) for _ in range(2)]
     with passes.weights_unchanged():
@@ -265,7 +265,7 @@ def test_a_weight_is_rounded_once_under_activation_checkpointing():
 
 def test_a_layer_rounds_its_weight_once_in_forward_and_backward_of_all_microbatches():
     passes, made = Passes(), []
-    products = EmulatedFP8(TILED, Scratch(passes))
+    products = EmulatedFP8(TILED, OperandCache(passes))
     products.read_weight = MadeOnce(lambda w: made.append(w) or EmulatedFP8(TILED).of_weight(w), passes)
     layer = layer_of(products, passes=passes)
     with passes.weights_unchanged():
@@ -295,13 +295,13 @@ def test_layers_that_read_one_input_round_it_once_and_not_when_it_has_changed():
 
 def test_two_runs_in_one_process_share_nothing_of_what_they_made():
     """One run's step does not make another's weights stand still, nor hold the other's last input."""
-    one, other = Scratch(Passes()), Scratch(Passes())
+    one, other = OperandCache(Passes()), OperandCache(Passes())
     made, weight, x = [], nn.Parameter(torch.zeros(3)), normal(5, 200)
-    reads = [scratch.once(lambda w: made.append(w) or w.clone()) for scratch in (one, other)]
+    reads = [cache.once(lambda w: made.append(w) or w.clone()) for cache in (one, other)]
     with one.passes.weights_unchanged():
         assert reads[0](weight) is reads[0](weight)
         assert reads[1](weight) is not reads[1](weight)
-    layers = [EmulatedFP8(TILED, scratch) for scratch in (one, one, other)]
+    layers = [EmulatedFP8(TILED, cache) for cache in (one, one, other)]
     kept = [layer.keep(x)[0] for layer in layers]
     assert kept[0] is kept[1]
     assert kept[2] is not kept[0]

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from nanotrain_fp8_deepseek_v3.formats import E4M3, E5M2
-from nanotrain_fp8_deepseek_v3.gemm import EmulatedFP8, Recipe
+from nanotrain_fp8_deepseek_v3.gemm import EmulatedFP8, FP8Recipe
 from nanotrain_fp8_deepseek_v3.precision import Codec
 from nanotrain_fp8_deepseek_v3.tallies import Figures
 from nanotrain_fp8_deepseek_v3.watched import Watch, Watched, WatchedCodec, operands_of
@@ -30,8 +30,8 @@ from nanotrain_core.testing.probe import make_engine
 
 WITH_FP8 = {"precision": {"use": "fp8_deepseek_v3"}}
 NUMPY = {E4M3: ml_dtypes.float8_e4m3fn, E5M2: ml_dtypes.float8_e5m2}
-TILED, POWERS = Recipe(), Recipe(input_power_of_two=True, gradient_power_of_two=True)
-HYBRID = Recipe(tile=0, gradients=E5M2)
+TILED, POWERS = FP8Recipe(), FP8Recipe(input_power_of_two=True, gradient_power_of_two=True)
+HYBRID = FP8Recipe(tile=0, gradients=E5M2)
 
 
 def counted_here(tallies, rows):
@@ -218,7 +218,7 @@ def test_passes_that_do_not_train_and_those_that_run_again_are_not_counted():
 
 @pytest.mark.parametrize("quantized", [True, False])
 def test_what_is_watched_holds_activations_as_it_did(quantized):
-    x, behind = torch.randn(4, 128).bfloat16(), EmulatedFP8(Recipe(quantize_swiglu=quantized))
+    x, behind = torch.randn(4, 128).bfloat16(), EmulatedFP8(FP8Recipe(quantize_swiglu=quantized))
     found, expected = (each.quantize(x) for each in (Watched(behind, Watch(), "m", nn.Identity()), behind))
     assert isinstance(watched(TILED)[0], QuantizedActivations)
     assert (found is not None) == (expected is not None) == quantized

@@ -224,7 +224,7 @@ def test_a_weight_is_rounded_once_a_step_both_ways(backend, monkeypatch):
     torch.manual_seed(0)
     passes, made, products = Passes(), [], backend(mx_recipe("ceil"))
     layer = tag(torch.nn.Linear(64, 96, bias=False, dtype=torch.bfloat16), Role.COLUMN)
-    products.scratch.passes = products.read_weight.passes = passes
+    products.cache.passes = products.read_weight.passes = passes
     make, products.read_weight.make = products.read_weight.make, lambda w: made.append(w) or make(w)
     use_gemm(layer, {"weight": products}, passes)
     with passes.weights_unchanged():

@@ -8,7 +8,7 @@ import torch
 from nanotrain_fp8_deepseek_v3 import FP8DeepSeekV3Config, backends
 from nanotrain_fp8_deepseek_v3.backends import choose
 from nanotrain_fp8_deepseek_v3.formats import TILE, quantize
-from nanotrain_fp8_deepseek_v3.gemm import EmulatedFP8, Float32GEMM, Recipe
+from nanotrain_fp8_deepseek_v3.gemm import EmulatedFP8, Float32GEMM, FP8Recipe
 from nanotrain_fp8_deepseek_v3.policy import Row, format_of, rows_of
 from nanotrain_fp8_deepseek_v3.precision import Codec
 
@@ -166,12 +166,12 @@ def test_auto_takes_the_tensor_cores_of_a_gpu_or_refuses(capability, cuda, refus
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.version, "cuda", cuda)
     if refusal is None:
-        assert choose("auto", torch.device("cuda"), Recipe()).name == "triton"
-        assert choose("auto", torch.device("cuda"), Recipe(tile=0)).name == "torch"
+        assert choose("auto", torch.device("cuda"), FP8Recipe()).name == "triton"
+        assert choose("auto", torch.device("cuda"), FP8Recipe(tile=0)).name == "torch"
         return
     with pytest.raises(NanotrainError, match=re.escape(refusal)):
-        choose("auto", torch.device("cuda"), Recipe())
-    assert choose("emulated", torch.device("cuda"), Recipe()).name == "emulated"
+        choose("auto", torch.device("cuda"), FP8Recipe())
+    assert choose("emulated", torch.device("cuda"), FP8Recipe()).name == "emulated"
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_a_package_that_is_not_installed_is_named(wanted, text, monkeypatch):
     with pytest.raises(
         NanotrainError, match=re.escape(f"'{wanted}' cannot run: {text}; 'torch' can, 'emulated' runs")
     ):
-        choose(wanted, torch.device("cuda"), Recipe())
+        choose(wanted, torch.device("cuda"), FP8Recipe())
 
 
 OF_ANOTHER_VERSION = {
@@ -224,7 +224,7 @@ def test_a_version_of_transformer_engine_that_cannot_be_used_is_refused(changed,
     refusal = f"'te' cannot run: it needs Transformer Engine 2.3 or later, and {text}"
     try:
         with pytest.raises(NanotrainError, match=re.escape(refusal) + ".*; 'torch'.* can, 'emulated' runs"):
-            choose("te", torch.device("cuda"), Recipe())
+            choose("te", torch.device("cuda"), FP8Recipe())
     finally:
         for name in [name for name in sys.modules if name.partition(".")[0] == "transformer_engine"]:
             del sys.modules[name]
@@ -236,7 +236,7 @@ def test_one_scale_for_a_tensor_is_refused_by_what_rounds_tiles(wanted, monkeypa
     with pytest.raises(
         NanotrainError, match="'torch' has one scale for a whole tensor; 'torch' can, 'emulated'"
     ):
-        choose(wanted, torch.device("cuda"), Recipe(tile=0))
+        choose(wanted, torch.device("cuda"), FP8Recipe(tile=0))
 
 
 def test_kernels_that_do_otherwise_on_a_device_are_refused(monkeypatch):
@@ -246,7 +246,7 @@ def test_kernels_that_do_otherwise_on_a_device_are_refused(monkeypatch):
     monkeypatch.setattr(backends, "_disagreement", lambda device, recipe: "its y of experts is another")
     text = "'triton', which auto chooses on cuda, cannot run: its y of experts is another; 'torch' can"
     with pytest.raises(NanotrainError, match=re.escape(text)):
-        choose("auto", torch.device("cuda"), Recipe())
+        choose("auto", torch.device("cuda"), FP8Recipe())
 
 
 @pytest.mark.parametrize("width", [32, 128, 200])

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from nanotrain_fp8_deepseek_v3.formats import quantize
-from nanotrain_fp8_deepseek_v3.gemm import EmulatedFP8, Recipe
+from nanotrain_fp8_deepseek_v3.gemm import EmulatedFP8, FP8Recipe
 from nanotrain_fp8_deepseek_v3.watched import Watch, Watched
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -24,7 +24,7 @@ from nanotrain_core.testing import Case
 from nanotrain_core.testing.probe import make_run
 
 M, D, INNER = 64, 128, 384
-QUANTIZED = Recipe(quantize_swiglu=True)
+QUANTIZED = FP8Recipe(quantize_swiglu=True)
 
 
 class AtOnce(EmulatedFP8):
@@ -101,7 +101,7 @@ def test_five_of_seven_bytes_of_each_inner_number_are_saved():
     """Gate and up are kept in eight bits, not gate, silu(gate) and up in sixteen, their product in eight."""
     x = rows(M, D).requires_grad_()
     scales, of_input = 4 * M * INNER // 128, M * D + 4 * M * D // 128
-    wide = bytes_kept(layer_of(Recipe()), x)
+    wide = bytes_kept(layer_of(FP8Recipe()), x)
     narrow = bytes_kept(layer_of(QUANTIZED), x)
     assert wide - of_input == 7 * M * INNER + scales
     assert narrow - of_input == 2 * M * INNER + 2 * scales
@@ -118,9 +118,9 @@ def test_gradients_are_those_of_the_rounded_inputs():
     """Of the very gate and up that codes and scales mean; the output itself does not change."""
     layer, x, d_y = layer_of(QUANTIZED), rows(M, D), rows(M, D, seed=1)
     y, found = gradients(layer, x, d_y)
-    assert torch.equal(y, gradients(layer_of(Recipe()), x, d_y)[0])
+    assert torch.equal(y, gradients(layer_of(FP8Recipe()), x, d_y)[0])
 
-    products = EmulatedFP8(Recipe())
+    products = EmulatedFP8(FP8Recipe())
     (g, u), x_kept = products.forward(x, layer.gate.weight, layer.up.weight)
     g, u = (quantize(each, (1, 128)).values().bfloat16() for each in (g, u))
     d_h = products.dgrad(d_y, layer.down.weight)
@@ -135,7 +135,7 @@ def test_gradients_stay_near_those_of_inputs_kept_whole():
     """Rounding moves a number by 2.6% in the mean, and what gate and up make by twice as much."""
     x, d_y = rows(M, D), rows(M, D, seed=1)
     _, narrow = gradients(layer_of(QUANTIZED), x, d_y)
-    _, whole = gradients(layer_of(Recipe()), x, d_y)
+    _, whole = gradients(layer_of(FP8Recipe()), x, d_y)
     for name, wanted in whole.items():
         error = ((narrow[name] - wanted).float().norm() / wanted.float().norm()).item()
         assert 0 < error < 0.08, f"{name}: {error:.3f}"
@@ -169,7 +169,7 @@ def test_the_output_is_recomputed_once_for_a_w_pass_and_only_its_codes_wait():
 def test_the_recipe_says_whether(config, quantized):
     (part,) = make_run(Case("precision", use="fp8_deepseek_v3", config=config), {}).stages.values()
     recipe = gemms_of(part.layers["0"].ffn.down).backends["weight"].recipe
-    assert recipe == attrs.evolve(Recipe(), quantize_swiglu=quantized)
+    assert recipe == attrs.evolve(FP8Recipe(), quantize_swiglu=quantized)
 
 
 def test_what_was_written_to_since_is_kept_as_it_is():
@@ -221,7 +221,7 @@ def test_a_frozen_layer_after_swiglu_leaves_the_other_gradients_as_they_are():
 
 def test_what_computes_swiglu_elsewhere_computes_it_here():
     """Kernels may have put their own in the table before: in training and out of it, the output is theirs."""
-    layer, x = layer_of(Recipe()), rows(M, D)
+    layer, x = layer_of(FP8Recipe()), rows(M, D)
     layer.ops = replace(layer.ops, swiglu=lambda gate, up: F.silu(gate) * up + 1)
     for module in (layer.gate, layer.up, layer.down):
         use_gemm(module, {"weight": EmulatedFP8(QUANTIZED)}, Passes())

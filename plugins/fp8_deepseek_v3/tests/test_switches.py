@@ -8,12 +8,14 @@ import pytest
 import torch
 from nanotrain_fp8_deepseek_v3 import exact
 from nanotrain_fp8_deepseek_v3.formats import E5M2
-from nanotrain_fp8_deepseek_v3.gemm import EmulatedFP8, Recipe
+from nanotrain_fp8_deepseek_v3.gemm import EmulatedFP8, FP8Recipe
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 ONEDNN = torch.backends.mkldnn.matmul
-RECIPES = pytest.mark.parametrize("recipe", [Recipe(), Recipe(tile=0, gradients=E5M2)], ids=["tile", "whole"])
+RECIPES = pytest.mark.parametrize(
+    "recipe", [FP8Recipe(), FP8Recipe(tile=0, gradients=E5M2)], ids=["tile", "whole"]
+)
 GROUPS = pytest.mark.parametrize("counts", [None, [40, 0, 90]], ids=["one", "experts"])
 
 
@@ -129,7 +131,7 @@ class Products(TorchDispatchMode):
 def test_on_a_cpu_products_are_of_float32_that_onednn_leaves_as_they_are(switch, counts):
     """Also where the processor has no bfloat16, or TF32, that the test above could notice."""
     with switch(), Products() as products_made:
-        products(Recipe(), counts, *operands(counts))
+        products(FP8Recipe(), counts, *operands(counts))
     assert len(products_made.seen) == (3 if counts is None else 6)
     assert all(dtypes == {torch.float32} for dtypes, _ in products_made.seen)
     assert {precision for _, precision in products_made.seen} <= {"none", "ieee"}
@@ -147,9 +149,9 @@ def test_on_cuda_products_are_of_float64(switch):
 
 def test_what_cuda_computes_is_what_a_cpu_does_but_for_float32_sums(monkeypatch):
     given = operands(None)
-    found = products(Recipe(), None, *given)
+    found = products(FP8Recipe(), None, *given)
     monkeypatch.setattr(EmulatedFP8, "multiply", Sound.multiply)
-    for ours, theirs, terms in zip(found, products(Recipe(), None, *given), (200, 136, 130), strict=True):
+    for ours, theirs, terms in zip(found, products(FP8Recipe(), None, *given), (200, 136, 130), strict=True):
         # Of normal numbers of sizes 1: rounded to bfloat16 but for dW, whose terms are of that size.
         bound = theirs.abs() * 2.0**-7 * (ours.dtype == torch.bfloat16) + terms * 2.0**-20
         assert ((ours.float() - theirs.float()).abs() <= bound).all()

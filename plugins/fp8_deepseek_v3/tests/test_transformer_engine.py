@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 import torch
 from nanotrain_fp8_deepseek_v3.formats import quantize
-from nanotrain_fp8_deepseek_v3.gemm import EmulatedFP8, Recipe
+from nanotrain_fp8_deepseek_v3.gemm import EmulatedFP8, FP8Recipe
 
 from nanotrain_core.errors import NanotrainError
 
@@ -87,7 +87,7 @@ def normal(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
-RECIPES = [Recipe(), Recipe(input_power_of_two=True), Recipe(gradient_power_of_two=True)]
+RECIPES = [FP8Recipe(), FP8Recipe(input_power_of_two=True), FP8Recipe(gradient_power_of_two=True)]
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=["float32", "inputs", "gradients"])
@@ -116,7 +116,7 @@ def test_products_are_the_emulations(backend, recipe, counts, K, N):
 
 def test_a_width_that_it_cannot_multiply_is_refused(backend):
     with pytest.raises(NanotrainError, match="multiples of 16, this width is 200"):
-        backend(Recipe()).forward(normal(16, 200), normal(32, 200))
+        backend(FP8Recipe()).forward(normal(16, 200), normal(32, 200))
 
 
 def once_rounded(x, d_y, counts, recipe):

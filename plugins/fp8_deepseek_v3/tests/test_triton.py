@@ -15,7 +15,7 @@ import pytest
 import torch
 from nanotrain_fp8_deepseek_v3.backends import choose
 from nanotrain_fp8_deepseek_v3.formats import E5M2
-from nanotrain_fp8_deepseek_v3.gemm import Recipe
+from nanotrain_fp8_deepseek_v3.gemm import FP8Recipe
 
 from nanotrain_core.errors import NanotrainError
 from nanotrain_core.testing.triton_kernels import (
@@ -77,12 +77,12 @@ def products(M, K, N, E):
     from nanotrain_fp8_deepseek_v3.fused import TritonFP8
 
     x, w, d_y = empty(M, K), empty(E, N, K), empty(M, N)
-    experts = TritonFP8(Recipe()).grouped(empty(E, dtype=torch.int64))
+    experts = TritonFP8(FP8Recipe()).grouped(empty(E, dtype=torch.int64))
     _, kept = experts.forward(x, w)
     experts.dgrad(d_y, w)
     experts.wgrad(d_y, kept)
-    TritonFP8(Recipe(input_power_of_two=True)).wgrad(d_y, TritonFP8(Recipe()).keep(x))
-    rounded = TritonFP8(Recipe(quantize_swiglu=True))
+    TritonFP8(FP8Recipe(input_power_of_two=True)).wgrad(d_y, TritonFP8(FP8Recipe()).keep(x))
+    rounded = TritonFP8(FP8Recipe(quantize_swiglu=True))
     _, *saved = rounded.swiglu(d_y, d_y)
     rounded.swiglu_again(*saved, d_y.dtype)
     rounded.swiglu_backward(*saved, d_y)
@@ -161,7 +161,7 @@ def test_kernels_that_round_have_no_more_instructions_for_a_number_than_the_read
         quantize_transposed(x)
         requantize_transposed(codes, scales)
         quantize_blocks(x)
-        backend = TritonFP8(Recipe(quantize_swiglu=True))
+        backend = TritonFP8(FP8Recipe(quantize_swiglu=True))
         _, *saved = backend.swiglu(x, x)
         backend.swiglu_again(*saved, x.dtype)
         backend.swiglu_backward(*saved, x)
@@ -177,9 +177,9 @@ def test_kernels_that_round_have_no_more_instructions_for_a_number_than_the_read
 def test_one_scale_for_a_whole_tensor_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     with pytest.raises(NanotrainError, match="'triton' cannot run: its kernels round tiles of 128"):
-        choose("triton", torch.device("cuda"), Recipe(tile=0, gradients=E5M2))
+        choose("triton", torch.device("cuda"), FP8Recipe(tile=0, gradients=E5M2))
 
 
 def test_a_cpu_is_refused():
     with pytest.raises(NanotrainError, match="'triton' cannot run: it needs a CUDA device, this is cpu"):
-        choose("triton", torch.device("cpu"), Recipe())
+        choose("triton", torch.device("cpu"), FP8Recipe())

@@ -9,9 +9,9 @@ import pytest
 import torch
 from nanotrain_fp8_deepseek_v3 import scaled
 from nanotrain_fp8_deepseek_v3.formats import E4M3, TILE, dequantize, quantize
-from nanotrain_fp8_deepseek_v3.gemm import Recipe
+from nanotrain_fp8_deepseek_v3.gemm import FP8Recipe
+from nanotrain_fp8_deepseek_v3.operand_cache import OperandCache
 from nanotrain_fp8_deepseek_v3.scaled import ScaledFP8
-from nanotrain_fp8_deepseek_v3.scratch import Scratch
 from torch import nn
 
 from nanotrain_core.pipeline.passes import Passes
@@ -91,7 +91,7 @@ def numbers(*shape, seed):
 
 @pytest.mark.parametrize(
     "recipe",
-    [Recipe(), Recipe(input_power_of_two=True, gradient_power_of_two=True)],
+    [FP8Recipe(), FP8Recipe(input_power_of_two=True, gradient_power_of_two=True)],
     ids=["float32", "powers"],
 )
 def test_three_layers_that_read_one_input_round_it_once_in_each_direction(launched, recipe):
@@ -101,8 +101,8 @@ def test_three_layers_that_read_one_input_round_it_once_in_each_direction(launch
     results = []
     for make in (backend, ScaledFP8):
         passes, found = Passes(), []
-        scratch = Scratch(passes)
-        layers = [make(recipe, scratch) for _ in weights]
+        cache = OperandCache(passes)
+        layers = [make(recipe, cache) for _ in weights]
         with passes.weights_unchanged():
             for microbatch in range(2):
                 x, d_y = numbers(M, K, seed=10 + microbatch), numbers(M, N, seed=20 + microbatch)
@@ -117,7 +117,7 @@ def test_three_layers_that_read_one_input_round_it_once_in_each_direction(launch
 
 def test_an_input_that_was_written_is_rounded_anew(launched):
     seen, backend = launched
-    layer, x, w = backend(Recipe()), numbers(M, K, seed=0), numbers(N, K, seed=1)
+    layer, x, w = backend(FP8Recipe()), numbers(M, K, seed=0), numbers(N, K, seed=1)
     (before,), _ = layer.forward(x, w)
     x.mul_(-1)
     (after,), _ = layer.forward(x, w)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from fp8_operands import RECIPES, SHAPES, checked_product, normal, outliers
 from nanotrain_fp8_deepseek_v3 import scaled
-from nanotrain_fp8_deepseek_v3.gemm import EmulatedFP8, Recipe
+from nanotrain_fp8_deepseek_v3.gemm import EmulatedFP8, FP8Recipe
 from nanotrain_fp8_deepseek_v3.scaled import ScaledFP8
 from nanotrain_fp8_deepseek_v3.watched import Watch, Watched
 from torch import nn
@@ -43,7 +43,7 @@ def test_a_wgrad_that_waited_has_the_same_bits(backend, counts, shape, recipe, m
 @pytest.mark.parametrize("worst", [float("nan"), float("inf")])
 @pytest.mark.parametrize("tile", [128, 0], ids=["tiled", "whole"])
 def test_what_is_not_finite_shows_after_waiting_too(worst, tile):
-    x, d_y, products = normal(200, 128), normal(200, 16, seed=2), EmulatedFP8(Recipe(tile=tile))
+    x, d_y, products = normal(200, 128), normal(200, 16, seed=2), EmulatedFP8(FP8Recipe(tile=tile))
     d_y[25, 3] = worst
     at_once = products.wgrad(d_y, products.keep(x))
     assert at_once[3].isnan().all()
@@ -102,7 +102,7 @@ def waiting(backend, M, K, N):
 def test_a_layer_that_waits_holds_a_byte_for_each_number_and_its_scales():
     """Both operands are in tiles of 128: 1 x 128 of x, as it was kept, and 128 x 1 of dy."""
     M, K, N = 256, 384, 512
-    later = waiting(EmulatedFP8(Recipe()), M, K, N)
+    later = waiting(EmulatedFP8(FP8Recipe()), M, K, N)
     assert bytes_held(later) == coded(M, N) + coded(K, M)
     later.compute()
     assert bytes_held(later) == 0
@@ -129,7 +129,7 @@ def test_experts_that_wait_hold_a_byte_for_each_number_and_make_the_same_gradien
     """Of the input of ``down``, which the backward pass makes again, and of three gradients; x is shared."""
     counts, D, F = torch.tensor([128, 256]), 128, 384
     M, passes, later = 384, Passes(), DeferredGradients()
-    experts, backend = Experts(2, D, F), EmulatedFP8(Recipe(quantize_swiglu=True))
+    experts, backend = Experts(2, D, F), EmulatedFP8(FP8Recipe(quantize_swiglu=True))
     if watched:
         watch = Watch()
         watch.begin(on=True)

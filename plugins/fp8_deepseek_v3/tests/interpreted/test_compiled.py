@@ -6,8 +6,8 @@ from fp8_operands import normal
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from nanotrain_fp8_deepseek_v3.formats import E4M3
 from nanotrain_fp8_deepseek_v3.fused import TritonFP8
-from nanotrain_fp8_deepseek_v3.gemm import Recipe
-from nanotrain_fp8_deepseek_v3.scratch import Scratch
+from nanotrain_fp8_deepseek_v3.gemm import FP8Recipe
+from nanotrain_fp8_deepseek_v3.operand_cache import OperandCache
 from nanotrain_fp8_deepseek_v3.triton_kernels import (
     experts,
     quantize_rows,
@@ -46,7 +46,7 @@ def test_a_graph_has_the_eager_bits(counts, monkeypatch):
     x, d_y = normal(63, K), normal(63, N, seed=2)
     w = normal(N, K, seed=1) if counts is None else normal(len(counts), N, K, seed=1)
     counts = None if counts is None else torch.tensor(counts)
-    backend = TritonFP8(Recipe(input_power_of_two=True))
+    backend = TritonFP8(FP8Recipe(input_power_of_two=True))
     expected = products(backend, x, w, d_y, counts)
     forms = backend.prepare(w)
     graph = torch.compile(
@@ -75,7 +75,7 @@ def test_operators_return_what_a_compiler_is_told():
     torch.library.opcheck(experts._columns_in_graph, given, **check)
     gate, up, d_h = (normal(63, 200, seed=seed) for seed in range(3))
     torch.library.opcheck(quantize_swiglu._forward_in_graph, (gate, up, True), **check)
-    backend = TritonFP8(Recipe(quantize_swiglu=True))
+    backend = TritonFP8(FP8Recipe(quantize_swiglu=True))
     kept = *backend.quantize(gate), *backend.quantize(up)
     for d_h_or_none in (d_h, None):
         given = *kept, d_h_or_none, torch.bfloat16, False
@@ -105,10 +105,10 @@ def test_a_layers_graph_has_the_eager_bits_and_never_computes_the_whole_product(
     ):
         torch.manual_seed(0)
         layer, passes = tag(SwiGLU(200, 328).bfloat16(), Role.BLOCK), Passes()
-        scratch = Scratch(passes)
+        cache = OperandCache(passes)
         for _, module, its in tagged(layer):
             if its.role is not Role.BLOCK:
-                use_gemm(module, {"weight": TritonFP8(Recipe(quantize_swiglu=True), scratch)}, passes)
+                use_gemm(module, {"weight": TritonFP8(FP8Recipe(quantize_swiglu=True), cache)}, passes)
         quantize_layers(layer)
         if recomputed:
             recompute_blocks(nn.ModuleList([layer]))

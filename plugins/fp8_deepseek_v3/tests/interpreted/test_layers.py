@@ -7,7 +7,7 @@ from nanotrain_fp8_deepseek_v3 import fused, scaled
 from nanotrain_fp8_deepseek_v3.first_use import disagreement
 from nanotrain_fp8_deepseek_v3.formats import E4M3, TILE, dequantize, quantize
 from nanotrain_fp8_deepseek_v3.fused import TritonFP8
-from nanotrain_fp8_deepseek_v3.gemm import EmulatedFP8, Recipe
+from nanotrain_fp8_deepseek_v3.gemm import EmulatedFP8, FP8Recipe
 from nanotrain_fp8_deepseek_v3.triton_kernels import experts
 from nanotrain_fp8_deepseek_v3.triton_kernels.experts import multiply_columns, multiply_rows
 from nanotrain_fp8_deepseek_v3.triton_kernels.layout import Groups
@@ -22,7 +22,7 @@ COUNTS = pytest.mark.parametrize(
 SIZES = pytest.mark.parametrize(("K", "N"), [(128, 256), (200, 72), (16, 300)])
 RECIPES = pytest.mark.parametrize(
     "recipe",
-    [Recipe(), Recipe(input_power_of_two=True, gradient_power_of_two=True)],
+    [FP8Recipe(), FP8Recipe(input_power_of_two=True, gradient_power_of_two=True)],
     ids=["float32", "powers"],
 )
 
@@ -69,8 +69,8 @@ def test_one_tile_that_is_not_finite_spoils_its_rows_and_no_others():
     counts, K, N = [5, 0, 140], 256, 130
     x, w = normal(145, K), normal(3, N, K, seed=1)
     x[7, 130], x[20, 0], w[0, 3, 4] = float("inf"), float("nan"), float("inf")
-    (y,), _ = TritonFP8(Recipe()).grouped(torch.tensor(counts)).forward(x, w)
-    (expected,), _ = EmulatedFP8(Recipe()).grouped(torch.tensor(counts)).forward(x, w)
+    (y,), _ = TritonFP8(FP8Recipe()).grouped(torch.tensor(counts)).forward(x, w)
+    (expected,), _ = EmulatedFP8(FP8Recipe()).grouped(torch.tensor(counts)).forward(x, w)
     assert torch.equal(y.isnan(), expected.isnan())
     assert expected.isnan().any(1).nonzero().flatten().tolist() == [0, 1, 2, 3, 4, 7, 20]
 
@@ -118,7 +118,7 @@ def test_a_wgrad_that_waited_has_the_same_bits(counts, K, N, recipe, monkeypatch
 def test_a_layer_and_its_gradients_are_the_emulations(monkeypatch):
     monkeypatch.setattr(scaled.F, "scaled_mm", checked_product)
     results = []
-    for products in (TritonFP8(Recipe()), EmulatedFP8(Recipe())):
+    for products in (TritonFP8(FP8Recipe()), EmulatedFP8(FP8Recipe())):
         layer, x = layer_of(products), normal(2, 65, 200).requires_grad_()
         y = layer(x)
         y.backward(normal(2, 65, 72, seed=2))
@@ -129,12 +129,14 @@ def test_a_layer_and_its_gradients_are_the_emulations(monkeypatch):
 
 def test_what_is_kept_means_what_the_emulation_keeps():
     x = outliers(131, 300)
-    kept, expected = (products(Recipe(quantize_swiglu=True)).keep(x) for products in (TritonFP8, EmulatedFP8))
+    kept, expected = (
+        products(FP8Recipe(quantize_swiglu=True)).keep(x) for products in (TritonFP8, EmulatedFP8)
+    )
     assert torch.equal(dequantize(*kept, E4M3), dequantize(*expected, E4M3))
-    backends = [products(Recipe(quantize_swiglu=True)) for products in (TritonFP8, EmulatedFP8)]
+    backends = [products(FP8Recipe(quantize_swiglu=True)) for products in (TritonFP8, EmulatedFP8)]
     ours, theirs = (each.dequantize(each.quantize(x), torch.bfloat16) for each in backends)
     assert torch.equal(ours, theirs)
-    assert TritonFP8(Recipe()).quantize(x) is None
+    assert TritonFP8(FP8Recipe()).quantize(x) is None
 
 
 def test_the_check_of_first_use_passes_here_and_sees_a_kernel_that_rounds_otherwise(monkeypatch):

@@ -8,7 +8,7 @@ from fp8_operands import checked_product, normal, outliers
 from nanotrain_fp8_deepseek_v3 import first_use, scaled
 from nanotrain_fp8_deepseek_v3.formats import E4M3, TILE, dequantize, quantize
 from nanotrain_fp8_deepseek_v3.fused import TritonFP8
-from nanotrain_fp8_deepseek_v3.gemm import Recipe
+from nanotrain_fp8_deepseek_v3.gemm import FP8Recipe
 from nanotrain_fp8_deepseek_v3.triton_kernels.quantize_swiglu import quantize_swiglu, requantize_swiglu
 
 from nanotrain_core.layout.roles import Role, tag, tagged
@@ -18,7 +18,7 @@ from nanotrain_core.pipeline.passes import Passes
 from nanotrain_core.precision.gemm import use_gemm
 from nanotrain_core.precision.quantized_swiglu import quantize_swiglu as quantize_layers
 
-QUANTIZED = Recipe(quantize_swiglu=True)
+QUANTIZED = FP8Recipe(quantize_swiglu=True)
 
 
 def assert_close(found, expected, terms=None):

@@ -19,7 +19,7 @@ from nanotrain_core.api.torch import Passes
 T = TypeVar("T")
 
 
-class Scratch:
+class OperandCache:
     """The cache shared by the backends of one run."""
 
     def __init__(self, passes: Passes | None = None) -> None:
