@@ -3,10 +3,10 @@
 In backward each layer that reads a tensor computes a dgrad and a wgrad. Other ranks need only the sum of the
 dgrads. Autograd runs ready nodes in the reverse order of forward, so the order of forward is::
 
-    hold     backward: wait for the sum, and pass it on
+    gather   backward: wait for the sum, and pass it on
     places   backward: the wgrad GEMMs, one place for each layer
-    open     backward: begin to sum
-    layers   backward: the dgrad GEMMs; autograd adds them up for `open`
+    enter    backward: begin to sum
+    layers   backward: the dgrad GEMMs; autograd adds them up for `enter`
 
 Only the time depends on that order. An edge in the graph makes a place run after its layer, and
 the collectives of all ranks have one order, since their graphs are the same.
@@ -26,8 +26,11 @@ from nanotrain_core.api.torch import Pending
 from nanotrain_tp.collectives import Ranks
 
 
-class Crossing:
-    """Gathers one tensor for sharded layers, if it is split, and reduces its gradient asynchronously."""
+class OverlappedInput:
+    """The input of sharded layers: all-gathered if it is split, with an asynchronous reduction in backward.
+
+    :meth:`gather`, the layers' places and :meth:`enter` follow each other in forward: see the module.
+    """
 
     def __init__(self, ranks: Ranks, dim: int | None, length: int | None = None) -> None:
         """``dim``: the dimension of its shares, which make up ``length``; None: it is whole."""
@@ -37,14 +40,14 @@ class Crossing:
         self._gathered: torch.Tensor | None = None
         self._waiting = 0
 
-    def hold(self, x: torch.Tensor, known: torch.Tensor | None) -> torch.Tensor:
-        """Return the whole ``x``, for :meth:`open`. ``known``: the result, if it was gathered before."""
-        held: torch.Tensor = _Hold.apply(x, self, known)  # type: ignore[no-untyped-call]
-        return held
+    def gather(self, x: torch.Tensor, known: torch.Tensor | None) -> torch.Tensor:
+        """Return the whole ``x``, for :meth:`enter`. ``known``: the result, if it was gathered before."""
+        gathered: torch.Tensor = _Gather.apply(x, self, known)  # type: ignore[no-untyped-call]
+        return gathered
 
-    def open(self, held: torch.Tensor) -> torch.Tensor:
+    def enter(self, gathered: torch.Tensor) -> torch.Tensor:
         """Return the input of the sharded layers, whose gradient is partial on every rank."""
-        inside: torch.Tensor = _Open.apply(held, self)  # type: ignore[no-untyped-call]
+        inside: torch.Tensor = _Enter.apply(gathered, self)  # type: ignore[no-untyped-call]
         return inside
 
     def begin(self, d_x: torch.Tensor) -> None:
@@ -74,30 +77,32 @@ class Crossing:
         return self._under_way.pop()()
 
 
-class _Hold(torch.autograd.Function):
+class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, crossing: Crossing, known: torch.Tensor | None) -> torch.Tensor:
-        ctx.crossing = crossing
-        if crossing.dim is None:
+    def forward(
+        ctx: Any, x: torch.Tensor, overlapped: OverlappedInput, known: torch.Tensor | None
+    ) -> torch.Tensor:
+        ctx.overlapped = overlapped
+        if overlapped.dim is None:
             return x.view_as(x)
         if known is not None:
             return known.view_as(known)
-        return crossing.ranks.all_gather(x, crossing.dim, crossing.length)
+        return overlapped.ranks.all_gather(x, overlapped.dim, overlapped.length)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_held: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return ctx.crossing.end(), None, None
+    def backward(ctx: Any, d_gathered: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return ctx.overlapped.end(), None, None
 
 
-class _Open(torch.autograd.Function):
+class _Enter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, held: torch.Tensor, crossing: Crossing) -> torch.Tensor:
-        ctx.crossing = crossing
-        return held.view_as(held)
+    def forward(ctx: Any, gathered: torch.Tensor, overlapped: OverlappedInput) -> torch.Tensor:
+        ctx.overlapped = overlapped
+        return gathered.view_as(gathered)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_x: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        ctx.crossing.begin(d_x)
-        return d_x.new_zeros(()).expand_as(d_x), None  # a shape without memory: `hold` has the sum
+        ctx.overlapped.begin(d_x)
+        return d_x.new_zeros(()).expand_as(d_x), None  # a shape without memory: `gather` has the sum

@@ -1,9 +1,8 @@
 """Tensor parallelism's f and g where tokens enter and leave the split layers: the hooks of each role.
 
-f is a copy in forward and an all-reduce in backward, g the reverse (Megatron-LM, arXiv 1909.08053, section
-3).
-With sequence parallelism they are an all-gather and a reduce-scatter along the sequence (arXiv 2205.05198,
-section 4.2).
+f is a copy in forward and an all-reduce in backward, g the reverse (Megatron-LM, arXiv 1909.08053,
+section 3). With sequence parallelism they are an all-gather and a reduce-scatter along the sequence
+(arXiv 2205.05198, section 4.2).
 
 Hooks use the module they are called with, never a parameter captured in ``apply``: materialization
 creates new parameters, and a precision may replace the module.
@@ -25,7 +24,7 @@ from torch import nn
 from nanotrain_core.api.torch import Again, Batch, Place, Routing, gemms_of, ops_of
 from nanotrain_tp.collectives import Copy, Gather, GatherWhole, Ranks, Reduce, Scatter, Slice
 from nanotrain_tp.head import Rows, split_cross_entropy
-from nanotrain_tp.overlap import Crossing
+from nanotrain_tp.overlap import OverlappedInput
 
 #: The dimension of tokens [B, S, ...] that sequence parallelism splits.
 SEQUENCE = 1
@@ -33,7 +32,7 @@ SEQUENCE = 1
 Args = tuple[Any, ...]
 
 
-class Entry:
+class RegionInput:
     """One tensor that sharded layers read: this rank's share of the sequence, or a whole input, with what was
     made of it."""
 
@@ -46,10 +45,10 @@ class Entry:
         self.first: nn.Module | None = None
         """The first sharded layer that read it, where wgrads are placed; otherwise None."""
         self.again: Again | None = None
-        """This rank's share and :meth:`Crossing.gather_again`, by which layers gather it again in backward;
-        None: they keep it."""
+        """This rank's share and :meth:`OverlappedInput.gather_again`, by which layers gather it again in
+        backward; None: they keep it."""
         self.watched = False
-        """Whether a gradient hook that calls :meth:`Boundary.forget` is installed."""
+        """Whether a gradient hook that calls :meth:`ShardedRegion.forget` is installed."""
         self.places: dict[nn.Module, Place] = {}
         """For each layer known from an earlier pass to read it: where its wgrad is computed."""
 
@@ -74,8 +73,8 @@ class Entry:
         return None if known is None else known.detach()
 
 
-class Boundary:
-    """The boundary of sharded layers, through which tokens enter and leave.
+class ShardedRegion:
+    """The region between the collectives of f and g: tokens enter its sharded layers, and leave them.
 
     Queries, keys and values read the same tensor, and so do gates, shared experts and routers. It is gathered
     once. Gradients of all sharded layers that read it are added here before they are reduced over ranks.
@@ -84,7 +83,7 @@ class Boundary:
     def __init__(
         self, ranks: Ranks, *, sequence_parallel: bool, overlap: bool = True, keep: bool = True
     ) -> None:
-        """Set up the boundary.
+        """Set up the region.
 
         Args:
             ranks: those that shard the layers.
@@ -98,8 +97,8 @@ class Boundary:
         self.keep = keep or not sequence_parallel
         self.length: int | None = None
         """Sequence length S in tokens; None: the sum of all ranks' shares if they are equal."""
-        self._last: Entry | None = None
-        self._last_in_graph: Entry | None = None
+        self._last: RegionInput | None = None
+        self._last_in_graph: RegionInput | None = None
         """As ``_last``, for the graph being traced: nothing from outside it, or from another graph."""
         self._readers: dict[nn.Module, list[nn.Module]] = {}
         """Layers that read the same tensor, by the first of them, as recorded in an earlier pass."""
@@ -117,41 +116,41 @@ class Boundary:
         batches = (each for each in (*args, *kwargs.values()) if isinstance(each, Batch))
         self.length = next((batch.tokens.shape[1] for batch in batches), None)
 
-    def _entry(self, x: torch.Tensor) -> Entry:
+    def _input_of(self, x: torch.Tensor) -> RegionInput:
         if torch.compiler.is_compiling():
             if self._last_in_graph is None or not self._last_in_graph.is_of(x):
-                self._last_in_graph = Entry(x)
+                self._last_in_graph = RegionInput(x)
             return self._last_in_graph
         if self._last is None or not self._last.is_of(x):
-            self._last = Entry(x)
+            self._last = RegionInput(x)
         return self._last
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``x`` [B, S, ...] as the input of sharded layers, with the whole sequence."""
-        entry = self._entry(x)
-        if entry.inside is None and self.sequence_parallel:
-            entry.inside = Gather.apply(x, self.ranks, SEQUENCE, self.length, entry.values)  # type: ignore[no-untyped-call]
-        elif entry.inside is None:
-            entry.inside = Copy.apply(x, self.ranks)  # type: ignore[no-untyped-call]
-        inside: torch.Tensor = entry.inside
-        self._forget_in_backward(entry)
+        cached = self._input_of(x)
+        if cached.inside is None and self.sequence_parallel:
+            cached.inside = Gather.apply(x, self.ranks, SEQUENCE, self.length, cached.values)  # type: ignore[no-untyped-call]
+        elif cached.inside is None:
+            cached.inside = Copy.apply(x, self.ranks)  # type: ignore[no-untyped-call]
+        inside: torch.Tensor = cached.inside
+        self._forget_in_backward(cached)
         return inside
 
-    def _forget_in_backward(self, entry: Entry) -> None:
-        """Call :meth:`forget` when the gradient of ``entry`` arrives.
+    def _forget_in_backward(self, cached: RegionInput) -> None:
+        """Call :meth:`forget` when the gradient of ``cached`` arrives.
 
         A layer that backward recomputes also enters tensors, and is interrupted, without a forward hook,
         as soon as all saved tensors are available: the last input and what its graph saved would stay alive
         until the next forward pass. Gradients arrive at what the forward pass entered, after that was
         recomputed.
         """
-        inside = entry.inside
-        if entry.watched or torch.compiler.is_compiling() or inside is None or not inside.requires_grad:
+        inside = cached.inside
+        if cached.watched or torch.compiler.is_compiling() or inside is None or not inside.requires_grad:
             return
-        entry.watched, boundary = True, ref(self)
+        cached.watched, region = True, ref(self)
 
         def forget(gradient: torch.Tensor) -> None:
-            here = boundary()
+            here = region()
             if here is not None:
                 here.forget()
 
@@ -159,11 +158,11 @@ class Boundary:
 
     def enter_layer(self, x: torch.Tensor, layer: nn.Module) -> torch.Tensor:
         """As :meth:`enter`, and set where the wgrad of ``layer`` is computed, if it can overlap."""
-        entry, gemms = self._entry(x), gemms_of(layer)
-        if entry.inside is None and gemms is not None and self._overlaps(x):
-            self._cross(entry, layer)
+        cached, gemms = self._input_of(x), gemms_of(layer)
+        if cached.inside is None and gemms is not None and self._overlaps(x):
+            self._enter_overlapped(cached, layer)
         if gemms is not None:
-            gemms.place = None if entry.first is None else self._place(entry, layer)
+            gemms.place = None if cached.first is None else self._place(cached, layer)
         return self.enter(x)
 
     @property
@@ -176,38 +175,38 @@ class Boundary:
             return False
         return x.requires_grad and torch.is_grad_enabled() and self.places_wgrad
 
-    def _cross(self, entry: Entry, first: nn.Module) -> None:
-        """Make ``entry.inside``, whose gradient is reduced while its readers' wgrads are computed."""
-        crossing = Crossing(self.ranks, SEQUENCE if self.sequence_parallel else None, self.length)
-        held = crossing.hold(entry.outside, entry.values)
+    def _enter_overlapped(self, cached: RegionInput, first: nn.Module) -> None:
+        """Make ``cached.inside``, whose gradient is reduced while its readers' wgrads are computed."""
+        overlapped = OverlappedInput(self.ranks, SEQUENCE if self.sequence_parallel else None, self.length)
+        gathered = overlapped.gather(cached.outside, cached.values)
         if not self.keep:
-            entry.again = (entry.outside.detach(), crossing.gather_again)
-        entry.first, readers = first, self._readers.setdefault(first, [first])
-        entry.places = {layer: place for layer in readers if (place := entry.place_of(layer))}
-        entry.inside = crossing.open(held)
+            cached.again = (cached.outside.detach(), overlapped.gather_again)
+        cached.first, readers = first, self._readers.setdefault(first, [first])
+        cached.places = {layer: place for layer in readers if (place := cached.place_of(layer))}
+        cached.inside = overlapped.enter(gathered)
 
-    def _place(self, entry: Entry, layer: nn.Module) -> Place | None:
+    def _place(self, cached: RegionInput, layer: nn.Module) -> Place | None:
         """Return the place of ``layer``'s wgrad, None if its weight is not trained.
 
         For a layer not seen in an earlier pass it runs before the reduction starts: no overlap, but
         recomputation needs the same graph.
         """
-        assert entry.first is not None
-        readers = self._readers[entry.first]
+        assert cached.first is not None
+        readers = self._readers[cached.first]
         if layer not in readers:
             readers.append(layer)
-        return entry.places.pop(layer, None) or entry.place_of(layer)
+        return cached.places.pop(layer, None) or cached.place_of(layer)
 
     def whole(self, x: torch.Tensor) -> torch.Tensor:
         """All-gather a share of tokens ``x`` [B, S, ...] for a computation that is the same on every rank."""
-        entry = self._entry(x)
-        if entry.whole is None:
-            entry.whole = GatherWhole.apply(x, self.ranks, SEQUENCE, self.length, entry.values)  # type: ignore[no-untyped-call]
-        whole: torch.Tensor = entry.whole
+        cached = self._input_of(x)
+        if cached.whole is None:
+            cached.whole = GatherWhole.apply(x, self.ranks, SEQUENCE, self.length, cached.values)  # type: ignore[no-untyped-call]
+        whole: torch.Tensor = cached.whole
         return whole
 
     def forget(self, *_: Any) -> None:
-        """Drop the cached :class:`Entry`. Also a forward hook."""
+        """Drop the cached :class:`RegionInput`. Also a forward hook."""
         if torch.compiler.is_compiling():
             self._last_in_graph = None
         else:
@@ -248,8 +247,8 @@ class Boundary:
 class BiasedRow:
     """Hooks of a ROW with bias. The ranks' products are summed without it, then it is added once."""
 
-    def __init__(self, boundary: Boundary) -> None:
-        self.boundary = boundary
+    def __init__(self, region: ShardedRegion) -> None:
+        self.region = region
         self.bias: nn.Parameter | None = None
 
     def before(self, module: nn.Module, args: Args) -> None:
@@ -264,14 +263,14 @@ class BiasedRow:
         if output is None:
             return None
         assert bias is not None
-        return self.boundary.leave(output) + bias
+        return self.region.leave(output) + bias
 
 
 class Vocabulary:
     """Hooks of an embedding of which this rank holds some rows of the table."""
 
-    def __init__(self, boundary: Boundary, rows: Rows) -> None:
-        self.boundary, self.rows = boundary, rows
+    def __init__(self, region: ShardedRegion, rows: Rows) -> None:
+        self.region, self.rows = region, rows
         self.elsewhere = torch.empty(0)
 
     def before(self, module: nn.Module, args: Args) -> Args:
@@ -284,14 +283,14 @@ class Vocabulary:
 
     def after(self, module: nn.Module, args: Args, output: torch.Tensor) -> torch.Tensor:
         """All-reduce the rows found."""
-        return self.boundary.leave(output.masked_fill(self.elsewhere.unsqueeze(-1), 0.0))
+        return self.region.leave(output.masked_fill(self.elsewhere.unsqueeze(-1), 0.0))
 
 
 class Head:
     """Replaces the forward of a head of which this rank holds some rows of the weight, its own or tied."""
 
-    def __init__(self, boundary: Boundary, rows: Rows) -> None:
-        self.boundary, self.rows = boundary, rows
+    def __init__(self, region: ShardedRegion, rows: Rows) -> None:
+        self.region, self.rows = region, rows
 
     def forward(
         self,
@@ -302,12 +301,12 @@ class Head:
     ) -> torch.Tensor:
         """Return the summed loss, or without targets whole logits, the same on every rank."""
         weight_VD = module.get_parameter("weight") if table_VD is None else table_VD
-        x_BSD = self.boundary.enter(x_BSD)
-        self.boundary.forget()
-        ranks = self.boundary.ranks
+        x_BSD = self.region.enter(x_BSD)
+        self.region.forget()
+        ranks = self.region.ranks
         if targets_BS is None:
             logits_BSV = self.rows.pad(F.linear(x_BSD, weight_VD), ranks)
-            return self.rows.join(self.boundary.gather(logits_BSV, dim=-1), ranks)
+            return self.rows.join(self.region.gather(logits_BSV, dim=-1), ranks)
         return split_cross_entropy(
             x_BSD.flatten(0, 1), weight_VD, targets_BS.flatten(), self.rows, ranks, ops_of(module)
         )
@@ -316,26 +315,26 @@ class Head:
 class Experts:
     """Hooks of routers and experts: routers see whole sequences, experts this rank's share."""
 
-    def __init__(self, boundary: Boundary) -> None:
-        self.boundary = boundary
+    def __init__(self, region: ShardedRegion) -> None:
+        self.region = region
 
     def before_router(self, module: nn.Module, args: Args) -> Args:
         """All-gather the sequence; every rank routes it identically."""
-        if not self.boundary.sequence_parallel:
+        if not self.region.sequence_parallel:
             return args
-        return self.boundary.whole(args[0]), *args[1:]
+        return self.region.whole(args[0]), *args[1:]
 
     def after_router(self, module: nn.Module, args: Args, routing: Routing) -> Routing:
         """Keep the choices of this rank's share; losses are over whole sequences and stay."""
-        experts = self.boundary.ranks.own(routing.experts, SEQUENCE)
-        return replace(routing, experts=experts, weights=self.boundary.slice(routing.weights))
+        experts = self.region.ranks.own(routing.experts, SEQUENCE)
+        return replace(routing, experts=experts, weights=self.region.slice(routing.weights))
 
     def before_experts(self, module: nn.Module, args: Args) -> Args:
         """Keep this rank's share of the tokens."""
-        return (args[0] if self.boundary.sequence_parallel else self.boundary.slice(args[0])), *args[1:]
+        return (args[0] if self.region.sequence_parallel else self.region.slice(args[0])), *args[1:]
 
     def after_experts(self, module: nn.Module, args: Args, output: torch.Tensor) -> torch.Tensor:
         """All-gather the tokens where they were whole."""
-        if self.boundary.sequence_parallel:
+        if self.region.sequence_parallel:
             return output
-        return self.boundary.gather(output, SEQUENCE, self.boundary.length)
+        return self.region.gather(output, SEQUENCE, self.region.length)

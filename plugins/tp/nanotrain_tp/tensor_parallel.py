@@ -38,7 +38,7 @@ from nanotrain_tp import AXES, VOCABULARY, TensorParallelConfig
 from nanotrain_tp.collectives import Ranks, SplitError
 from nanotrain_tp.compiled import RanksInGraph
 from nanotrain_tp.head import Rows
-from nanotrain_tp.regions import BiasedRow, Boundary, Experts, Head, Vocabulary
+from nanotrain_tp.regions import BiasedRow, Experts, Head, ShardedRegion, Vocabulary
 
 
 class TensorParallel(Parallel):
@@ -46,7 +46,7 @@ class TensorParallel(Parallel):
 
     def __init__(self, config: TensorParallelConfig) -> None:
         self.config = config
-        self._boundaries: list[Boundary] = []
+        self._regions: list[ShardedRegion] = []
 
     def apply(self, part: nn.Module, placements: Placements, mesh: Mesh) -> nn.Module:
         """Leave this rank its blocks of ``part``, and install the hooks with the collectives.
@@ -62,14 +62,14 @@ class TensorParallel(Parallel):
             return part
         ranks = Ranks(mesh)
         config = self.config
-        boundary = Boundary(
+        region = ShardedRegion(
             ranks,
             sequence_parallel=config.sequence_parallel,
             overlap=config.overlap,
             keep=not config.gather_again,
         )
-        boundary.in_graph = RanksInGraph(ranks)
-        self._boundaries.append(boundary)
+        region.in_graph = RanksInGraph(ranks)
+        self._regions.append(region)
         if not self.config.sequence_parallel:
             refuse_unknown(part)
             refuse_dropout(part)
@@ -82,16 +82,16 @@ class TensorParallel(Parallel):
                 split(name, module, tag, placements, ranks)
         for name, module, tag in tagged(part):
             if tag.role in VOCABULARY:
-                hook_vocabulary(module, tag, boundary, Rows.of(table_of(name, module, part, placements)))
+                hook_vocabulary(module, tag, region, Rows.of(table_of(name, module, part, placements)))
             else:
-                hook(module, tag, boundary)
-        part.register_forward_pre_hook(boundary.begin, with_kwargs=True)
+                hook(module, tag, region)
+        part.register_forward_pre_hook(region.begin, with_kwargs=True)
         self._sum_partial(part, placements)
         return part
 
     def splits_linear(self, mesh: Mesh) -> bool:
         """Return whether wgrads are placed where they overlap with the reduction of dgrads over ranks."""
-        return any(boundary.places_wgrad for boundary in self._boundaries)
+        return any(region.places_wgrad for region in self._regions)
 
     def _sum_partial(self, part: nn.Module, placements: Placements) -> None:
         """Record which gradients are partial because a rank saw a share of the tokens, or of the heads.
@@ -275,44 +275,44 @@ def table_of(name: str, module: nn.Module, part: nn.Module, placements: Placemen
     return placements[f"{lenders[0]}.weight"]
 
 
-def hook_vocabulary(module: nn.Module, tag: Tag, boundary: Boundary, rows: Rows) -> None:
+def hook_vocabulary(module: nn.Module, tag: Tag, region: ShardedRegion, rows: Rows) -> None:
     """Install the collectives of VOCAB or HEAD."""
     if tag.role is Role.HEAD:
-        take_over(module, Head(boundary, rows).forward)
+        take_over(module, Head(region, rows).forward)
         return
-    table = Vocabulary(boundary, rows)
+    table = Vocabulary(region, rows)
     module.register_forward_pre_hook(table.before)
     module.register_forward_hook(table.after)
 
 
-def hook(module: nn.Module, tag: Tag, boundary: Boundary) -> None:
+def hook(module: nn.Module, tag: Tag, region: ShardedRegion) -> None:
     """Install the collectives of a role."""
     match tag.role:
         case Role.COLUMN:
-            module.register_forward_pre_hook(boundary.enter_linear)
+            module.register_forward_pre_hook(region.enter_linear)
         case Role.SHARED:
-            module.register_forward_pre_hook(boundary.enter_first)
+            module.register_forward_pre_hook(region.enter_first)
         case Role.ROW if getattr(module, "bias", None) is not None:
-            row = BiasedRow(boundary)
+            row = BiasedRow(region)
             module.register_forward_pre_hook(row.before)
             module.register_forward_hook(row.after, always_call=True)
         case Role.ROW:
-            module.register_forward_hook(boundary.leave_last)
-        case Role.POSITION if boundary.sequence_parallel:
+            module.register_forward_hook(region.leave_last)
+        case Role.POSITION if region.sequence_parallel:
             # For vectors [S, D] or [B, S, D]; without a conjugate, since the gradient is summed over ranks.
             module.register_forward_hook(
-                lambda module, args, output: boundary.ranks.own(output, output.dim() - 2)
+                lambda module, args, output: region.ranks.own(output, output.dim() - 2)
             )
         # First, so that what earlier wrappers' hooks do to inputs is done to the tokens that the module gets:
         # gradients of parameters that they read are complete at routers and partial at experts.
         case Role.ROUTER:
-            experts = Experts(boundary)
+            experts = Experts(region)
             module.register_forward_pre_hook(experts.before_router, prepend=True)
             module.register_forward_hook(experts.after_router)
         case Role.EXPERTS:
             share_tokens(module, "tp")
-            experts = Experts(boundary)
+            experts = Experts(region)
             module.register_forward_pre_hook(experts.before_experts, prepend=True)
             module.register_forward_hook(experts.after_experts)
         case Role.BLOCK:
-            module.register_forward_hook(boundary.forget)
+            module.register_forward_hook(region.forget)

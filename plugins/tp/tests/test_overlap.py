@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from nanotrain_tp.collectives import Ranks
-from nanotrain_tp.regions import Boundary
+from nanotrain_tp.regions import ShardedRegion
 from nanotrain_tp.tensor_parallel import hook
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -111,7 +111,7 @@ def split(region, kind=Apart, *, sp, shared=True, overlap=True, keep=True):
     layout = Layout({"dense": View(("tp",), (RANKS,))})
     team = Ranks(Mesh(layout, rank=rank, transport=kernels.transport()))
     team.in_background = True  # in shared memory too, where it works but does not pay
-    boundary = Boundary(team, sequence_parallel=sp, overlap=overlap, keep=keep)
+    boundary = ShardedRegion(team, sequence_parallel=sp, overlap=overlap, keep=keep)
     boundary.length = LENGTH  # of which ranks have 2 and 3
     region = fill(region(kind), rank, RANKS)
     for name in (*COLUMNS, "o"):
@@ -334,6 +334,6 @@ def entered_by(in_background):
         return boundary.enter_layer(x, region.q).grad_fn.name()
 
 
-@pytest.mark.parametrize(("in_background", "node"), [(True, "_OpenBackward"), (False, "CopyBackward")])
+@pytest.mark.parametrize(("in_background", "node"), [(True, "_EnterBackward"), (False, "CopyBackward")])
 def test_it_is_left_out_where_nothing_goes_on_in_the_background(in_background, node):
     assert run_ranks(entered_by, RANKS, in_background) == [node] * RANKS

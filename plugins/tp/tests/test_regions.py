@@ -5,7 +5,7 @@ from weakref import ref
 
 import pytest
 import torch
-from nanotrain_tp.regions import BiasedRow, Boundary
+from nanotrain_tp.regions import BiasedRow, ShardedRegion
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -16,7 +16,7 @@ from nanotrain_core.testing.probe import train
 
 def boundary():
     """Return one whose tokens are whole, so that entering needs no other rank."""
-    return Boundary(mock.Mock(size=2, index=0), sequence_parallel=False)
+    return ShardedRegion(mock.Mock(size=2, index=0), sequence_parallel=False)
 
 
 def test_readers_of_one_tensor_share_its_entry():
