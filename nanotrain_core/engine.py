@@ -23,10 +23,10 @@ from nanotrain_core.pipeline.executor import Executor, Losses
 from nanotrain_core.pipeline.replay import replay
 from nanotrain_core.recipe.tree import Recipe
 from nanotrain_core.run import log
-from nanotrain_core.run.claimed import claimed
 from nanotrain_core.run.divergence import SkippedSteps, may_save
 from nanotrain_core.run.evaluation import evaluate
 from nanotrain_core.run.events import Events
+from nanotrain_core.run.folder_claim import claimed
 from nanotrain_core.run.global_metrics import agree_now, folder_lost, global_counts
 from nanotrain_core.run.monitor_context import MonitorContext
 from nanotrain_core.run.recovery import Restart

@@ -23,7 +23,7 @@ from nanotrain_core.models.transformer import Transformer
 from nanotrain_core.pipeline.actions import Part
 from nanotrain_core.recipe import write_resolved
 from nanotrain_core.registry.contract_checks import check_part
-from nanotrain_core.run.splits import Splits
+from nanotrain_core.run.split_conflicts import Splits
 from nanotrain_core.testing import Case, RankFailure, run_ranks
 from nanotrain_core.testing.probe import make_engine, rank, train
 

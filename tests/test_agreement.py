@@ -14,10 +14,11 @@ import pytest
 import torch.distributed as dist
 
 from nanotrain_core.errors import LaunchError, NanotrainError
-from nanotrain_core.launch import agreement, code, launcher, worker
+from nanotrain_core.launch import agreement, launcher, worker
+from nanotrain_core.launch import code_digests as code
 from nanotrain_core.launch.agreement import agree
 from nanotrain_core.launch.attempts import LaunchHistory
-from nanotrain_core.launch.code import code_digests, environment_facts, expect_unchanged
+from nanotrain_core.launch.code_digests import code_digests, environment_facts, expect_unchanged
 from nanotrain_core.launch.environment import Ranks
 from nanotrain_core.launch.hosts import Nodes
 from nanotrain_core.launch.worker import Job, share_folder

@@ -27,8 +27,8 @@ LEVELS = (
         "models.gpu_ops models.head models.norms models.ops models.window optim "
         "pipeline pipeline.actions pipeline.passes pipeline.weight_gradients precision precision.dtypes "
         "recipe.model_config recipe.secrets "
-        "recipe.divisibility run run.files run.suggest_run run.owner run.log run.plain_json run.random_state "
-        "run.stop run.throughput run.upload run.progress_bar",
+        "recipe.divisibility run run.files run.suggest_run run.folder_owner run.log run.plain_json "
+        "run.random_state run.stop run.throughput run.upload run.progress_bar",
     ),
     ("placement, mesh and matrix products", "layout.* metrics.* moe.* optim.grad_norm precision.*"),
     (

@@ -14,8 +14,8 @@ from nanotrain_core.launch.agreement import agree, broadcast_from_rank_0
 from nanotrain_core.launch.attempts import LaunchHistory, exchange_histories, remember
 from nanotrain_core.launch.cause import PeerLostError
 from nanotrain_core.launch.environment import Ranks
+from nanotrain_core.launch.launch_monitors import SaveMarker
 from nanotrain_core.launch.resume_point import start_from
-from nanotrain_core.launch.watchers import SaveMarker
 from nanotrain_core.launch.worker import Job
 from nanotrain_core.registry.registry import load_plugins
 

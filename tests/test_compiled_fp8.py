@@ -15,8 +15,8 @@ from nanotrain_fp8_deepseek_v3 import backends, graphed, scaled
 from nanotrain_fp8_deepseek_v3.gemm import EmulatedFP8, Float32GEMM, FP8Recipe
 from nanotrain_fp8_deepseek_v3.graphed import GraphedEmulation, GraphedFloat32, GraphedMX
 from nanotrain_fp8_deepseek_v3.mx import EmulatedMX, mx_recipe
-from nanotrain_fp8_deepseek_v3.scaled import ScaledFP8
 from nanotrain_fp8_deepseek_v3.operand_cache import OperandCache
+from nanotrain_fp8_deepseek_v3.scaled import ScaledFP8
 from scaled_products import product
 from torch import nn
 

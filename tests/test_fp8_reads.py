@@ -10,8 +10,8 @@ import pytest
 import torch
 from fp8_models import DEEPSEEK, LLAMA
 from nanotrain_fp8_deepseek_v3 import backends, scaled
-from nanotrain_fp8_deepseek_v3.scaled import ScaledFP8
 from nanotrain_fp8_deepseek_v3.operand_cache import Last
+from nanotrain_fp8_deepseek_v3.scaled import ScaledFP8
 from scaled_products import product
 
 from nanotrain_core.testing import Case

@@ -16,7 +16,7 @@ from test_run import SMALL
 from nanotrain_core.errors import Exit, FolderLocked
 from nanotrain_core.run import folder
 from nanotrain_core.run.folder import RunFolder, hold_as_rank
-from nanotrain_core.run.owner import is_alive
+from nanotrain_core.run.folder_owner import is_alive
 
 
 def state_of(pid):

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nanotrain_core.run.owner import is_alive
+from nanotrain_core.run.folder_owner import is_alive
 from nanotrain_core.testing import Pool, RankFailure, run_ranks
 from nanotrain_core.testing.pool import COLLECTIVE_CHECKS, RANK_TIMEOUT
 

@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 
 from nanotrain_core.builtin.configs import JsonlConfig, SampleConfig
 from nanotrain_core.errors import DataError
-from nanotrain_core.launch.watchers import keep_recipe
+from nanotrain_core.launch.launch_monitors import keep_recipe
 from nanotrain_core.metrics.core import CORE
 from nanotrain_core.metrics.declared import Bins, Metric, Rule, describe, described
 from nanotrain_core.metrics.history import read_metrics
@@ -21,7 +21,7 @@ from nanotrain_core.monitors.jsonl import Jsonl
 from nanotrain_core.monitors.sample import Sample
 from nanotrain_core.recipe import resolve_recipe, write_resolved
 from nanotrain_core.recipe.write import explain
-from nanotrain_core.run.owner import running
+from nanotrain_core.run.folder_owner import running
 
 OWN = (
     Metric(name="wind/{place}", unit="m/s", group="weather", summary="a", rule=Rule(warn_above=3, high="b")),

@@ -81,7 +81,7 @@ from nanotrain_core.metrics.declared import Bins, Metric, Rule, Verdict, of_rank
 from nanotrain_core.metrics.declared import Names as MetricNames
 from nanotrain_core.metrics.history import Curve, History, Seam, read_metrics
 from nanotrain_core.metrics.patience import PATIENCE, StepKind, is_judged, must_last, step_kind
-from nanotrain_core.metrics.usual import USUAL_KNOWN, Usual, is_relative
+from nanotrain_core.metrics.usual_value import USUAL_KNOWN, Usual, is_relative
 from nanotrain_core.moe.rules import divisible_experts, experts_captured
 from nanotrain_core.optim.moment_groups import check_moments
 from nanotrain_core.phases.timeline import PhaseTimeline
@@ -118,9 +118,9 @@ from nanotrain_core.run.files import (
     write_atomically,
     write_text_atomically,
 )
+from nanotrain_core.run.folder_owner import running
 from nanotrain_core.run.host_memory import HostMemory, host_memory
 from nanotrain_core.run.host_processors import allowed_processors, cpu_quota, usable_processors
-from nanotrain_core.run.owner import running
 from nanotrain_core.run.plain_json import json_text
 from nanotrain_core.run.progress_bar import show_progress
 from nanotrain_core.run.suggest_run import RUN_FILES, is_run, nearby_run

@@ -24,7 +24,7 @@ import structlog
 import torch
 from torch import nn
 
-from nanotrain_core.compile.writes import RefusesWrites
+from nanotrain_core.compile.in_place_writes import RefusesWrites
 from nanotrain_core.errors import NanotrainError, in_one_line
 from nanotrain_core.pipeline.passes import Passes
 from nanotrain_core.precision.gemm import gemms_of, prepare_weights

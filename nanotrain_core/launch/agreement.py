@@ -15,7 +15,7 @@ from nanotrain_core.errors import Exit, FolderError, LaunchError, NanotrainError
 from nanotrain_core.launch.cause import PeerLostError
 from nanotrain_core.launch.environment import Ranks
 from nanotrain_core.launch.store_waits import wait_for
-from nanotrain_core.run.owner import LOCK
+from nanotrain_core.run.folder_owner import LOCK
 
 if TYPE_CHECKING:
     from torch.distributed import Store

@@ -32,7 +32,7 @@ import attrs
 
 from nanotrain_core.errors import LaunchError
 from nanotrain_core.launch import temporary
-from nanotrain_core.launch.code import used_code
+from nanotrain_core.launch.code_digests import used_code
 from nanotrain_core.launch.cuda import set_allocator
 from nanotrain_core.launch.environment import Ranks, loopback
 from nanotrain_core.launch.hosts import Nodes

@@ -45,7 +45,7 @@ from nanotrain_core.launch.process_groups import abort_process_groups
 from nanotrain_core.launch.process_state import THREADS, ProcessState
 from nanotrain_core.launch.worker import Job
 from nanotrain_core.run import log
-from nanotrain_core.run.owner import is_alive
+from nanotrain_core.run.folder_owner import is_alive
 from nanotrain_core.run.stop import SIGNALS, end_on_sigterm, handle_ending
 from nanotrain_core.watch.progress import FAILED, START, Progress
 from nanotrain_core.watch.scratch import RankFile

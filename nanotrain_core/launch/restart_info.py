@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nanotrain_core.launch import temporary
-from nanotrain_core.launch.code import used_code
+from nanotrain_core.launch.code_digests import used_code
 from nanotrain_core.recipe import Recipe, recipe_hash
 from nanotrain_core.run.files import write_text_atomically
 from nanotrain_core.watch.scratch import RECOVERABLE

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import IO
 
 from nanotrain_core.run.files import write_text_atomically
-from nanotrain_core.run.owner import is_alive
+from nanotrain_core.run.folder_owner import is_alive
 from nanotrain_core.watch.scratch import RankFile
 
 PREFIX = "nanotrain-of-"

@@ -16,7 +16,7 @@ from nanotrain_core.launch import resume_point
 from nanotrain_core.launch.agreement import agree, broadcast_from_rank_0, expect_shared
 from nanotrain_core.launch.attempts import LaunchHistory, exchange_histories, remember
 from nanotrain_core.launch.cause import leave_failure
-from nanotrain_core.launch.code import environment_facts, expect_unchanged
+from nanotrain_core.launch.code_digests import environment_facts, expect_unchanged
 from nanotrain_core.launch.cuda import record_collectives, set_allocator
 from nanotrain_core.launch.device import choose_device
 from nanotrain_core.launch.environment import Ranks, agent_serves_store
@@ -103,7 +103,7 @@ def _train(job: Job, ranks: Ranks, last: contextlib.ExitStack) -> str:
     import torch.distributed as dist
 
     from nanotrain_core.engine import RuntimeEngine
-    from nanotrain_core.launch.watchers import SaveMarker, add_watchers, keep_recipe
+    from nanotrain_core.launch.launch_monitors import SaveMarker, add_watchers, keep_recipe
     from nanotrain_core.run.show_placements import show_placements
 
     device = set_up_process(recipe, ranks)

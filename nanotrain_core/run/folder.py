@@ -23,7 +23,7 @@ import tomli
 
 from nanotrain_core.errors import FolderError, FolderLocked
 from nanotrain_core.run import log
-from nanotrain_core.run.owner import LOCK
+from nanotrain_core.run.folder_owner import LOCK
 from nanotrain_core.run.stop import StopRequest
 from nanotrain_core.watch.collectives import DUMPS
 

@@ -15,7 +15,7 @@ from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import Placements, note_roles
 from nanotrain_core.recipe.tree import Recipe, Selection
 from nanotrain_core.run.memory import expect_weights_to_fit
-from nanotrain_core.run.splits import Splits
+from nanotrain_core.run.split_conflicts import Splits
 from nanotrain_core.run.validate_components import check_experts, check_per_head, check_routers, check_wrapped
 
 Wrappers = Iterable[tuple[Selection, Parallel]]

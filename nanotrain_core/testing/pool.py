@@ -46,7 +46,7 @@ PRELOAD = [
     "torch._dynamo",  # else every worker's first optimizer step imports it, in 1.5 s
     "nanotrain_core.testing.worker",
     "nanotrain_core.testing.probe",  # brings the core with it
-    "nanotrain_core.launch.watchers",
+    "nanotrain_core.launch.launch_monitors",
     "nanotrain_core.testing.preload",  # and this what plugins announce and build
     "pytest",  # which the modules of most tests import
 ]

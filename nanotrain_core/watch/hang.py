@@ -23,7 +23,7 @@ import attrs
 
 from nanotrain_core.run import log
 from nanotrain_core.run.files import read_each
-from nanotrain_core.run.owner import is_alive
+from nanotrain_core.run.folder_owner import is_alive
 from nanotrain_core.watch.beats import read_beats
 from nanotrain_core.watch.collectives import DUMPS
 from nanotrain_core.watch.scratch import RankFile
