@@ -19,12 +19,12 @@ from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import Piece, PlacedParameter
 from nanotrain_core.optim.averages import move_averages
 from nanotrain_core.optim.grad_norm import GlobalNorm, clip_factor
-from nanotrain_core.optim.slots import PlainWeights, Slot, only, step_unless, waves
+from nanotrain_core.optim.slots import PlainWeights, Slot, restricted_to, step_unless, waves
 from nanotrain_core.registry.contract_checks import check_masters
 
 #: Ratio of learning rates of two steps beyond which one has jumped, as in a phase or a resumed run. Warm-up
 #: from 0 doubles the rate at most.
-JUMP = 3.0
+LR_JUMP = 3.0
 
 #: The kind of a weight's state that is its moving average.
 EMA = "ema"
@@ -200,13 +200,13 @@ class MasterOptimizer(Optimizer):
             self.update_plain(gradients, found_inf)
             self.plain.write_back()  # a skipped step writes the existing values
             self._average(self.plain.slots, found_inf)
-        self._keep_movement()
+        self._rescale_carried_errors()
         gradient_of = dict(zip(self.slots, gradients, strict=True)) if self.encoded else {}
         for wave in waves(self.encoded):
             for slot in wave:
                 slot.load()
                 slot.weight.grad = gradient_of[slot].to(slot.weight.device)
-            with only(self.inner, wave):
+            with restricted_to(self.inner, wave):
                 self.inner.step()
             self._average(wave, None)
             for slot in wave:
@@ -231,7 +231,7 @@ class MasterOptimizer(Optimizer):
         now = self.inner.param_groups[self._scheduled]["lr"]
         return float(self.config.lr * now / self._configured_lr) if self._configured_lr else 0.0
 
-    def _keep_movement(self) -> None:
+    def _rescale_carried_errors(self) -> None:
         """Rescale momenta that carry errors if the learning rate jumps up.
 
         Errors were divided by the rate of their step, and are applied at those of later ones. What a schedule
@@ -239,7 +239,7 @@ class MasterOptimizer(Optimizer):
         """
         last, now = self._last_lr, self._lr()
         self._last_lr = now or last
-        if self.momentum and last and now > JUMP * last:
+        if self.momentum and last and now > LR_JUMP * last:
             carrying = [self.inner.state[s.weight][self.momentum] for s in self.encoded if s.feedback]
             if carrying:
                 torch._foreach_mul_(carrying, last / now)
@@ -253,7 +253,7 @@ class MasterOptimizer(Optimizer):
         """
         for weight, number in zip(self.plain.weights, self.plain.numbers, strict=True):
             weight.grad = gradients[number]
-        with only(self.inner, self.plain.slots) if self.encoded else nullcontext():
+        with restricted_to(self.inner, self.plain.slots) if self.encoded else nullcontext():
             step_unless(found_inf, self.inner)
         for weight in self.plain.weights:
             weight.grad = None

@@ -107,7 +107,7 @@ def waves(pieces: Iterable[T], limit: int = WAVE) -> Iterator[list[T]]:
 
 
 @contextmanager
-def only(inner: torch.optim.Optimizer, slots: Sequence[Slot]) -> Iterator[None]:
+def restricted_to(inner: torch.optim.Optimizer, slots: Sequence[Slot]) -> Iterator[None]:
     """Restrict ``inner`` to the weights of these slots within the block: all others are not loaded.
 
     Raises:
@@ -115,7 +115,7 @@ def only(inner: torch.optim.Optimizer, slots: Sequence[Slot]) -> Iterator[None]:
             training step would change it as often as it has such blocks, which depends on the model's size.
     """
     groups, weights = inner.param_groups, [group["params"] for group in inner.param_groups]
-    before = own_numbers(inner)
+    before = counters_of(inner)
     try:
         for group in groups:
             group["params"] = [slot.weight for slot in slots if slot.group is group]
@@ -125,14 +125,14 @@ def only(inner: torch.optim.Optimizer, slots: Sequence[Slot]) -> Iterator[None]:
         inner.param_groups = groups
         for group, each in zip(groups, weights, strict=True):
             group["params"] = each
-    if changed := [name for name, value in own_numbers(inner).items() if before.get(name, value) != value]:
+    if changed := [name for name, value in counters_of(inner).items() if before.get(name, value) != value]:
         raise NanotrainError(
             f"{type(inner).__name__}.step changes {changed[0]}, but a step may call it several times, each "
             "for some weights: expected state of each weight, or the change in precondition() (once a step)"
         )
 
 
-def own_numbers(inner: torch.optim.Optimizer) -> dict[str, float]:
+def counters_of(inner: torch.optim.Optimizer) -> dict[str, float]:
     """Return the numbers that ``inner`` and its groups hold, and how often their tensors were changed."""
     held = {"self": vars(inner), **{f"group {n}": group for n, group in enumerate(inner.param_groups)}}
     pairs = [(f"{of}.{name}", value) for of, each in held.items() for name, value in each.items()]
