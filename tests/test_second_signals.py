@@ -13,7 +13,7 @@ from nanotrain_core.errors import Exit
 from nanotrain_core.launch.process_groups import ending_process_groups
 from nanotrain_core.launch.signal_forwarding import SignalForwarder
 from nanotrain_core.run import stop
-from nanotrain_core.run.stop import ECHO, StopRequest
+from nanotrain_core.run.stop import REPEAT_WINDOW, StopRequest
 
 INT, TERM, HUP, USR1 = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1
 
@@ -22,12 +22,12 @@ CASES = [
     (TERM, 0.0, HUP, False),
     (HUP, 0.0, TERM, False),
     (USR1, 0.0, USR1, False),
-    (USR1, 2 * ECHO, TERM, True),
-    (TERM, ECHO / 2, TERM, False),
-    (TERM, 2 * ECHO, TERM, True),
-    (TERM, 2 * ECHO, HUP, True),
+    (USR1, 2 * REPEAT_WINDOW, TERM, True),
+    (TERM, REPEAT_WINDOW / 2, TERM, False),
+    (TERM, 2 * REPEAT_WINDOW, TERM, True),
+    (TERM, 2 * REPEAT_WINDOW, HUP, True),
     (TERM, 0.0, INT, True),
-    (TERM, 2 * ECHO, INT, True),
+    (TERM, 2 * REPEAT_WINDOW, INT, True),
     (INT, 0.0, INT, True),
     (INT, 0.0, TERM, True),
 ]
@@ -93,11 +93,11 @@ def test_a_script_keeps_its_own_use_of_sigusr1():
 #: A process whose last act, when the interpreter is gone, takes a second.
 ENDS = """
 import ctypes, sys
-from nanotrain_core.run.stop import keep_code
+from nanotrain_core.run.stop import keep_exit_code
 libc = ctypes.CDLL(None)
 libc.on_exit(libc.sleep, None)  # sleep(code)
 print("ends", flush=True)
-sys.exit(keep_code(1))
+sys.exit(keep_exit_code(1))
 """
 
 

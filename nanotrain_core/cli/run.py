@@ -23,7 +23,7 @@ from nanotrain_core.launch.check_modules import check_modules
 from nanotrain_core.launch.environment import Ranks
 from nanotrain_core.run.folder import newest
 from nanotrain_core.run.progress_bar import is_live
-from nanotrain_core.run.stop import EXIT_OF, end_on_sigterm, keep_code
+from nanotrain_core.run.stop import EXIT_OF, end_on_sigterm, keep_exit_code
 from nanotrain_core.run.suggest_run import nearby_weights
 
 
@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
         raise NanotrainError("--verify-resume: one machine must start the run; use `nanotrain ckpt replay`")
     if joined is not None:
         joined.check_sizes(args.nproc, args.nnodes)
-        return keep_code(EXIT_OF[train(job, joined)])
+        return keep_exit_code(EXIT_OF[train(job, joined)])
     found = resolve(args)
     recipe = found.recipe
     nnodes = args.nnodes or 1
@@ -122,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
         run_id=args.rdzv_id or recipe.run.name,
         max_restarts=recipe.run.max_restarts if args.max_restarts is None else args.max_restarts,
     )
-    code = keep_code(launch(job, recipe, nodes))
+    code = keep_exit_code(launch(job, recipe, nodes))
     if args.verify_resume and code == Exit.DONE:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a replay has files to delete
         args.path, args.step = Path(args.folder or recipe.run.folder or newest(recipe.run.name)), None

@@ -46,7 +46,7 @@ from nanotrain_core.launch.process_state import THREADS, ProcessState
 from nanotrain_core.launch.worker import Job
 from nanotrain_core.run import log
 from nanotrain_core.run.folder_owner import is_alive
-from nanotrain_core.run.stop import SIGNALS, end_on_sigterm, handle_ending
+from nanotrain_core.run.stop import SIGNALS, end_on_sigterm, handle_ending_signals
 from nanotrain_core.watch.progress import FAILED, START, Progress
 from nanotrain_core.watch.scratch import RankFile
 
@@ -132,13 +132,13 @@ class RankProcess:
             end = job.run(ranks)
             self._within = False
             self._left.set()
-            handle_ending(signal.SIG_DFL)  # outside an attempt there is nothing to end in order
+            handle_ending_signals(signal.SIG_DFL)  # outside an attempt there is nothing to end in order
             pid.unlink(missing_ok=True)
             return DONE, end
         except BaseException as problem:
             self._within = False
             self._left.set()
-            handle_ending(signal.SIG_DFL)
+            handle_ending_signals(signal.SIG_DFL)
             echo, code = leave_failure(scratch, ranks.rank, problem), exit_code_of(problem)
             if not (job.in_process_restart and echo) or self.progress.phase == START:
                 if echo:

@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Any
 
 from nanotrain_core.run.progress_bar import is_live
-from nanotrain_core.run.stop import EXIT_OF, SIGNALS, announce, heeded, is_again
+from nanotrain_core.run.stop import EXIT_OF, SIGNALS, announce, is_repeat, stop_signals
 from nanotrain_core.watch.hang import kill, pids_of
 
 POLL = 0.1
@@ -38,7 +38,7 @@ class SignalForwarder:
 
     def wait(self, agent: Future[Any], meanwhile: Callable[[], None]) -> Any:
         """Return the agent's result; call ``meanwhile`` repeatedly until then."""
-        before = {number: signal.signal(number, self._receive) for number in heeded()}
+        before = {number: signal.signal(number, self._receive) for number in stop_signals()}
         try:
             while not agent.done():
                 self._forward()
@@ -53,7 +53,7 @@ class SignalForwarder:
         if self.received is None:
             self.received, self._since = signal.Signals(number), time.monotonic()
             self._deadline = self._since + self.grace
-        elif not is_again(number, self.received, self._since):
+        elif not is_repeat(number, self.received, self._since):
             self._deadline = min(self._deadline, time.monotonic())
 
     def _forward(self) -> None:

@@ -46,20 +46,20 @@ EXIT_OF: dict[str, int] = {
 }
 
 #: Seconds within which consecutive signals of these kinds count as one request.
-ECHO = 1.0
+REPEAT_WINDOW = 1.0
 
 
-def is_again(number: int, first: int, since: float) -> bool:
+def is_repeat(number: int, first: int, since: float) -> bool:
     """Return whether a signal repeats the request that ``first`` was, at monotonic time ``since``.
 
     Slurm, ``timeout`` and a shell's ``kill %1`` signal all processes, and a launcher forwards it to its
     ranks. systemd with ``SendSIGHUP`` sends both ending signals, as a supervisor and a closed terminal do
     together.
     """
-    return number in ENDING and first in ENDING and time.monotonic() - since < ECHO
+    return number in ENDING and first in ENDING and time.monotonic() - since < REPEAT_WINDOW
 
 
-def heeded() -> list[signal.Signals]:
+def stop_signals() -> list[signal.Signals]:
     """Return the signals that stop a run: all except a SIGHUP or SIGUSR1 that this process ignores.
 
     ``nohup`` makes it ignore the first.
@@ -82,9 +82,9 @@ class Rollback:
     """A human-readable reason, for the log."""
 
 
-def handle_ending(handler: Callable[[int, FrameType | None], Any] | signal.Handlers) -> None:
-    """Handle the signals of :data:`ENDING` that are heeded."""
-    for number in {*ENDING} & {*heeded()}:
+def handle_ending_signals(handler: Callable[[int, FrameType | None], Any] | signal.Handlers) -> None:
+    """Handle the signals of :data:`ENDING` that this process does not ignore."""
+    for number in {*ENDING} & {*stop_signals()}:
         signal.signal(number, handler)
 
 
@@ -104,7 +104,7 @@ def end_on_sigterm(before: Callable[[Preempted], object], *, interrupts: bool = 
         if os.getpid() != own:  # a worker, which its pool terminates
             signal.signal(number, signal.SIG_DFL if number != signal.SIGINT else signal.default_int_handler)
             signal.raise_signal(number)
-        handle_ending(signal.SIG_IGN)  # already being handled
+        handle_ending_signals(signal.SIG_IGN)  # already being handled
         if interrupts:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         name = signal.Signals(number).name
@@ -114,19 +114,19 @@ def end_on_sigterm(before: Callable[[Preempted], object], *, interrupts: bool = 
         finally:
             os._exit(EXIT_OF[SIGNALS[signal.Signals(number)]])
 
-    handle_ending(end)
+    handle_ending_signals(end)
     if interrupts and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
         signal.signal(signal.SIGINT, end)
 
 
-def keep_code(code: int) -> int:
+def keep_exit_code(code: int) -> int:
     """Keep later signals from changing the exit code of this process, which is returned.
 
     Only the interpreter's own shutdown remains, which takes a second with torch. Signals are ignored there:
     a handler is gone before the interpreter is, and a second SIGTERM would then end it with another code.
     """
     if threading.current_thread() is threading.main_thread():
-        handle_ending(signal.SIG_IGN)
+        handle_ending_signals(signal.SIG_IGN)
     return code
 
 
@@ -194,7 +194,7 @@ class StopRequest:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.getsignal(number) for number in heeded()}
+        before = {number: signal.getsignal(number) for number in stop_signals()}
         if before.get(signal.SIGUSR1) == signal.SIG_DFL:  # also where faulthandler has registered it
             del before[signal.SIGUSR1]
         received: dict[signal.Signals, float] = {}
@@ -205,7 +205,7 @@ class StopRequest:
             if not received:
                 received[name] = time.monotonic()
                 self.request(SIGNALS[name])
-            elif not is_again(number, *next(iter(received.items()))):
+            elif not is_repeat(number, *next(iter(received.items()))):
                 signal.signal(number, before[name])
                 signal.raise_signal(number)
 
