@@ -14,6 +14,7 @@ from nanotrain_core.api.torch import Kept, Prepared
 from nanotrain_fp8_deepseek_v3.formats import E4M3, TILE
 from nanotrain_fp8_deepseek_v3.gemm import FP8GEMM, FP8Recipe
 from nanotrain_fp8_deepseek_v3.operand_cache import OperandCache
+from nanotrain_fp8_deepseek_v3.scaled import scaled_mm
 
 Tensor = torch.Tensor
 
@@ -59,11 +60,11 @@ class DryFP8(FP8GEMM):
         """Return x times each transposed weight, and codes and scales of x."""
         kept = self.keep(x_MK)
         left = self._coded(x_MK)[0] if self.recipe.mx else kept[0]  # MX saves x along its columns
-        return [_times(left, self._codes(weight)[1], x_MK.dtype) for weight in weights], kept
+        return [self._times(left, self._codes(weight)[1], x_MK.dtype) for weight in weights], kept
 
     def dgrad(self, d_y_MN: Tensor, weight: Tensor) -> Tensor:
         """Return dy times the weight."""
-        return _times(self._coded(d_y_MN)[0], self._codes(weight)[0], d_y_MN.dtype)
+        return self._times(self._coded(d_y_MN)[0], self._codes(weight)[0], d_y_MN.dtype)
 
     def wgrad(self, d_y_MN: Tensor, kept: Kept) -> Tensor:
         """Return the transposed dy times x, in float32, of each weight."""
@@ -85,8 +86,18 @@ class DryFP8(FP8GEMM):
 
     def _of_coded(self, d_y: Kept, kept: Kept) -> Tensor:
         left, right = d_y[0][:, : len(kept[0])], kept[0].clone()
-        found = torch.mm(left, right).to(torch.float32)
+        found = self._product(left, right, torch.float32)
         return found if self.counts_E is None else found.expand(len(self.counts_E), -1, -1).clone()
+
+    def _times(self, rows_MK: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return rows [M, K] times [(E,) K, N]: each row uses one of the stacked matrices."""
+        return self._product(rows_MK, right if right.dim() == 2 else right[0], dtype)
+
+    def _product(self, left_MK: Tensor, right_KN: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return their product; the dtype of its scales tells a planner what units it takes."""
+        scale = left_MK.new_empty((), dtype=torch.float8_e8m0fnu if self.recipe.mx else torch.float32)
+        made: Tensor = scaled_mm(left_MK, right_KN.T, scale, scale, "", "", dtype)
+        return made
 
     def _coded(self, x_MK: Tensor) -> Kept:
         """Return codes [M, K] and scales [M, k]."""
@@ -98,8 +109,3 @@ def _both_ways(weight: Tensor) -> Kept:
     """Return codes [(E,) N, K] and [(E,) K, N]."""
     codes = weight.detach().to(E4M3.dtype)
     return codes, codes.mT.contiguous()
-
-
-def _times(rows_MK: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return rows [M, K] times [(E,) K, N]: each row uses one of the stacked matrices."""
-    return torch.mm(rows_MK, right if right.dim() == 2 else right[0]).to(dtype)

@@ -17,9 +17,11 @@ import copy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.utils.flop_counter import register_flop_formula
 
 from nanotrain_core.api.torch import Kept, Prepared, store_in_selective_checkpointing
 from nanotrain_fp8_deepseek_v3.formats import E4M3, TILE, Format, dequantize, quantize
@@ -234,6 +236,11 @@ def _(
     dtype: torch.dtype,
 ) -> torch.Tensor:
     return left.new_empty(left.shape[0], right.shape[0], dtype=dtype)
+
+
+@register_flop_formula(torch.ops.nanotrain_fp8.scaled_mm)
+def _flops(left: torch.Size, right: torch.Size, *others: Any, **more: Any) -> int:
+    return 2 * left.numel() * right[0]
 
 
 def _filled(x_RC: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """Activations tensor by tensor: DeepSeek-V3's and a published account, SwiGLU's and a compiled graph's."""
 
+import json
 from collections import Counter
 
 import pytest
@@ -12,6 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from nanotrain_core.api import resolve_recipe
 from nanotrain_core.api.torch import SwiGLU
+from nanotrain_core.cli import main
 
 MiB = 2**20
 
@@ -111,3 +113,20 @@ def test_a_compiled_swiglu_keeps_what_is_not_recomputable():
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         compiled(x.requires_grad_()).sum().backward()
     assert sum(saved.values()) == sum(s.bytes for s in own if not s.recomputable)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("precision", ["fp8_deepseek_v3", "mxfp8"])
+def test_selective_recomputation_keeps_products_of_fp8_as_they_are_returned(precision, capsys):
+    """A GPU's kernels write them in the dtype of the inputs, however few bits their operands have."""
+    pytest.importorskip("nanotrain_fp8_deepseek_v3")
+    wrapper = '[{use = "recompute", granularity = "selective"}]'
+
+    def products(use):
+        words = ["--set", f"precision.use={use}", "--set", "model.layers=1", "--set", f"parallel={wrapper}"]
+        assert main(["plan", "laptop", "--json", *words]) == 0
+        kept = json.loads(capsys.readouterr().out)["memory"]["activations"]
+        gemms = [each for each in kept if each["op"].endswith("mm") and each["module"].startswith("layers")]
+        return sorted((each["module"], each["dtype"], each["bytes"] * each["count"]) for each in gemms)
+
+    assert products(precision) == products("bf16") != []
