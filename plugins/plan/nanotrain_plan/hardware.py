@@ -20,6 +20,12 @@ class HardwareError(NanotrainError):
     """There is no such hardware, or its file is wrong: the text has file, key and what is expected."""
 
 
+#: FP8 with scales that are applied after a product, and with those of MXFP8, which its units apply.
+EIGHT_BITS = {"float8": "FP8", "mxfp8": "MXFP8"}
+
+#: Dtypes that products are counted by; a device need not have units for all of them.
+DTYPES = ("bfloat16", "float16", "float32", "float64", *EIGHT_BITS)
+
 #: More than a device, a node or a link has of anything, in a file's units: products of them are finite.
 MOST = 1e12
 
@@ -128,7 +134,7 @@ class Hardware:
 
     def rate(self, kind: str) -> float:
         """Return FLOP/s that are reached by a dtype's matrix products."""
-        fraction = self.achieved.gemm_float8 if kind == "float8" else self.achieved.gemm
+        fraction = self.achieved.gemm_float8 if kind in EIGHT_BITS else self.achieved.gemm
         return self.peak(kind) * fraction
 
     def attention_rate(self, dtype: str) -> float:
@@ -143,7 +149,7 @@ class Hardware:
         """Return the dtype whose units multiply a dtype: itself, or what stands in for it."""
         if kind in self.peak_tflops:
             return kind
-        return "bfloat16" if kind == "float8" else "float32"
+        return "bfloat16" if kind in EIGHT_BITS else "float32"
 
     @property
     def traffic(self) -> float:
@@ -155,9 +161,6 @@ class Hardware:
         """The same of operators that are not compiled."""
         return self.memory.bandwidth_gb_s * 1e9 * self.achieved.memory
 
-
-#: Dtypes that products are counted by; a device need not have units for all of them.
-DTYPES = ("bfloat16", "float16", "float32", "float64", "float8")
 
 _TABLES = {"achieved": Achieved, "memory": MemoryTraffic, "links": Links, "overlap": Overlap}
 

@@ -14,7 +14,7 @@ from nanotrain_plan.budget import Checkpoints, HostMemory, checkpoints, host_mem
 from nanotrain_plan.comms import AxisTraffic, Links, phases_of, traffic
 from nanotrain_plan.data_use import DataUse, data_use
 from nanotrain_plan.dry.cost import ATTENTION
-from nanotrain_plan.hardware import Hardware
+from nanotrain_plan.hardware import EIGHT_BITS, Hardware
 from nanotrain_plan.memory import (
     Activation,
     RankMemory,
@@ -266,7 +266,7 @@ def _gemm_rates(stages: Stages, hardware: Hardware) -> str:
     told = []
     for number, (kind, _) in enumerate(flops.most_common()):
         unit = "" if number else " TFLOP/s"
-        rate = f"{hardware.rate(kind) / 1e12:.4g}{unit} in {'FP8' if kind == 'float8' else kind}"
+        rate = f"{hardware.rate(kind) / 1e12:.4g}{unit} in {EIGHT_BITS.get(kind, kind)}"
         stands = f", which the device has no units for: as {hardware.kind_of(kind)}"
         told.append(rate + (stands if hardware.kind_of(kind) != kind else ""))
     return ", ".join(told)

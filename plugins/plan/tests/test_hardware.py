@@ -132,9 +132,14 @@ def test_a_plan_for_cpus_says_how_many_cores_it_assumes(tmp_path, capsys):
 @pytest.mark.full
 def test_a_dtype_that_the_device_has_no_units_for_is_told(capsys):
     pytest.importorskip("nanotrain_fp8_deepseek_v3")
-    words = ["--set", "precision.use=fp8_hybrid", "--set", "model.layers=1"]
-    stands = "in FP8, which the device has no units for: as bfloat16"
-    for name, told in (("a100", True), ("h100", False)):
+    stands = "FP8, which the device has no units for: as bfloat16"
+    for precision, name, told in (
+        ("fp8_hybrid", "a100", True),
+        ("fp8_hybrid", "h100", False),
+        ("mxfp8", "h100", True),
+        ("mxfp8", "b200", False),
+    ):
+        words = ["--set", f"precision.use={precision}", "--set", "model.layers=1"]
         assert main(["plan", "laptop", "--hardware", name, *words, "--json"]) == 0
         (gemms,) = [each for each in json.loads(capsys.readouterr().out)["assumptions"] if "GEMMs" in each]
         assert (stands in gemms) == told

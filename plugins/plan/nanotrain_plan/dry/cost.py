@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import attrs
@@ -72,13 +72,19 @@ def cost_of(func: Any, name: str, args: Any, kwargs: Any, out: Any, *, new: bool
         return Cost(OTHER, 0, 2 * sum(map(dense, outputs)) + sum(map(dense, inputs[1:])))
     if packet in flop_registry:
         flops = flop_registry[packet](*args, **kwargs, out_val=out)
-        kind = "float8" if inputs[0].element_size() == 1 else str(inputs[0].dtype)[6:]
-        return Cost(kind, flops, sum(map(dense, (*inputs, *outputs))))
+        return Cost(_units_of(inputs), flops, sum(map(dense, (*inputs, *outputs))))
     if new or func._schema.is_mutable:
         written = outputs if new else list(_written(func, args, kwargs))
         read = inputs[len(written) :] if name in _OVERWRITES else inputs
         return Cost(OTHER, 0, sum(dense(t) for t in (*read, *written) if t.device.type == device))
     return None
+
+
+def _units_of(inputs: Sequence[torch.Tensor]) -> str:
+    """Return the dtype whose units multiply these: MXFP8 has scales of E8M0."""
+    if inputs[0].element_size() > 1:
+        return str(inputs[0].dtype)[6:]
+    return "mxfp8" if any(each.dtype is torch.float8_e8m0fnu for each in inputs) else "float8"
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
