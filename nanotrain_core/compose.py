@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +87,8 @@ class Run:
     """Placements of parameters and buffers by name. Empty in a script."""
     model: Selection | None = None
     """The recipe's model: a checkpoint of another one is rejected. None in a script."""
+    adding: Collection[str] = ()
+    """The names of all wrappers that add parameters to a model, selected or not."""
     loss_weights: Mapping[str, float]
     """By loss term: its factor in the training loss."""
     flops_per_token: float
@@ -197,6 +199,7 @@ def compose(
         placed=placed,
         placements=placements,
         model=recipe.model,
+        adding=[added.name for plugin in registry.plugins for _, added in plugin.components if added.added],
         loss_weights=built.model.loss_weights,
         flops_per_token=costs.total,
         gradients=gradients,

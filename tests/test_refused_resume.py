@@ -18,7 +18,7 @@ CASE = Case("optimizer", use="adamw")
 def engine(folder, kind, changes, **options):
     tables = {"run": {"steps": 4}, "checkpoint": {"use": kind, "every": 1, "keep": 9}}
     for name, table in changes.items():
-        tables[name] = {**tables.get(name, {}), **table}
+        tables[name] = {**tables.get(name, {}), **table} if isinstance(table, dict) else table
     return make_engine(CASE, tables, folder=folder, **options)
 
 
@@ -82,6 +82,34 @@ def test_by_a_recipe_with_other_tensors_whose_keys_are_named(tmp_path, kind, cha
     engine(tmp_path, kind, {}).fit()
     with pytest.raises(CheckpointError, match=text):
         engine(tmp_path, kind, changes, resume="2").fit()
+
+
+DDP, LORA = {"use": "ddp"}, {"use": "lora"}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "text"),
+    [
+        (
+            {"parallel": [{"use": "tp"}, {"use": "cp"}, {"use": "recompute"}, DDP]},
+            {"parallel": [{"use": "fsdp2"}], "precision": {"use": "bf16"}},
+            "recipe: precision.use is 'fp64' there and 'bf16' in this recipe. `--weights",
+        ),
+        (
+            {},
+            {"optimizer": {"use": "zero12", "ema_decay": 0.9}},
+            "optimizer.use is 'adamw' there and 'zero12' in this recipe; optimizer.ema_decay is 0.0 there",
+        ),
+        ({"parallel": [DDP, LORA]}, {"parallel": [DDP]}, "another recipe: parallel.lora is only there. `"),
+        ({}, {"parallel": [DDP, LORA]}, "another recipe: parallel.lora is only in this recipe. `--weights"),
+    ],
+    ids=["precision", "optimizer", "without lora", "with lora"],
+)
+def test_wrappers_that_add_no_parameters_are_no_reason(tmp_path, before, after, text):
+    """Any layout opens a checkpoint: they were named first, and the reason was among the ones left out."""
+    engine(tmp_path, "simple", before).fit()
+    with pytest.raises(CheckpointError, match=text):
+        engine(tmp_path, "simple", after, resume="2").fit()
 
 
 def test_a_run_that_goes_on_from_elsewhere_sets_all_kinds_aside(tmp_path):

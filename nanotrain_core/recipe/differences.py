@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -15,8 +15,6 @@ from nanotrain_core.recipe.model_table import differences
 from nanotrain_core.recipe.tree import COMPUTES, OptimizerConfig, Recipe
 from nanotrain_core.recipe.write import plain
 
-#: The sections on which it depends which tensors a checkpoint has.
-OF_TENSORS = ("model", "parallel", "precision", "optimizer")
 #: Keys of every optimizer: none of them adds state.
 RATES = frozenset(field.name for field in attrs.fields(OptimizerConfig))
 #: How many differences an error names.
@@ -46,26 +44,32 @@ def expect_same(saved: str, ours: Recipe) -> None:
             raise CheckpointError(f"{what}. {BEGIN_ANEW}")
 
 
-def other_tensors(saved: str, ours: str) -> str:
+def other_tensors(saved: str, ours: str, adding: Collection[str]) -> str:
     """Return sentences on why a run has other tensors than a checkpoint: empty if their recipes do not tell.
 
     Args:
         saved: the checkpoint's resolved recipe.
-        ours: the run's.
+        ours: the run's, of the same model.
+        adding: the wrappers that add parameters: a checkpoint opens with any of the others, or without.
     """
-    found = [text for section in OF_TENSORS for text in _of_section(section, saved, ours)]
+    names = (*(f"parallel.{use}" for use in sorted(adding)), "precision", "optimizer")
+    found = [text for name in names for text in _of_table(name, saved, ours)]
     more = f", and {len(found) - MOST} more" if len(found) > MOST else ""
     told = f". The checkpoint was saved with another recipe: {'; '.join(found[:MOST])}{more}. {BEGIN_ANEW}"
     return told if found else ""
 
 
-def _of_section(section: str, saved: str, ours: str) -> Iterator[str]:
-    there, here = tables(saved, section), tables(ours, section)
-    for name in sorted({*there, *here}):
-        if name in there and name in here:
-            yield from differences(name, there[name], here[name], RATES)
-        else:
-            yield f"{name} is only {'there' if name in there else 'in this recipe'}"
+def _of_table(name: str, saved: str, ours: str) -> Iterator[str]:
+    there, here = (tables(recipe, name.partition(".")[0]).get(name, {}) for recipe in (saved, ours))
+    if there and here:
+        yield from differences(name, there, here, RATES)
+        if there["use"] != here["use"]:  # one may open the other's: keys that both have may be the reason
+            both = there.keys() & here.keys() - {"use"}
+            yield from differences(
+                name, *({key: table[key] for key in both} for table in (there, here)), RATES
+            )
+    elif there or here:
+        yield f"{name} is only {'there' if there else 'in this recipe'}"
 
 
 def tables(recipe: str, section: str) -> dict[str, Mapping[str, Any]]:

@@ -95,19 +95,19 @@ def load_checkpoint(engine: RuntimeEngine, which: str) -> bool:
         NanotrainError: it is damaged or does not fit. The state of ``engine`` is unchanged.
     """
     assert engine.run.checkpoint is not None
-    state, accepted = capture_state(engine), list[Mapping[str, Any]]()
+    state, accepted = capture_state(engine), list[str]()
 
     def accept(meta: Mapping[str, Any]) -> None:
         if accepted:  # a newer checkpoint, which turned out to be damaged
             restore_meta(engine, state.meta)
         restore_meta(engine, meta)
-        accepted.append(meta)
+        accepted.append(meta["recipe"])
 
     try:
         saved = engine.run.checkpoint.load(which, attrs.evolve(state, accept=accept))
     except NanotrainError as problem:
         restore_meta(engine, state.meta)  # that of the refused checkpoint may have been applied
-        if accepted and (why := other_tensors(accepted[-1]["recipe"], state.meta["recipe"])):
+        if accepted and (why := other_tensors(accepted[-1], state.meta["recipe"], engine.run.adding)):
             raise CheckpointError(f"{problem}{why}") from None
         raise
     if saved is None:
