@@ -65,9 +65,8 @@ def _of_table(name: str, saved: str, ours: str) -> Iterator[str]:
         yield from differences(name, there, here, RATES)
         if there["use"] != here["use"]:  # one may open the other's: keys that both have may be the reason
             both = there.keys() & here.keys() - {"use"}
-            yield from differences(
-                name, *({key: table[key] for key in both} for table in (there, here)), RATES
-            )
+            kept, own = ({key: table[key] for key in both} for table in (there, here))
+            yield from differences(name, kept, own, RATES)
     elif there or here:
         yield f"{name} is only {'there' if there else 'in this recipe'}"
 
