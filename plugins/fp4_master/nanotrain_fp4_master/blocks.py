@@ -15,6 +15,8 @@ infinity, in either format.
 
 from __future__ import annotations
 
+import os
+from importlib.util import find_spec
 from typing import Any, Protocol
 
 import torch
@@ -112,6 +114,12 @@ class NVFP4Blocks:
         """Return whether a scale has four significant bits and is normal under the tensor's scale."""
         assert self.tensor_scale is not None
         return (four_bits(scales, None) == scales) & (scales >= nvfp4.SCALES[0] * self.tensor_scale)
+
+
+def in_triton(tensor: torch.Tensor, form: Format) -> bool:
+    """Return whether there are kernels for a tensor of weights of this format, or for what belongs to it."""
+    here = os.environ.get("TRITON_INTERPRET") == "1" or (tensor.is_cuda and find_spec("triton") is not None)
+    return here and isinstance(form, NVFP4Blocks) and tensor.is_contiguous()
 
 
 def power_of_two(largest: torch.Tensor) -> torch.Tensor:

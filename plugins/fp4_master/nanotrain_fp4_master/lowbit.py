@@ -8,8 +8,17 @@ import torch
 from torch.nn.functional import pad
 
 from nanotrain_core.api.torch import ErrorFeedback, MasterWeight, read_range, unquantized, write_range
-from nanotrain_fp4_master.blocks import Format, nonzero, on_grid, quotient, stochastic_round, to_nearest
-from nanotrain_fp4_master.noise import Noise, chunks
+from nanotrain_fp4_master.blocks import (
+    Format,
+    NVFP4Blocks,
+    in_triton,
+    nonzero,
+    on_grid,
+    quotient,
+    stochastic_round,
+    to_nearest,
+)
+from nanotrain_fp4_master.noise import Noise, chunks, first_of
 
 #: The unit of a residual is 1/124 of the largest error of rounding to nearest; its range is +-127 units.
 PARTS, REACH = 124, 127
@@ -115,6 +124,12 @@ class Residual(Naive):
         """Add the residual to the weight."""
         value = torch.empty_like(self.residual, dtype=torch.float32)
         for begin, end in self.blocks.chunks():
+            if self.in_triton:
+                from nanotrain_fp4_master import triton_nvfp4
+
+                ranges = (read_range(each, begin, end) for each in (self.weight, self.residual, value))
+                triton_nvfp4.load(*ranges)
+                continue
             rounded = self.blocks.of(self.weight, begin, end)
             residual = self.blocks.of(self.residual, begin, end)
             scales = self.blocks.form.scales_of(rounded)
@@ -128,11 +143,29 @@ class Residual(Naive):
         self.blocks.noise.begin()
         form = self.blocks.fit(value)
         for begin, end in self.blocks.chunks():
+            if self.in_triton and isinstance(form, NVFP4Blocks) and form.tensor_scale is not None:
+                self._store_in_triton(value, begin, end, form.tensor_scale)
+                continue
             wide, rounded = (self.blocks.of(each, begin, end) for each in (value, self.weight))
             noise, _ = self.blocks.noise_for(begin, end)
             rounded, parts = follow(wide, rounded, form, noise)
             self.blocks.write(self.weight, begin, end, rounded)
             self.blocks.write(self.residual, begin, end, parts)
+
+    def _store_in_triton(self, value: torch.Tensor, begin: int, end: int, scale: torch.Tensor) -> None:
+        from nanotrain_fp4_master import triton_nvfp4
+
+        noise = self.blocks.noise
+        wide, rounded, residual = (
+            read_range(each, begin, end) for each in (value, self.weight, self.residual)
+        )
+        triton_nvfp4.store(wide, rounded, residual, scale, (first_of(noise.piece) or 0) + begin, noise.key)
+        write_range(self.weight, begin, end, rounded)
+
+    @property
+    def in_triton(self) -> bool:
+        """Whether the kernels can load and store this weight."""
+        return first_of(self.blocks.noise.piece) is not None and in_triton(self.residual, self.blocks.form)
 
     def state(self) -> Mapping[str, torch.Tensor]:
         """Return the residual."""

@@ -45,14 +45,22 @@ def stream(seed: int, name: str, step: int) -> int:
     return stream_seed(seed, f"rounding/{name}", step) * 2 - 2**63
 
 
+def first_of(piece: Piece) -> int | None:
+    """Return the row-major index of a piece's first element in the whole tensor, if the others follow it."""
+    placement = piece.placement
+    if placement.shape[1:] != placement.global_shape[1:]:
+        return None
+    before = placement.offset[0] * prod(placement.global_shape[1:]) if placement.shape else 0
+    return before + (piece.span[0] if piece.span else 0)
+
+
 def elements_of(piece: Piece, begin: int, end: int, device: torch.device) -> torch.Tensor:
     """Return, for elements ``begin`` to ``end`` of a piece, their row-major indices in the whole tensor."""
-    placement = piece.placement
+    placement, first = piece.placement, first_of(piece)
+    if first is not None:
+        return torch.arange(first + begin, first + end, device=device)
     first = piece.span[0] if piece.span else 0
     rest = torch.arange(first + begin, first + end, device=device)
-    whole = prod(placement.global_shape[1:])
-    if placement.shape[1:] == placement.global_shape[1:]:
-        return rest.add_(placement.offset[0] * whole if placement.shape else 0)
     numbers, stride = torch.zeros_like(rest), 1
     axes = zip(placement.shape, placement.offset, placement.global_shape, strict=True)
     for size, offset, length in reversed(list(axes)):
@@ -140,7 +148,12 @@ class Noise:
 
     def weights(self, begin: int, end: int) -> torch.Tensor:
         """Return this step's number for each of these elements of the piece."""
-        return uniform(elements_of(self.piece, begin, end, self.device), self._stream("weight"))
+        return uniform(elements_of(self.piece, begin, end, self.device), self.key)
+
+    @property
+    def key(self) -> int:
+        """The key of this step's numbers of weights."""
+        return self._stream("weight")
 
     def blocks(self, begin: int, end: int, block: int) -> torch.Tensor:
         """Return a number for each block, derived from the index of its first element."""

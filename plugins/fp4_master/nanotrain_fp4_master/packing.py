@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 
 from nanotrain_core.api import NanotrainError
 from nanotrain_core.api.torch import RANGE, PackedWeight, hold, release_unquantized
-from nanotrain_fp4_master.blocks import Format, nonzero, on_grid, to_nearest
+from nanotrain_fp4_master.blocks import Format, in_triton, nonzero, on_grid, to_nearest
 from nanotrain_fp4_master.noise import chunks
 from nanotrain_fp4_master.pack import pack, unpack
 
@@ -70,6 +70,11 @@ class FourBits:
         """Return rows of codes and scales."""
         self.pairs_on(numbers_n.device)  # so that a graph that unpacks the rows reads them, and makes none
         rows = numbers_n.new_empty(-(-len(numbers_n) // RANGE), self.width, dtype=torch.uint8)
+        if in_triton(numbers_n, self.form):
+            from nanotrain_fp4_master import triton_nvfp4
+
+            triton_nvfp4.pack(numbers_n, rows)
+            return rows
         for begin, end in chunks(numbers_n):
             self._write(numbers_n[begin:end], rows[begin // RANGE : -(-end // RANGE)])
         return rows
@@ -86,6 +91,10 @@ class FourBits:
 
     def unpack(self, rows_UW: torch.Tensor) -> torch.Tensor:
         """Return the numbers in bfloat16, as :func:`~nanotrain_fp4_master.blocks.on_grid` rounds them."""
+        if in_triton(rows_UW, self.form):
+            from nanotrain_fp4_master import triton_nvfp4
+
+            return triton_nvfp4.unpack(rows_UW)
         codec = self.form.codec
         stored = rows_UW[:, CODES:].reshape(-1, codec.SCALE_BYTES)
         pairs = self.pairs_on(rows_UW.device)
