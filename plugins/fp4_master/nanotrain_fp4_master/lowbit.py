@@ -10,7 +10,6 @@ from torch.nn.functional import pad
 from nanotrain_core.api.torch import ErrorFeedback, MasterWeight, read_range, unquantized, write_range
 from nanotrain_fp4_master.blocks import (
     Format,
-    NVFP4Blocks,
     in_triton,
     nonzero,
     on_grid,
@@ -39,8 +38,7 @@ class Blocks:
 
     def fit(self, value: torch.Tensor) -> Format:
         """Return the format with the tensor scale for the largest magnitude of ``value``."""
-        low, high = value.aminmax()
-        return self.form.fit(torch.maximum(-low, high).float())
+        return self.form.fit(largest_of(value))
 
     def write(self, tensor: torch.Tensor, begin: int, end: int, blocks: torch.Tensor) -> None:
         """Write blocks to elements ``begin`` to ``end`` of ``tensor``, without the last one's padding."""
@@ -55,6 +53,12 @@ class Blocks:
         weights = self.noise.weights(begin, end)
         weights = pad(weights, (0, -len(weights) % self.form.block)).view(-1, self.form.block)
         return weights, self.noise.blocks(begin, end, self.form.block).unsqueeze(1)
+
+
+def largest_of(value: torch.Tensor) -> torch.Tensor:
+    """Return the largest magnitude of a tensor, float32."""
+    low, high = value.aminmax()
+    return torch.maximum(-low, high).float()
 
 
 class Naive(MasterWeight):
@@ -141,26 +145,28 @@ class Residual(Naive):
     def store(self, value: torch.Tensor) -> None:
         """Keep code and scale if the residual can represent the difference, otherwise round to nearest."""
         self.blocks.noise.begin()
+        if self.in_triton:
+            self._store_in_triton(value)
+            return
         form = self.blocks.fit(value)
         for begin, end in self.blocks.chunks():
-            if self.in_triton and isinstance(form, NVFP4Blocks) and form.tensor_scale is not None:
-                self._store_in_triton(value, begin, end, form.tensor_scale)
-                continue
             wide, rounded = (self.blocks.of(each, begin, end) for each in (value, self.weight))
             noise, _ = self.blocks.noise_for(begin, end)
             rounded, parts = follow(wide, rounded, form, noise)
             self.blocks.write(self.weight, begin, end, rounded)
             self.blocks.write(self.residual, begin, end, parts)
 
-    def _store_in_triton(self, value: torch.Tensor, begin: int, end: int, scale: torch.Tensor) -> None:
+    def _store_in_triton(self, value: torch.Tensor) -> None:
         from nanotrain_fp4_master import triton_nvfp4
 
-        noise = self.blocks.noise
-        wide, rounded, residual = (
-            read_range(each, begin, end) for each in (value, self.weight, self.residual)
-        )
-        triton_nvfp4.store(wide, rounded, residual, scale, (first_of(noise.piece) or 0) + begin, noise.key)
-        write_range(self.weight, begin, end, rounded)
+        noise, largest = self.blocks.noise, largest_of(value)
+        first, key = first_of(noise.piece) or 0, noise.key
+        for begin, end in self.blocks.chunks():
+            wide, rounded, residual = (
+                read_range(each, begin, end) for each in (value, self.weight, self.residual)
+            )
+            triton_nvfp4.store(wide, rounded, residual, largest, first + begin, key)
+            write_range(self.weight, begin, end, rounded)
 
     @property
     def in_triton(self) -> bool:

@@ -23,6 +23,7 @@ B = tl.constexpr(nvfp4.BLOCK)
 PARTS, REACH, SLACK = tl.constexpr(124.0), tl.constexpr(127.0), tl.constexpr(0.05)
 LEAST, MOST = tl.constexpr(nvfp4.SCALES[0]), tl.constexpr(nvfp4.SCALES[1])
 BIAS, NO_SCALE = tl.constexpr(nvfp4.BIAS), tl.constexpr(nvfp4.NAN)
+LOW, HIGH = tl.constexpr(nvfp4.POWERS[0]), tl.constexpr(nvfp4.POWERS[1])
 LARGEST_SCALE = tl.constexpr(nvfp4.LARGEST_SCALE)
 GOLDEN, FIRST, SECOND = (tl.constexpr(each) for each in (noise.GOLDEN, noise.FIRST, noise.SECOND))
 
@@ -100,6 +101,15 @@ def to_nearest(wide, tensor_scale):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def scale_of_tensor(largest):  # type: ignore[no-untyped-def]
+    """Return the power of two for weights up to ``largest``: see ``power_of_two``, also for 0."""
+    finite = tl.where(largest < float("inf"), sixth(largest), 3.4028234663852886e38)
+    bits = tl.div_rn(four_bits(finite), finite * 0.0 + MOST).to(tl.int32, bitcast=True)
+    exponent = tl.where(largest == 0, HIGH, tl.minimum(tl.maximum((bits >> 23) - 126, LOW), HIGH))
+    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def uniform(elements, key):  # type: ignore[no-untyped-def]
     """Return the random number of each element."""
     z = elements * GOLDEN + key
@@ -126,11 +136,11 @@ def load_residual(weight_ptr, residual_ptr, value_ptr, size, N: tl.constexpr):  
 
 @triton.jit(do_not_specialize=["first", "key"])  # type: ignore[untyped-decorator]
 def store_residual(  # type: ignore[no-untyped-def]
-    value_ptr, weight_ptr, residual_ptr, tensor_scale_ptr, size, first, key, N: tl.constexpr
+    value_ptr, weight_ptr, residual_ptr, largest_ptr, size, first, key, N: tl.constexpr
 ):
     at = at_of(N)
     there = at < size
-    tensor_scale = tl.load(tensor_scale_ptr)
+    tensor_scale = scale_of_tensor(tl.load(largest_ptr + tl.zeros((1, 1), tl.int32)))
     wide = tl.load(value_ptr + at, mask=there, other=0.0).to(tl.float32)
     old = tl.load(weight_ptr + at, mask=there, other=0.0).to(tl.float32)
     noise = tl.where(there, uniform(at + first.to(tl.int64), key.to(tl.int64)), 0.0)
@@ -221,16 +231,16 @@ def store(
     value_n: torch.Tensor,
     weight_n: torch.Tensor,
     residual_n: torch.Tensor,
-    tensor_scale: torch.Tensor,
+    largest: torch.Tensor,
     first: int,
     key: int,
 ) -> None:
     """Round flat masters ``value_n`` into bfloat16 weights, which hold the previous ones, and residuals.
 
     Args:
-        tensor_scale: a scalar on the device.
+        largest: the largest magnitude of the tensor's masters, a float32 scalar on the device.
         first: the index of the first weight in the whole tensor.
         key: of this step's random numbers.
     """
     size, grid = value_n.numel(), (triton.cdiv(value_n.numel(), BLOCKS * B.value),)
-    store_residual[grid](value_n, weight_n, residual_n, tensor_scale, size, first, key, N=BLOCKS)
+    store_residual[grid](value_n, weight_n, residual_n, largest, size, first, key, N=BLOCKS)

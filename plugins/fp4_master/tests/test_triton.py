@@ -40,6 +40,8 @@ def values():
     value = numbers(40, 72, seed=1)
     value[3] = 0.0
     value[4] *= 1e-5
+    yield value * 0.0
+    yield value * 1e-7
     yield value
     for seed in range(2, 6):
         value = value + numbers(40, 72, seed=seed, scale=1e-3)
