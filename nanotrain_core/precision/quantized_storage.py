@@ -82,11 +82,12 @@ class PackedWeight(torch.Tensor):
         return self
 
     @classmethod
-    def of(cls, numbers: torch.Tensor, packing: Packing) -> PackedWeight:
-        """Round and pack ``numbers``, kept until :func:`release_unquantized`: masters may be wider."""
+    def of(cls, numbers: torch.Tensor, packing: Packing, *, trained: bool = True) -> PackedWeight:
+        """Round and pack ``numbers``; if ``trained``, they are kept until :func:`release_unquantized`, since
+        masters may be wider."""
         flat = numbers.detach().reshape(-1)
         rows = packing.pack(packing.rounded(flat))
-        return cls(rows, packing, tuple(numbers.shape), numbers.dtype, Exact(flat))
+        return cls(rows, packing, tuple(numbers.shape), numbers.dtype, Exact(flat if trained else None))
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing: ``__new__`` has done everything."""

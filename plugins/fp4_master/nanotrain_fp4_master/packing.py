@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.functional import pad
 
 from nanotrain_core.api import NanotrainError
-from nanotrain_core.api.torch import RANGE, PackedWeight, hold, release_unquantized
+from nanotrain_core.api.torch import RANGE, PackedWeight, hold
 from nanotrain_fp4_master.blocks import Format, in_triton, nonzero, on_grid, to_nearest
 from nanotrain_fp4_master.noise import chunks
 from nanotrain_fp4_master.pack import pack, unpack
@@ -121,8 +121,7 @@ def pack_parameters(parts: Iterable[nn.Module], names: Set[str], packing: FourBi
                 f"{places[0][1]} is a DTensor, as of fully_shard, and cannot be packed: expected plain "
                 "weights, as of zero12; or, with fp4_master, precision.packed = false"
             )
-        packed = nn.Parameter(PackedWeight.of(parameter, packing), parameter.requires_grad)
-        if not parameter.requires_grad:
-            release_unquantized(packed)
+        trained = parameter.requires_grad
+        packed = nn.Parameter(PackedWeight.of(parameter, packing, trained=trained), trained)
         for part, name in places:
             hold(part, name, packed)

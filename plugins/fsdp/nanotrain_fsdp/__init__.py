@@ -40,7 +40,8 @@ def check(recipe: Recipe, config: FSDP2Config, layout: Layout) -> Iterator[Probl
         yield Problem(
             "precision",
             f"fsdp2: shards of weights are DTensors, which '{recipe.precision.use}' with these keys declares "
-            "that it does not support: packed weights cannot be, so set packed = false, or take another",
+            "that it does not support, as packed weights cannot be: expected another precision, or packed = "
+            "false of fp4_master; or zero12 in place of fsdp2",
         )
     try:
         found = version("torch")
