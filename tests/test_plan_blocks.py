@@ -9,7 +9,9 @@ from nanotrain_plan.advice import (
 )
 from nanotrain_plan.blocks.composer import Composer
 from nanotrain_plan.blocks.probe import NotComposable, choose
+from nanotrain_plan.compare import Comparison, Known
 from nanotrain_plan.dry.operators import key_of
+from nanotrain_plan.grid import Family
 from nanotrain_plan.hardware import find_hardware
 from planned_layouts import DENSE, SMALL, changed
 
@@ -106,6 +108,39 @@ def test_operators_are_remembered_apart_by_default_dtype():
         torch.set_default_dtype(before)
 
 
+UPDATES = {
+    "int8": ('[optimizer]\nuse = "adamw"\nmoment_dtype = "int8"\n', "bf16"),
+    "ranges": ('[optimizer]\nuse = "zero12"\nbucket_mb = 0.25\nmoment_dtype = "bfloat16"\n', "bf16"),
+    "muon": ('[optimizer]\nuse = "muon"\n', "bf16"),
+    "fp4": ('[optimizer]\nuse = "adamw"\n', "fp4_master"),
+    "average": ('[optimizer]\nuse = "adamw"\nema_decay = 0.99\n', "fp16"),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", UPDATES)
+def test_rows_of_a_sweep_are_plans_whatever_an_update_takes(tmp_path, name):
+    """Few tokens: a step's peak is in its update, whose temporaries do not grow with the number of layers.
+
+    State per element is that of each parameter: Muon has one momentum of matrices, and AdamW's two of others.
+    """
+    optimizer, precision = UPDATES[name]
+    text = DENSE.replace('[optimizer]\nuse = "zero12"\nbucket_mb = 0.25\n', optimizer)
+    text = text.replace("width = 256", "width = 512").replace("layers = 8", "layers = 16")
+    text = text.replace("length = 512", "length = 32").replace('"bf16"', f'"{precision}"')
+    path = tmp_path / "update.toml"
+    path.write_text(text)
+    found = resolve_recipe(str(path))
+    plan = try_plan(found.recipe, found.registry, find_hardware("h100"))
+    rows = Comparison(plan, found.registry, Known(), 99)
+    for pp, tp, schedule in ((1, 1, "accumulate"), (4, 1, "1f1b"), (4, 4, "1f1b")):  # the last one of dp 1
+        recipe = changed(found, pp=pp, tp=tp, schedule=schedule)
+        ((_, row),) = rows.of(Family(recipe, (pp,), most=1)).layouts[-1:]
+        whole = try_plan(recipe, found.registry, plan.hardware)
+        assert row.peak == pytest.approx(whole.worst.peak, rel=0.01)
+        assert row.tokens_per_second == pytest.approx(whole.tokens_per_second, rel=SMALL)
+
+
 def test_a_pipeline_with_offloaded_activations_is_planned_whole(dense):
     config = dense.registry.get("parallel", "activation_offload").config(min_mb=0.01)
     offload = Selection("parallel", "activation_offload", config)
@@ -113,6 +148,15 @@ def test_a_pipeline_with_offloaded_activations_is_planned_whole(dense):
     layout, problems = find_problems(recipe, dense.registry)
     assert not problems
     with pytest.raises(NotComposable, match="last layers of a stage"):
+        Composer(dense.registry, find_hardware("h100")).estimate(recipe, layout)
+
+
+def test_adapters_which_refuse_stages_without_layers_are_planned_whole(dense):
+    lora = Selection("parallel", "lora", dense.registry.get("parallel", "lora").config(rank=4))
+    recipe = attrs.evolve(dense.recipe, parallel=[*dense.recipe.parallel, lora])
+    layout, problems = find_problems(recipe, dense.registry)
+    assert not problems
+    with pytest.raises(NotComposable, match="no linear layer in its layers"):
         Composer(dense.registry, find_hardware("h100")).estimate(recipe, layout)
 
 

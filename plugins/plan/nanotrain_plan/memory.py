@@ -57,6 +57,10 @@ class Activation:
     both, fused kernels the other one alone, which is how published accounts count."""
 
 
+#: What follows the actions of a step, as it is told.
+AFTER = {"sync": "gradient sync", "update": "optimizer step", "balance": "expert balance"}
+
+
 @attrs.define(frozen=True, kw_only=True)
 class StageActivations:
     """What a forward pass of one microbatch keeps for backward, of stages that are alike."""
@@ -158,11 +162,7 @@ def _on_device(stages: Stages, pp_rank: int) -> RankMemory:
             buffers += change + done - left
             flying -= 1
         timeline.append((str(action), level))
-    for name, told in (
-        ("sync", "gradient sync"),
-        ("update", "optimizer step"),
-        ("balance", "expert balance"),
-    ):
+    for name, told in AFTER.items():
         phase = step.around[name]
         look(phase, told)
         level += change_of(phase)

@@ -24,13 +24,13 @@ from nanotrain_plan.blocks.probe import (
     take_probe,
 )
 from nanotrain_plan.blocks.schedules import Lists, lists_of
-from nanotrain_plan.blocks.stages import Seconds, SummedPhase, make_step
+from nanotrain_plan.blocks.stages import MOST_GUESSED, Seconds, SummedPhase, make_step
 from nanotrain_plan.budget import HostMemory, host_memory
 from nanotrain_plan.comms import CollectiveTime, Links
 from nanotrain_plan.dry.phase import Phase
 from nanotrain_plan.dry.rank import RankStep, dry_recipe
 from nanotrain_plan.hardware import Hardware
-from nanotrain_plan.memory import RankMemory, all_ranks
+from nanotrain_plan.memory import AFTER, RankMemory, all_ranks
 from nanotrain_plan.phase_stages import highest_memory, step_of
 from nanotrain_plan.run_phases import run_seconds
 from nanotrain_plan.stages import Kind, Stages, compiles_layers, kind_of
@@ -83,6 +83,7 @@ class Composer:
         planned = self.stages(recipe, layout)
         of = self._of_phases(planned)
         highest = highest_memory(recipe, planned, of, self.registry.build(recipe.schedule))
+        _expect_known_peaks(planned, highest.ranks)
         memory = list(all_ranks(planned, recipe)) if highest.phase else highest.ranks
         times: dict[int, StepTime] = {}
 
@@ -113,7 +114,9 @@ class Composer:
             NotComposable: it must be planned in full.
         """
         stages = self.stages(recipe, layout, apart=False)
-        peaks = tuple(rank.peak for rank in all_ranks(stages, recipe))
+        ranks = list(all_ranks(stages, recipe))
+        _expect_known_peaks(stages, ranks)
+        peaks = tuple(rank.peak for rank in ranks)
         of = self._of_phases(stages, apart=False)
         (seconds,) = run_seconds(
             recipe, layout, lambda now: least_time(of(now), self.hardware, collective_time)
@@ -244,13 +247,12 @@ class Composer:
     def _probe_recipe(self, recipe: Recipe, layout: Layout, halves: Halves, *, pp: int) -> Recipe:
         """Return the recipe of a probe: as few data-parallel ranks, and microbatches, as tell the same.
 
-        It has two blocks of the ranks that the inner degrees need, so that dp and edp are above 1, unless
-        both are 1: then nobody exchanges gradients, and no buffers are kept for it.
+        A stage has twice the ranks that the inner degrees need, so that dp and edp are above 1, unless it has
+        just these in the run: then those of dp or edp that are 1 exchange no gradients, and have no buffers.
         """
         dense, experts = layout.degree("tp", "cp"), layout.degree("ep", "etp")
         unit = lcm(dense, experts)
-        ones = layout.size(*layout.row_dims) == 1 and unit == dense == experts
-        within = unit if ones else 2 * unit
+        within = unit if layout.world_size == unit * layout.degree("pp") else 2 * unit
         microbatches = 4 if halves.any else 3
         sequences = microbatches * recipe.batch.microbatch * within // dense
         found = attrs.evolve(
@@ -280,6 +282,18 @@ def _halves_of(lists: Lists, microbatches: int) -> list[Halves]:
     stages = {a.stage for own in lists.actions for a in own}
     ends = {(stage, m) in lists.split for stage in stages for m in (0, microbatches - 1)}
     return [probe for probe in (MOST_SPLIT, FEW_SPLIT) if probe.ends in ends]
+
+
+def _expect_known_peaks(stages: Stages, ranks: Sequence[RankMemory]) -> None:
+    """Refuse a layout where temporaries of gradient sync or of the optimizer decide a rank's peak.
+
+    They need not be proportional to what a rank holds: an optimizer may take a few tensors at a time.
+    """
+    names = {told: name for name, told in AFTER.items()}
+    for rank in ranks:
+        phase = stages.step_of(rank.pp_rank).around.get(names.get(rank.where, ""))
+        if isinstance(phase, SummedPhase) and phase.doubt > MOST_GUESSED * rank.peak:
+            raise NotComposable(f"temporaries of the {rank.where} decide the peak")
 
 
 def _expect_independent_layers(recipe: Recipe, pp: int) -> None:

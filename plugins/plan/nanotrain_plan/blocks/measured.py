@@ -265,6 +265,8 @@ def add_shares(a: Share, b: Share, times: int = 1) -> Share:
         weights=a.weights + times * b.weights,
         saved=a.saved + times * b.saved,
         tensors=a.tensors + times * b.tensors,
+        masters=a.masters + times * b.masters,
+        optimizer=a.optimizer + times * b.optimizer,
     )
 
 
@@ -272,11 +274,7 @@ def _sum_owned(steps: Iterable[RankStep]) -> dict[tuple[str, ...], Owned]:
     total: dict[tuple[str, ...], Owned] = {}
     for step in steps:
         for dims, each in step.owned.items():
-            sums = total.setdefault(dims, Owned())
-            sums.elements += each.elements
-            sums.masters += each.masters
-            sums.optimizer += each.optimizer
-            sums.weights += each.weights
+            total.setdefault(dims, Owned()).add(each)
     return total
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import attrs
 
-from nanotrain_core.api import Action, Costs, Layout, Part, Recipe, Registry
+from nanotrain_core.api import Action, Costs, Layout, NanotrainError, Part, Recipe, Registry
 from nanotrain_plan.comms import axis_of
 from nanotrain_plan.dry.rank import RankStep, dry_rank, survey
 from nanotrain_plan.dry.values import Values
@@ -171,7 +171,7 @@ def take_probe(
 
     Raises:
         NotComposable: weights are sharded over data-parallel ranks, of which a layout has as many as it has,
-            or the topology does not have so few ranks.
+            the topology does not have so few ranks, or a component refuses stages without layers.
     """
     try:
         layout = registry.build(recipe.topology).layout(recipe.run.ranks)
@@ -181,10 +181,15 @@ def take_probe(
     pp = 1 + max(part.rank for part in parts)
     ranks = pipeline_of_most_tokens(layout, pp, recipe.batch.length)
     idle: list[Any] = [set()] * (PIPELINE - pp)
-    told = [*survey(recipe, probing, ranks, host=host), *idle] if pp > 1 else []
-    values = Values()
-    taken = partial(dry_rank, recipe, probing, layout, told=told, values=values, host=host, lasting=False)
-    steps = [taken(rank, updates=rank == 0) for rank in ranks]  # the first one's update stands for all
+    try:
+        told = [*survey(recipe, probing, ranks, host=host), *idle] if pp > 1 else []
+        values = Values()
+        taken = partial(dry_rank, recipe, probing, layout, told=told, values=values, host=host, lasting=False)
+        steps = [taken(rank, updates=rank == 0) for rank in ranks]  # the first one's update stands for all
+    except (
+        NanotrainError
+    ) as error:  # as of a wrapper that looks for layers where there is the embedding alone
+        raise NotComposable(f"its stages cannot be composed: {error}") from None
     if any(step.sharded for step in steps):
         raise NotComposable(
             "weights are sharded over data-parallel ranks: a layer is not alike on all layouts"

@@ -18,7 +18,7 @@ from nanotrain_plan.dry.held import Owned, Share
 from nanotrain_plan.dry.phase import Phase
 from nanotrain_plan.dry.rank import RankStep, Sort
 
-#: Of a rank's state, bytes of buffers that may be a guess.
+#: Of a rank's state, bytes of buffers that may be a guess; of its peak, those of temporaries.
 MOST_GUESSED = 0.01
 
 
@@ -27,6 +27,8 @@ class SummedPhase(Phase):
     """A phase that was put together: of its collectives the time is known, and not each of them."""
 
     collective_time: CollectiveTime = attrs.field(factory=CollectiveTime)
+    doubt: int = 0
+    """Bytes by which its peak may be lower."""
 
 
 @attrs.define(frozen=True)
@@ -149,7 +151,7 @@ def make_step(
         measured=measured,
         copied=round(sum(_per_element(blocks.owned[dims]) * elements for dims, elements in own.items())),
         around=around,
-        saved=_saved(blocks, held, layout, tied),
+        saved=_saved(held, layout, tied),
         descriptions={},
         overlapped=blocks.overlapped,
     )
@@ -227,13 +229,12 @@ def _shards(blocks: Blocks, dims: tuple[str, ...], layout: Layout, *, stages: in
 def _state(
     blocks: Blocks, held: Mapping[tuple[str, ...], Share], own: Mapping[tuple[str, ...], float]
 ) -> dict[str, int]:
-    masters = optimizer = gradients = 0.0
-    for dims, elements in own.items():
-        known = blocks.owned[dims]
-        if known.elements:
-            masters += elements * known.masters / known.elements
-            optimizer += elements * known.optimizer / known.elements
-        gradients += elements * blocks.gradients
+    masters = optimizer = 0.0
+    for dims, share in held.items():
+        part = own[dims] / max(1, share.elements)
+        masters += share.masters * part
+        optimizer += share.optimizer * part
+    gradients = sum(own.values()) * blocks.gradients
     return {
         "weights": sum(share.weights for share in held.values()),
         "masters": round(masters),
@@ -267,7 +268,6 @@ def _with_buffers(phase: SummedPhase, size: int) -> SummedPhase:
 
 
 def _saved(
-    blocks: Blocks,
     held: Mapping[tuple[str, ...], Share],
     layout: Layout,
     tied: Mapping[tuple[str, ...], Share],
@@ -277,9 +277,7 @@ def _saved(
     for dims, share in held.items():
         stages = 2 if "pp" in dims and dims not in tied else 1
         replicas = stages * layout.size(*(dim for dim in dims if dim != "pp"))
-        known = blocks.owned[dims]
-        state = (known.masters + known.optimizer) / known.elements if known.elements else 0.0
-        saved += (share.saved + share.elements * state) / replicas
+        saved += (share.saved + share.masters + share.optimizer) / replicas
     return saved
 
 
@@ -315,4 +313,11 @@ def _around(
         count=Counter({key: n * by_axis.get(key[0], 1.0) for key, n in found.work.count.items()}),
         sent=Counter({key: n * by_axis.get(key[0], 1.0) for key, n in found.work.sent.items()}),
     )
-    return attrs.evolve(_phase("around", work, found.above, seconds), lasting=round(found.lasting * full))
+    # Temporaries take as much for a few tensors at a time as for all, or grow with what there is.
+    grown = max(1.0, moved, full)
+    phase = _phase("around", work, found.above * grown, seconds)
+    return attrs.evolve(
+        phase,
+        lasting=round(found.lasting * full),
+        doubt=round(found.above * (grown - min(1.0, moved, full))),
+    )

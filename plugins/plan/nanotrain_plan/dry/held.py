@@ -22,11 +22,16 @@ class Share:
     """What one model part of a rank has of the parameters that the same ranks sum gradients of."""
 
     elements: int = 0
+    """Of those that are trained."""
     weights: int = 0
     """Bytes."""
     saved: int = 0
     """Bytes of the weights in a checkpoint, where quantized storage is unpacked."""
     tensors: int = 0
+    """Those that are trained."""
+    masters: float = 0.0
+    """Bytes of them all, on however many ranks they are. State per element may differ between parameters."""
+    optimizer: float = 0.0
 
 
 @attrs.define
@@ -39,6 +44,13 @@ class Owned:
     optimizer: int = 0
     weights: int = 0
     """Bytes that a copy of the weights takes in pinned memory: see :func:`pinned`."""
+
+    def add(self, other: Owned) -> None:
+        """Count other parameters, too."""
+        self.elements += other.elements
+        self.masters += other.masters
+        self.optimizer += other.optimizer
+        self.weights += other.weights
 
 
 def held_by(run: Run, recorder: Recorder, blocks: Sequence[Block] | None = None) -> dict[str, int]:
@@ -66,32 +78,40 @@ def held_of_parts(
     run: Run, blocks: Sequence[Block]
 ) -> tuple[dict[tuple[int, tuple[str, ...]], Share], dict[tuple[str, ...], Owned]]:
     """Return :attr:`RankStep.shares` and :attr:`RankStep.owned`."""
-    shares: dict[tuple[int, tuple[str, ...]], Share] = defaultdict(Share)
-    owned: dict[tuple[str, ...], Owned] = defaultdict(Owned)
     dims = {}
     for placed in run.placed:
         span = placed.placement.sync_span(run.mesh.layout)
-        dims[placed.placement.name] = summed = (*(("pp",) if span.stages else ()), *span.dims)
-        stored = storage_of(placed.parameter)
-        for part in placed.parts:
-            share = shares[part, summed]
-            share.elements += placed.parameter.numel()
-            share.weights += stored.numel() * stored.element_size()
-            share.saved += _bytes(placed.parameter)
-            share.tensors += 1
+        dims[placed.placement.name] = (*(("pp",) if span.stages else ()), *span.dims)
+    each: dict[str, Owned] = defaultdict(Owned)
     for piece in run.gradients.pieces():
         size = piece.parameter.numel() if piece.span is None else piece.span[1] - piece.span[0]
-        found = owned[dims[piece.placement.name]]
-        found.elements += size
-        found.weights += pinned(size * piece.parameter.element_size())
+        each[piece.placement.name].elements += size
+        each[piece.placement.name].weights += pinned(size * piece.parameter.element_size())
     for block in blocks:
-        found = owned[dims[block.name.partition("/")[2]]]
-        size = _bytes(block.tensor)
+        found, size = each[block.name.partition("/")[2]], _bytes(block.tensor)
         if block.name.startswith("master"):
             found.masters += size
         else:
             found.optimizer += size
-    return dict(shares), dict(owned)
+    owned = {summed: Owned() for summed in dims.values()}
+    for name, of_name in each.items():
+        owned[dims[name]].add(of_name)
+    shares: dict[tuple[int, tuple[str, ...]], Share] = defaultdict(Share)
+    for placed in run.placed:
+        name, stored = placed.placement.name, storage_of(placed.parameter)
+        for part in placed.parts:
+            share = shares[part, dims[name]]
+            share.weights += stored.numel() * stored.element_size()
+            share.saved += _bytes(placed.parameter)
+            if placed.parameter.requires_grad:
+                # Of a parameter that other ranks have all ranges of, the state is taken to be as of others.
+                known = each[name] if each[name].elements else owned[dims[name]]
+                copies = placed.parameter.numel() / max(1, known.elements)
+                share.elements += placed.parameter.numel()
+                share.tensors += 1
+                share.masters += copies * known.masters
+                share.optimizer += copies * known.optimizer
+    return dict(shares), owned
 
 
 def _bytes(tensor: torch.Tensor) -> int:
