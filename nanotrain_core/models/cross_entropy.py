@@ -76,8 +76,8 @@ class MatMul(Protocol):
 def matmul(left: torch.Tensor, right: torch.Tensor, total: torch.Tensor | None = None) -> torch.Tensor:
     """Multiply as plain PyTorch does: see :class:`MatMul`.
 
-    A product added to a higher-precision total is not rounded first: a sum over thousands of tokens overflows
-    float16: it is upcast. A product of bfloat16 is rounded.
+    A float16 product that is added to a higher-precision total is computed in the total's dtype, since a sum
+    over thousands of tokens overflows float16. A product of bfloat16 is rounded before it is added.
     """
     if total is None:
         return left @ right
