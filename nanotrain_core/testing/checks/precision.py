@@ -56,11 +56,6 @@ class Mastered:
         return self.piece.weight
 
     @property
-    def vector(self) -> bool:
-        """Whether it is not a matrix."""
-        return len(self.piece.placement.global_shape) < 2
-
-    @property
     def form(self) -> tuple[Any, ...]:
         """Key of equivalent masters: their class, and the weight's class, dtype and shape."""
         return type(self.master), type(self.weight), self.weight.dtype, tuple(self.weight.shape)
@@ -75,9 +70,10 @@ class Mastered:
 
 
 def masters_of(case: Case) -> list[Mastered]:
-    """Return a new master of each parameter that this rank has."""
+    """Return a new master of each parameter that this rank has, without frozen ones: they get none."""
     precision = precision_of(case)
-    pieces = [Piece(p.parameter, p.placement) for p in made_run(case).placed]
+    placed = made_run(case).placed
+    pieces = [Piece(p.parameter, p.placement) for p in placed if p.parameter.requires_grad]
     return [Mastered(piece, precision, precision.master(piece.weight, piece)) for piece in pieces]
 
 
@@ -112,14 +108,14 @@ def parameters_have_the_declared_dtype(case: Case) -> None:
 def assert_declared_dtypes(case: Case) -> None:
     """Check the parameters of this rank."""
     declared = precision_of(case).parameter_dtype
-    stages = made_run(case).stages.values()
-    kept = {name for stage in stages for name in kept_dtypes(stage)}
+    run = made_run(case)
+    kept = {name for stage in run.stages.values() for name in kept_dtypes(stage)}
     wrong = {
-        found.name: found.weight.dtype
-        for found in masters_of(case)
-        if found.weight.dtype != declared
-        and not (found.vector and _wider(found.weight.dtype, declared))
-        and found.name not in kept
+        placed.placement.name: dtype
+        for placed in run.placed
+        if (dtype := placed.parameter.dtype) != declared
+        and not (len(placed.placement.global_shape) < 2 and _wider(dtype, declared))
+        and placed.placement.name not in kept
     }
     assert not wrong, f"declared {declared}, but {wrong}"
 

@@ -45,7 +45,7 @@ def kept_dtypes_are_kept_to_the_end(case: Case) -> None:
     """In a run of experts a router's bias keeps its dtype when parameters are packed and steps are taken."""
     model = _routed(case)
     built = kept_dtypes(model.build(Part.whole(model.layers)))
-    around = {**case.overrides, "model": {"use": "routed"}}
+    around = {**case.overrides, "model": {"use": "routed", "ffn": 16}}  # whole blocks
     (left,) = run_ranks(kept_by_a_run, 1, attrs.evolve(case.alone(), overrides=around))
     wrong = {name: left.get(name) for name, dtype in built.items() if left.get(name) != dtype}
     assert not wrong, f"keep_dtype was told of {built}; when a run has made its steps there is {wrong}"

@@ -105,9 +105,9 @@ class QLoRA(Uniform):
 def uneven(name: str, columns: int, block: int) -> str:
     """Return an error text: rows of a matrix are no whole number of blocks; with what would be."""
     smaller = [size for size in BLOCKS["nf4"] if size < block and not columns % size]
-    remedies = [f"precision.block_size = {smaller[0]}"] if smaller else []
+    fits = f"precision.block_size = {smaller[0]}; " if smaller else ""
     return (
         f"{name}: a rank's rows of {columns} weights are no whole number of blocks of {block}, which share a "
-        f"scale: expected fewer ranks that split them, as of tp; {''.join(f'{each}; ' for each in remedies)}"
-        f'or, to keep it in bfloat16, precision.keep = ["{name}"]'
+        f"scale: expected {fits}fewer ranks, if tp or another wrapper splits them; or, to keep it in bfloat16, "
+        f'precision.keep = ["{name}"]'
     )
