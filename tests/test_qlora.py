@@ -12,7 +12,7 @@ from test_lora_layouts import PLAIN, with_lora
 from test_plan_truth import case as small
 
 from nanotrain_core.errors import CheckpointError, RecipeError
-from nanotrain_core.testing import run_ranks
+from nanotrain_core.testing import Case, conformance, run_ranks
 from nanotrain_core.testing.compare import assert_bitwise, whole
 from nanotrain_core.testing.probe import make_engine, train
 
@@ -142,3 +142,15 @@ def test_a_step_is_as_planned(topology, wrappers):
         assert plan.peak == pytest.approx(real.peak, rel=0.04)
         for action, size in real.kept.items():
             assert plan.kept[action] == pytest.approx(size, rel=0.01, abs=64)
+
+
+test_conformance = pytest.mark.full(
+    conformance(
+        Case(
+            "precision",
+            use="qlora",
+            config={"block_size": 16},
+            overrides={"parallel": [{"use": "lora"}], "model": {"layers": 1}},
+        )
+    )
+)

@@ -108,6 +108,6 @@ def uneven(name: str, columns: int, block: int) -> str:
     fits = f"precision.block_size = {smaller[0]}; " if smaller else ""
     return (
         f"{name}: a rank's rows of {columns} weights are no whole number of blocks of {block}, which share a "
-        f"scale: expected {fits}fewer ranks, if tp or another wrapper splits them; or, to keep it in bfloat16, "
+        f"scale: expected {fits}fewer ranks, if tp or another wrapper splits them; or, to keep it as it is, "
         f'precision.keep = ["{name}"]'
     )

@@ -107,7 +107,7 @@ def test_original_weights_are_freed_as_they_are_packed():
         (
             96,
             {},
-            "rows of 96 weights .* blocks of 64, .* precision.block_size = 32; or, .*keep = ..frozen.weight",
+            "rows of 96 weights .* blocks of 64, .* precision.block_size = 32; .*keep = ..frozen.weight",
         ),
         (100, {"block_size": 16}, "rows of 100 weights are no whole number of blocks of 16"),
     ],
