@@ -64,12 +64,10 @@ def planned(*of):
 
 @pytest.mark.full
 def test_a_checkpoint_of_a_pipeline_with_a_tied_embedding_has_the_planned_bytes(tmp_path):
-    run_ranks(
-        train, 2, case(LLAMA, {"pp": 2}), {"checkpoint": {"use": "sharded_v2"}}, folder=tmp_path, save_at=1
-    )
-    files = [path for path in tmp_path.rglob("*") if path.is_file()]
-    written = sum(path.stat().st_size for path in files)
-    assert planned(LLAMA, {"pp": 2}) == pytest.approx(written, rel=0.02)
+    changes = {"checkpoint": {"use": "sharded_v2"}, "run": {"steps": 1}}  # which saves one, at its end
+    run_ranks(train, 2, case(LLAMA, {"pp": 2}), changes, folder=tmp_path)
+    written = sum(path.stat().st_size for path in tmp_path.rglob("shard-*"))  # the rest is small in a model
+    assert planned(LLAMA, {"pp": 2}) == pytest.approx(written, rel=0.01)
 
 
 @pytest.mark.full_cases("tp", "zero12", "ep", "tied_pp")
@@ -85,4 +83,5 @@ def test_a_checkpoint_of_a_pipeline_with_a_tied_embedding_has_the_planned_bytes(
     ids=["tied_pp", "tp", "zero12", "experts_tp", "ep"],
 )
 def test_a_checkpoint_is_as_large_as_that_of_one_rank(model, topology, wrappers, optimizer):
-    assert planned(model, topology, wrappers, optimizer) == pytest.approx(planned(model, {}), rel=1e-4)
+    """But for counts of steps, of which each block of a parameter is taken to have its own."""
+    assert planned(model, topology, wrappers, optimizer) == pytest.approx(planned(model, {}), rel=1e-3)
