@@ -39,7 +39,7 @@ def cut(total: int, limit: int, ranks: int) -> list[tuple[int, int]]:
 
 
 @attrs.define(frozen=True, eq=False)
-class Fill:
+class ParameterSlice:
     """The elements of a parameter in a bucket."""
 
     parameter: nn.Parameter
@@ -53,7 +53,7 @@ class Fill:
 class Bucket:
     """The unit of one reduce-scatter and one all-gather."""
 
-    fills: Sequence[Fill]
+    slices: Sequence[ParameterSlice]
     weights: torch.Tensor
     """Weights of all ranks' ranges, flat, in storage form: a view of the buffer."""
     own: slice
@@ -68,7 +68,7 @@ class Bucket:
     @property
     def parameters(self) -> Sequence[nn.Parameter]:
         """Those with elements in this bucket."""
-        return [fill.parameter for fill in self.fills]
+        return [part.parameter for part in self.slices]
 
 
 class Flat:
@@ -96,13 +96,13 @@ class Flat:
 
     def _bucket(self, start: int, stop: int, shard: torch.Tensor) -> Bucket:
         own = (stop - start) // self.ranks
-        fills = [
-            Fill(member.parameter, slice(a - at, b - at), slice(a - start, b - start))
+        slices = [
+            ParameterSlice(member.parameter, slice(a - at, b - at), slice(a - start, b - start))
             for member, at, a, b in self._within(start, stop)
         ]
         mine = slice(self.rank * own, (self.rank + 1) * own)
         weights = self.weights[start // ALIGN : stop // ALIGN].view(-1)
-        return Bucket(fills, weights, mine, stop - start, shard[start // self.ranks :][:own])
+        return Bucket(slices, weights, mine, stop - start, shard[start // self.ranks :][:own])
 
     def _within(self, start: int, stop: int) -> Iterator[tuple[PlacedParameter, int, int, int]]:
         """Yield each member in elements ``start`` to ``stop``: its offset, and which of them belong to it."""
@@ -115,11 +115,11 @@ class Flat:
         """Yield this rank's pieces, bucket by bucket, each with its range of the summed gradient."""
         placements = {member.parameter: member.placement.sharded_over_summed() for member in self.members}
         for bucket in self.buckets:
-            for fill in bucket.fills:
-                a, b = max(fill.target.start, bucket.own.start), min(fill.target.stop, bucket.own.stop)
+            for part in bucket.slices:
+                a, b = max(part.target.start, bucket.own.start), min(part.target.stop, bucket.own.stop)
                 if a < b:
-                    back = fill.source.start - fill.target.start
-                    piece = Piece(fill.parameter, placements[fill.parameter], (a + back, b + back))
+                    back = part.source.start - part.target.start
+                    piece = Piece(part.parameter, placements[part.parameter], (a + back, b + back))
                     yield piece, bucket.shard[a - bucket.own.start : b - bucket.own.start]
 
 

@@ -31,8 +31,8 @@ from nanotrain_core.api.torch import (
     form_of,
 )
 from nanotrain_zero12 import ShardConfig, Zero12Config
+from nanotrain_zero12.bucket_exchange import bucket_exchange
 from nanotrain_zero12.flat import Bucket, Flat
-from nanotrain_zero12.transport import choose
 
 #: A pseudo model part for tied parameters, which several stages of this rank or of others hold: they
 #: are reduced after all others.
@@ -92,15 +92,15 @@ class ShardedGradients(LocalGradients):
         super().attach(parameters, mesh, dtype, passes)
         # A share may have no elements, as of fewer rows than ranks: on all ranks of its group alike.
         trained = [each for each in parameters if each.parameter.requires_grad and each.parameter.numel()]
-        self.transports: dict[tuple[int, ...], BucketExchange] = {}
+        self.exchanges: dict[tuple[int, ...], BucketExchange] = {}
         flats = [(key, self._flat(key, members, mesh)) for key, members in group(trained, mesh)]
         self.shards = {piece: shard for _, flat in flats for piece, shard in flat.pieces()}
         arrival = {placed.parameter: number for number, placed in enumerate(reversed(trained))}
         buckets: dict[int, list[Bucket]] = defaultdict(list)
-        self.transport_of: dict[Bucket, BucketExchange] = {}
+        self.exchange_of: dict[Bucket, BucketExchange] = {}
         for (part, span, *_), flat in flats:
-            transport = self.transports[mesh.layout.members(mesh.rank, span)]
-            self.transport_of |= dict.fromkeys(flat.buckets, transport)
+            exchange = self.exchanges[mesh.layout.members(mesh.rank, span)]
+            self.exchange_of |= dict.fromkeys(flat.buckets, exchange)
             buckets[part] += flat.buckets
         for part, found in buckets.items():
             if part != TIED:
@@ -113,11 +113,11 @@ class ShardedGradients(LocalGradients):
     def _flat(self, key: Key, members: Sequence[PlacedParameter], mesh: Mesh) -> Flat:
         _, span, *_ = key
         sharers, ranks = mesh.group_of(span), mesh.layout.members(mesh.rank, span)
-        if ranks not in self.transports:
+        if ranks not in self.exchanges:
             limit = int(self.config.bucket_mb * 2**20)
-            self.transports[ranks] = choose(span, mesh, limit)
+            self.exchanges[ranks] = bucket_exchange(span, mesh, limit)
         dtype = self.dtype or members[0].parameter.dtype
-        return Flat(members, sharers, dtype, self.transports[ranks].limit)
+        return Flat(members, sharers, dtype, self.exchanges[ranks].limit)
 
     # --- gradients ------------------------------------------------------------------------------
 
@@ -178,19 +178,19 @@ class ShardedGradients(LocalGradients):
     def _send(self, bucket: Bucket) -> None:
         """Reduce-scatter one bucket, with zeros for missing gradients; free gradients sent completely."""
         add, bucket.summed = bucket.summed, True
-        self.transport_of[bucket].reduce_scatter(
+        self.exchange_of[bucket].reduce_scatter(
             bucket.length, lambda buffer: self._write(bucket, buffer), bucket.shard, add=add
         )
-        for fill in bucket.fills:
-            if fill.source.stop == fill.parameter.numel():
-                self.drop(fill.parameter)
+        for part in bucket.slices:
+            if part.source.stop == part.parameter.numel():
+                self.drop(part.parameter)
 
     def _write(self, bucket: Bucket, buffer: torch.Tensor) -> None:
-        for fill in bucket.fills:
-            if fill.parameter.grad is None:
-                buffer[fill.target] = 0
+        for part in bucket.slices:
+            if part.parameter.grad is None:
+                buffer[part.target] = 0
             else:
-                buffer[fill.target].copy_(fill.parameter.grad.reshape(-1)[fill.source])
+                buffer[part.target].copy_(part.parameter.grad.reshape(-1)[part.source])
 
     def finish(self) -> None:
         """Reduce-scatter what is left: parts without a complete round, then tied parameters; wait for all."""
@@ -198,8 +198,8 @@ class ShardedGradients(LocalGradients):
             if not queue.rounds:
                 self._end_round(queue)
         self._end_round(self.tied)
-        for transport in self.transports.values():
-            transport.drain()
+        for exchange in self.exchanges.values():
+            exchange.drain()
         super().finish()
 
     def zero(self) -> None:
@@ -207,8 +207,8 @@ class ShardedGradients(LocalGradients):
         super().zero()
         for queue in (*self.queues, self.tied):
             queue.reset()
-        for transport in self.transports.values():
-            transport.forget()
+        for exchange in self.exchanges.values():
+            exchange.forget()
 
     def pieces(self) -> Sequence[Piece]:
         """Return this rank's range of every bucket, split at parameter boundaries."""
@@ -228,10 +228,10 @@ class ShardedGradients(LocalGradients):
         """Begin to all-gather every rank's updated range, first layers first."""
         for queue in (self.tied, *self.queues):
             for bucket in reversed(queue.buckets):
-                if pending := self.transport_of[bucket].all_gather(bucket.weights):
+                if pending := self.exchange_of[bucket].all_gather(bucket.weights):
                     self.gathering[bucket] = pending
-        for transport in self.transports.values():
-            transport.drain()
+        for exchange in self.exchanges.values():
+            exchange.drain()
         if not self.config.overlap:
             self.wait(list(self.queue_of))
 

@@ -1,4 +1,4 @@
-"""The transport of gradient and weight buckets: the run's, or none in a group of one."""
+"""The collectives of gradient and weight buckets: those of the run's transport, or none in a group of one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from nanotrain_core.api.torch import BucketExchange, Mesh, Write
 from nanotrain_zero12.flat import ALIGN
 
 
-class Alone(BucketExchange):
+class SingleRankExchange(BucketExchange):
     """A group of one rank, whose range is the whole bucket."""
 
     def __init__(self, limit: int) -> None:
@@ -34,10 +34,10 @@ class Alone(BucketExchange):
         """Do nothing: nothing is in flight."""
 
 
-def choose(span: Span, mesh: Mesh, limit: int) -> BucketExchange:
+def bucket_exchange(span: Span, mesh: Mesh, limit: int) -> BucketExchange:
     """Return the collectives for buckets of about ``limit`` bytes over ``span``. Collective over ``span``."""
     exchange = mesh.exchange_of(span)
     if exchange is None:
-        return Alone(limit)
+        return SingleRankExchange(limit)
     smallest = exchange.size * ALIGN * torch.float64.itemsize  # one aligned range per rank, largest dtype
     return exchange.buckets(limit, least=smallest)
