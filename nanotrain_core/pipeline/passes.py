@@ -39,7 +39,7 @@ class Passes:
         self.model_changes = 0
         """Number of changes that phases have made to the model's config: code that caches results of a pass
         (CUDA graphs) compares it."""
-        self._number, self._open = 0, False
+        self._version, self._unchanged = 0, False
 
     @property
     def weights_version(self) -> int | None:
@@ -49,16 +49,16 @@ class Passes:
         the same purpose.) A tensor's version does not suffice: collectives write through other views of the
         memory.
         """
-        return self._number if self._open else None
+        return self._version if self._unchanged else None
 
     @contextmanager
     def weights_unchanged(self) -> Iterator[None]:
         """Promise that no weight changes within the block: a step's microbatches, or a validation batch."""
-        self._number, self._open = self._number + 1, True
+        self._version, self._unchanged = self._version + 1, True
         try:
             yield
         finally:
-            self._open = False
+            self._unchanged = False
 
     @contextmanager
     def backward(self, deferred: DeferredGradients | None = None) -> Iterator[None]:

@@ -64,9 +64,8 @@ class DataParallel(LocalGradients, Parallel):
     def __init__(self, config: DataParallelConfig) -> None:
         super().__init__()
         self.config = config
-        self.needs_gradient_hooks = (
-            config.overlap
-        )  # otherwise gradients are copied into their buckets when all are complete
+        # Without overlap gradients are copied into their buckets when all are complete.
+        self.needs_gradient_hooks = config.overlap
         self.queue: BucketQueue[Bucket] = BucketQueue([])
         self.w_pass: Set[nn.Parameter] | None = None
         """The weights of the last W pass in which gradients became final."""
@@ -78,9 +77,9 @@ class DataParallel(LocalGradients, Parallel):
         dtype: torch.dtype | None,
         passes: Passes | None = None,
     ) -> None:
-        """Assign every parameter with a partial gradient to a bucket.
+        """Assign every parameter with a partial gradient to a bucket. Collective over the run.
 
-        Its span are the ranks to sum over: those of ``dp`` for a replicated layer. The
+        The ranks to sum over are those of its placement's span: of ``dp`` for a replicated layer. The
         all-reduce of a bucket is ``dist.all_reduce(async_op=True)``, or nanotrain-cpu's in shared memory,
         which happens when it is waited for.
         """
