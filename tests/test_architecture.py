@@ -225,7 +225,7 @@ def code_lines(path: Path) -> int:
 ROOMS = {path.parent.name for path in CORE.glob("*/__init__.py")}
 #: What each room of the core may have of code, in lines; "": all that is in none. Not the harness.
 SMALL = {
-    "": 1000,
+    "": 1005,
     "api": 696,
     "builtin": 517,
     "checkpoint": 948,
@@ -243,7 +243,7 @@ SMALL = {
     "optim": 820,
     "phases": 372,
     "pipeline": 630,
-    "precision": 680,
+    "precision": 700,
     "recipe": 1846,
     "registry": 781,
     "run": 3202,
