@@ -245,7 +245,7 @@ SMALL = {
     "pipeline": 630,
     "precision": 700,
     "recipe": 1846,
-    "registry": 781,
+    "registry": 785,
     "run": 3202,
     "script": 818,
     "watch": 454,
