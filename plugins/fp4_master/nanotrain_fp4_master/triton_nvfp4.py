@@ -66,7 +66,9 @@ def nearest(x):  # type: ignore[no-untyped-def]
     """Round to E2M1 numbers."""
     apart = step(x)
     rounded = whole(tl.minimum(tl.maximum(x, -8.0), 8.0) / apart) * apart  # `apart` is a power of two
-    return tl.where(x == x, tl.minimum(tl.maximum(rounded, -6.0), 6.0), float("nan"))  # noqa: PLR0124
+    number = tl.minimum(tl.maximum(rounded, -6.0), 6.0).to(tl.int32, bitcast=True)
+    signed = number | tl.where(x.to(tl.int32, bitcast=True) < 0, -(2**31), 0).to(tl.int32)  # of 0 as well
+    return tl.where(x == x, signed.to(tl.float32, bitcast=True), float("nan"))  # noqa: PLR0124
 
 
 @triton.jit
