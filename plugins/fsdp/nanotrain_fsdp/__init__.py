@@ -40,8 +40,8 @@ def check(recipe: Recipe, config: FSDP2Config, layout: Layout) -> Iterator[Probl
         yield Problem(
             "precision",
             f"fsdp2: shards of weights are DTensors, which '{recipe.precision.use}' with these keys declares "
-            "that it does not support, as packed weights cannot be: with fp4_master set packed = false, or take "
-            "zero12 in place of fsdp2, or another precision",
+            "that it does not support, as packed weights cannot be: with fp4_master set packed = false, or "
+            "take zero12 in place of fsdp2, or another precision",
         )
     try:
         found = version("torch")
