@@ -27,7 +27,8 @@ from nanotrain_core.registry.discovery import PluginInfo
 from nanotrain_core.registry.registry import Registry
 from nanotrain_core.run.folder import RunFolder
 
-FACTS = {"nanotrain-core": "0.1.0", "nanotrain-ddp": "0.1.0", "recipe hash": "abc"}
+LR = "the recipe's optimizer.lr"
+FACTS = {"nanotrain-core": "0.1.0", "nanotrain-ddp": "0.1.0", LR: "0.1"}
 
 
 def outcomes(*facts):
@@ -57,8 +58,8 @@ def test_equal_facts_pass_everywhere():
     ("other", "text"),
     [
         ({**FACTS, "nanotrain-ddp": "0.2.0"}, "nanotrain-ddp is 0.2.0 there and 0.1.0 on rank 0"),
-        ({"nanotrain-core": "0.1.0", "recipe hash": "abc"}, "nanotrain-ddp is missing there and 0.1.0"),
-        ({**FACTS, "recipe hash": "xyz"}, "recipe hash is xyz there and abc on rank 0"),
+        ({"nanotrain-core": "0.1.0", LR: "0.1"}, "nanotrain-ddp is missing there and 0.1.0"),
+        ({**FACTS, LR: "0.5"}, f"{LR} is 0.5 there and 0.1 on rank 0"),
     ],
 )
 def test_every_rank_learns_who_differs_and_in_what(other, text):
@@ -68,7 +69,7 @@ def test_every_rank_learns_who_differs_and_in_what(other, text):
     assert text in found[0]
 
 
-@pytest.mark.parametrize("fact", ["recipe hash", "--resume", "--folder"])
+@pytest.mark.parametrize("fact", [LR, "--resume", "--folder"])
 def test_two_runs_that_meet_by_mistake_are_told_how_to_part(monkeypatch, fact):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "small-0f04bafa")
     for text in outcomes({**FACTS, fact: "abc"}, {**FACTS, fact: "xyz"}):

@@ -244,7 +244,7 @@ SMALL = {
     "phases": 372,
     "pipeline": 630,
     "precision": 700,
-    "recipe": 1846,
+    "recipe": 1860,
     "registry": 785,
     "run": 3202,
     "script": 818,

@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from recipe_files import SMALL, write
 
-from nanotrain_core.recipe import load_recipe, recipe_hash, resolve_recipe, write_resolved
+from nanotrain_core.recipe import load_recipe, recipe_hash, recipe_values, resolve_recipe, write_resolved
 from nanotrain_core.recipe.secrets import without_secrets
 from nanotrain_core.recipe.settings import run_settings
 from nanotrain_core.recipe.write import explain
@@ -53,6 +53,19 @@ def test_resolved_recipe_loads_back_equal(path, tmp_path):
     again = load_recipe(write(tmp_path, write_resolved(recipe)))
     assert again == recipe
     assert recipe_hash(again) == recipe_hash(recipe)
+    assert recipe_values(again) == recipe_values(recipe)
+
+
+def test_two_recipes_differ_in_the_values_of_the_keys_that_were_changed():
+    one, other = (
+        recipe_values(load_recipe("laptop", overrides=lines))
+        for lines in ([], ["optimizer.lr=0.5", "monitor=[{use='console', every=3}]"])
+    )
+    differing = {key: (one.get(key), other.get(key)) for key in one | other if one.get(key) != other.get(key)}
+    assert differing.pop("optimizer.lr") == ("0.003", "0.5")
+    assert differing.pop("monitor.0.every") == ("10", "3")
+    assert differing
+    assert all(key.startswith(("monitor.1.", "monitor.2.", "versions.")) for key in differing)
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

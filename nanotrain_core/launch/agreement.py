@@ -20,12 +20,14 @@ from nanotrain_core.run.folder_owner import LOCK
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-#: Facts in which two runs of one name may differ.
-_OF_RUN = ("recipe hash", "--resume", "--folder")
+#: Before the keys of the recipe in the names of facts.
+OF_RECIPE = "the recipe's "
+#: How facts begin in which two runs of one name may differ.
+_OF_RUN = (OF_RECIPE, "--resume", "--folder")
 
 
 def agree(store: Store, rank: int, world_size: int, facts: Mapping[str, str | None]) -> None:
-    """Compare ``facts`` (versions, digests of code, a hash of the recipe) with rank 0's on every rank.
+    """Compare ``facts`` (versions, digests of code, the recipe's values) with rank 0's on every rank.
 
     A fact that is None on either is not compared.
 
@@ -66,7 +68,7 @@ def _verdict(store: Store, world_size: int) -> str:
         for fact in sorted({*mine, *theirs} - {"host"}):
             here, there = mine.get(fact, "missing"), theirs.get(fact, "missing")
             if here != there and None not in (here, there):
-                run_id = os.environ.get("TORCHELASTIC_RUN_ID") if fact in _OF_RUN else None
+                run_id = os.environ.get("TORCHELASTIC_RUN_ID") if fact.startswith(_OF_RUN) else None
                 two = f"; two runs at one endpoint need two --rdzv-id, both have {run_id}" if run_id else ""
                 who = f"rank {rank} on {theirs['host']} does not run what rank 0 on {mine['host']} runs"
                 what = f"{there} there and {here} on rank 0"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import attrs
 
 from nanotrain_core.launch import resume_point
-from nanotrain_core.launch.agreement import agree, broadcast_from_rank_0, expect_shared
+from nanotrain_core.launch.agreement import OF_RECIPE, agree, broadcast_from_rank_0, expect_shared
 from nanotrain_core.launch.attempts import LaunchHistory, exchange_histories, remember
 from nanotrain_core.launch.cause import leave_failure
 from nanotrain_core.launch.code_digests import environment_facts, expect_unchanged
@@ -24,7 +24,7 @@ from nanotrain_core.launch.peers import watching_peers
 from nanotrain_core.launch.process_groups import ending_process_groups
 from nanotrain_core.launch.rendezvous import meet_ranks
 from nanotrain_core.launch.restart_info import restart_of
-from nanotrain_core.recipe import Recipe, recipe_hash, resolve_recipe, write_resolved
+from nanotrain_core.recipe import Recipe, recipe_values, resolve_recipe, write_resolved
 from nanotrain_core.recipe.load import Resolution
 from nanotrain_core.recipe.write import explain
 from nanotrain_core.registry.discovery import PluginArguments
@@ -243,7 +243,8 @@ def join_ranks(
     # A host that joins a run may be told to resume it: what this launch has done counts there.
     resume = None if history.began else str(job.resume)
     own = environment_facts(registry, recipe.versions, with_code=ranks.local_rank == 0)
-    facts = {**own, "recipe hash": recipe_hash(recipe), "device": device.type, "--resume": resume, **words}
+    values = {f"{OF_RECIPE}{key}": value for key, value in recipe_values(recipe).items()}
+    facts = {**own, **values, "device": device.type, "--resume": resume, **words}
     agree(store, ranks.rank, ranks.world_size, facts)
     if ranks.world_size == 1:
         return store, history

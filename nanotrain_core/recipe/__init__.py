@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from nanotrain_core.recipe.load import resolve_recipe as resolve_recipe
     from nanotrain_core.recipe.validate import check_combination as check_combination
     from nanotrain_core.recipe.write import recipe_hash as recipe_hash
+    from nanotrain_core.recipe.write import recipe_values as recipe_values
     from nanotrain_core.recipe.write import write_resolved as write_resolved
 
 _HOMES = {
@@ -21,6 +22,7 @@ _HOMES = {
     "load_recipe": "load",
     "resolve_recipe": "load",
     "recipe_hash": "write",
+    "recipe_values": "write",
     "write_resolved": "write",
 }
 

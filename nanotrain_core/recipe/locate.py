@@ -22,6 +22,15 @@ def keys_of(value: Any, key: str = "") -> Iterator[str]:
         yield from keys_of(below, join(key, name))
 
 
+def leaves_of(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted key and the value of every leaf; an empty table or array is one."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    if not items:
+        yield key, value
+    for name, below in items:
+        yield from leaves_of(below, join(key, name))
+
+
 def key_lines(text: str) -> dict[str, int]:
     """Return dotted key -> 1-based line at which its statement begins, for a valid TOML text.
 

@@ -7,11 +7,12 @@ import re
 from typing import Any
 
 import attrs
+import tomli
 import tomli_w
 
 from nanotrain_core.component import LISTED_KINDS
 from nanotrain_core.recipe.frozen import FrozenMapping
-from nanotrain_core.recipe.locate import key_lines
+from nanotrain_core.recipe.locate import key_lines, leaves_of
 from nanotrain_core.recipe.merge import Merged
 from nanotrain_core.recipe.phase import Phase
 from nanotrain_core.recipe.tree import Recipe, Selection
@@ -52,6 +53,12 @@ def write_model(selection: Selection) -> str:
 def recipe_hash(recipe: Recipe) -> str:
     """Return the SHA-256 of the resolved recipe with its versions: equal on all ranks of a run."""
     return hashlib.sha256(write_resolved(recipe).encode()).hexdigest()
+
+
+def recipe_values(recipe: Recipe) -> dict[str, str]:
+    """Return the value of each dotted key of the resolved recipe, such as ``monitor.0.every``, as a text."""
+    tree = tomli.loads(write_resolved(recipe))
+    return {key: str(value) for key, value in leaves_of(tree)}
 
 
 def explain(recipe: Recipe, merged: Merged) -> str:
