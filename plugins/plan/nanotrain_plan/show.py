@@ -19,6 +19,8 @@ from nanotrain_plan.sweep import Swept
 
 #: Pipeline ranks that are told one by one; of longer pipelines, those that differ in kind.
 MOST_RANKS = 8
+#: Share of a step above the busiest rank's idle share from which the bubble is said to be of uneven stages.
+UNEVEN = 0.01
 
 #: What memory is held by, in the columns of the table.
 HOLDERS = ("weights", "masters", "optimizer", "gradients", "activations", "buffers", "transient")
@@ -271,8 +273,12 @@ def _time(plan: Plan) -> RenderableType:
     ]
     if plan.stages.pp > 1:
         schedule = plan.recipe.schedule.use
-        rows.append(("bubble", f"{t.bubble:.1%} ({schedule}, {plan.stages.microbatches} microbatches)"))
         idle = [t.timeline.bubble(rank) for rank in range(plan.stages.pp)]
+        text = f"{t.bubble:.1%} ({schedule}, {plan.stages.microbatches} microbatches)"
+        if t.bubble - min(idle) > UNEVEN:
+            busiest = idle.index(min(idle))
+            text += f"; {min(idle):.1%} on pp {busiest}: the other ranks have less to do, and wait for it"
+        rows.append(("bubble", text))
         if len(idle) <= MOST_RANKS:
             rows.append(("idle by rank", "  ".join(f"pp {n} {share:.1%}" for n, share in enumerate(idle))))
     rows += [

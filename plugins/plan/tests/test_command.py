@@ -51,6 +51,38 @@ def test_the_whole_run_follows_from_the_step(recipe, planned):
     assert plan["pipeline"]["bubble"] == pytest.approx(0.0, abs=1e-9)
 
 
+def test_a_bubble_of_uneven_stages_is_told_from_the_schedules(recipe, capsys):
+    """Of 64 microbatches 1F1B idles for 1/65; three layers over two ranks leave one with less to do."""
+    words = [
+        "--ranks",
+        "2",
+        "--set",
+        "topology.pp=2",
+        "--set",
+        "schedule.use=1f1b",
+        "--set",
+        "batch.sequences=128",
+    ]
+    told = {}
+    for layers in (3, 16):
+        assert main(["plan", recipe, "--hardware", "cpu", *words, "--set", f"model.layers={layers}"]) in (
+            0,
+            2,
+        )
+        printed = capsys.readouterr().out
+        told[layers] = next(
+            line.strip() for line in printed.splitlines() if line.strip().startswith("bubble")
+        )
+        idle = [
+            float(share) for share in re.findall(r"pp \d (\d+\.\d)%", printed.partition("idle by rank")[2])
+        ]
+        mean, *least = map(float, re.findall(r"(\d+\.\d)%", told[layers]))
+        assert mean == pytest.approx(sum(idle) / 2, abs=0.1)
+        assert least in ([], [min(idle)])
+    assert "the other ranks have less to do" in told[3]
+    assert "the other ranks" not in told[16]
+
+
 def test_a_precision_does_not_change_how_much_is_multiplied(recipe, planned):
     """The head's weight gradient is a product added to a total, in one operator or two."""
     made = {}
