@@ -186,9 +186,7 @@ def take_probe(
         values = Values()
         taken = partial(dry_rank, recipe, probing, layout, told=told, values=values, host=host, lasting=False)
         steps = [taken(rank, updates=rank == 0) for rank in ranks]  # the first one's update stands for all
-    except (
-        NanotrainError
-    ) as error:  # as of a wrapper that looks for layers where there is the embedding alone
+    except NanotrainError as error:  # a wrapper may look for layers in a stage that has the embedding alone
         raise NotComposable(f"its stages cannot be composed: {error}") from None
     if any(step.sharded for step in steps):
         raise NotComposable(
