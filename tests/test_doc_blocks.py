@@ -27,11 +27,15 @@ from nanotrain_core.testing.checks import distributed
 STRANGE_PROGRAMS = ("notify-send", "page")
 
 
+LORA = '[[parallel]]\nuse = "lora"\n[[parallel]]\nuse = "ddp"\n'
+
+
 STEP = "[run]\nsteps = 1\n[batch]\nsequences = 4\nmicrobatch = 1\nlength = 16\n"
 
 
 #: What a fragment of a recipe is laid over, where that is not the recipe `laptop`: what is missing there.
 SURROUNDINGS = {
+    "docs/weights.md": (f'extends = "laptop"\n{LORA}', []),
     "plugins/ep_deepseek/README.md": (
         'extends = "deepseek_4d_small"\n',
         ["run.ranks=4", "topology.tp=1", "topology.pp=1", "schedule.use=accumulate"],
