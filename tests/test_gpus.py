@@ -21,7 +21,7 @@ def run(monkeypatch, capsys):
     def run(recipe, count, *words):
         launched = []
         monkeypatch.setattr(gpus, "gpus_here", lambda: count)
-        monkeypatch.setattr(launcher, "prepare", lambda nproc: None)
+        monkeypatch.setattr(launcher, "start_forkserver", lambda nproc: None)
         monkeypatch.setattr(launcher, "launch", lambda job, recipe, nodes: launched.append(nodes.nproc) or 0)
         code = main(["run", str(recipe), *words])
         return code, launched, capsys.readouterr().err
