@@ -12,6 +12,8 @@ from test_lora_layouts import PLAIN, with_lora
 from test_plan_truth import case as small
 
 from nanotrain_core.errors import CheckpointError, RecipeError
+from nanotrain_core.recipe.differences import expect_same
+from nanotrain_core.recipe.write import write_resolved
 from nanotrain_core.testing import Case, conformance, run_ranks
 from nanotrain_core.testing.compare import assert_bitwise, whole
 from nanotrain_core.testing.probe import make_engine, train
@@ -116,6 +118,16 @@ def test_a_resume_with_another_block_size_is_refused_by_the_key(tmp_path):
     other = make_engine(case_of({}, block_size=32), {"run": {"steps": 2}}, folder=tmp_path, resume="latest")
     with pytest.raises(CheckpointError, match=r"precision.block_size is 16 there and 32 in this recipe"):
         other.fit()
+
+
+def test_a_run_of_bf16_is_not_resumed_under_it():
+    """Its frozen weights would be rounded in the middle of the run. The other way they stay as they are."""
+    case = case_of({})
+    ours = case.recipe()
+    bf16 = attrs.evolve(case, overrides={**case.overrides, "precision": {"use": "bf16"}}).recipe()
+    with pytest.raises(CheckpointError, match=r"precision.use is 'bf16' there and 'qlora' in this recipe"):
+        expect_same(write_resolved(bf16), ours)
+    expect_same(write_resolved(ours), bf16)
 
 
 def test_beside_fsdp2_it_is_refused_by_name():
