@@ -95,7 +95,9 @@ class QLoRA(Uniform):
 
     def describe(self) -> list[str]:
         """Return lines with the bytes per parameter of weights and masters, by role and in total."""
-        return lines(self.rows)
+        total = sum(row.parameters for row in self.rows)
+        in_bf16 = sum(row.parameters * max(row.bytes_each, 2) for row in self.rows)  # 2: what is packed
+        return lines(self.rows, in_bf16 / max(1, total))
 
     def pack(self, parts: Sequence[nn.Module]) -> None:
         """Replace frozen matrices by packed ones."""

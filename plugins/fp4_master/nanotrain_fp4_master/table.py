@@ -16,7 +16,8 @@ class Row:
     """One row of the table: parameters with the same role, format and master."""
 
     role: str
-    """Of their modules; ``pattern`` if a pattern of the recipe keeps them, ``none`` without a role."""
+    """Of their modules, or what they have in common instead: ``pattern`` if a pattern of ``fp4_master`` keeps
+    them, ``none`` without a role, ``all else`` where ``qlora`` does not pack them."""
     weights: str
     """What the model computes with, and what is kept beside it."""
     parameters: int
@@ -32,8 +33,13 @@ def summed(rows: Iterable[Row]) -> list[Row]:
     return [Row(role, weights, count, each) for (role, weights, each), count in sorted(counts.items())]
 
 
-def lines(rows: Sequence[Row]) -> list[str]:
-    """Return lines with the bytes per parameter of weights and masters, by role and in total."""
+def lines(rows: Sequence[Row], in_bf16: float = 6) -> list[str]:
+    """Return lines with the bytes per parameter of weights and masters, by role and in total.
+
+    Args:
+        rows: of the table.
+        in_bf16: bytes per parameter of the same run under ``bf16``, in the mean: 6 if all are trained.
+    """
     total = sum(row.parameters for row in rows)
     held = sum(row.parameters * row.bytes_each for row in rows)
     return [
@@ -42,7 +48,8 @@ def lines(rows: Sequence[Row]) -> list[str]:
             f"  {row.role:<12} {row.weights:<26} {row.parameters:>15,} x {row.bytes_each:g} bytes"
             for row in rows
         ),
-        f"  {'all':<39} {total:>15,} x {held / max(1, total):.4g} bytes; bf16 with float32 masters: 6",
+        f"  {'all':<39} {total:>15,} x {held / max(1, total):.4g} bytes; "
+        f"bf16 with float32 masters: {in_bf16:.4g}",
     ]
 
 
