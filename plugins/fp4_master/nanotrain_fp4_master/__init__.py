@@ -75,10 +75,12 @@ class QLoRAConfig:
     """``[precision] use = "qlora"``, beside ``[[parallel]] use = "lora"``."""
 
     NOT_KEYS: ClassVar[Mapping[str, str]] = {
-        "quant_type": "frozen matrices are in NF4",
-        "double_quant": "scales are bfloat16 numbers, which take 0.25 bits of a weight: nothing to quantize",
-        "compute_dtype": "all computes in bfloat16",
-        "skip_modules": "it is keep, with patterns of parameters, such as layers.0.*",
+        "load_in_4bit": 'it is [precision] use = "qlora" itself',
+        "bnb_4bit_quant_type": "frozen matrices are in NF4",
+        "bnb_4bit_use_double_quant": "scales are bfloat16 numbers, which are not quantized again",
+        "bnb_4bit_compute_dtype": "all computes in bfloat16",
+        "bnb_4bit_quant_storage": "codes and scales are stored as bytes",
+        "llm_int8_skip_modules": "it is keep, with patterns of this model's parameters, such as layers.0.*",
     }
 
     block_size: Literal[64, 32, 16] = attrs.field(default=64, metadata={COMPUTES: True})

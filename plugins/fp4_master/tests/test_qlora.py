@@ -7,6 +7,8 @@ from nanotrain_fp4_master.qlora import QLoRA
 from torch import nn
 
 from nanotrain_core.errors import NanotrainError
+from nanotrain_core.layout.layout import Layout, View
+from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.roles import Role, tag
 from nanotrain_core.pipeline.passes import Passes
 from nanotrain_core.precision.gemm import TorchGEMM
@@ -118,6 +120,32 @@ def test_rows_that_are_no_whole_number_of_blocks_are_refused(width, config, text
         prepared(Layers(width), **config)
     kept = prepared(Layers(width), keep=("frozen.*",), **config)
     assert not isinstance(kept.frozen.weight, PackedWeight)
+
+
+def test_the_table_compares_with_the_same_run_in_bfloat16():
+    """Of 768 weights that are packed, 774 that are trained, and 134 others."""
+    precision = QLoRA(QLoRAConfig())
+    layers = precision.convert(Layers())
+    precision.check_parts([layers], Mesh(Layout({"dense": View(("dp",), (1,))})))
+    (total,) = (line for line in precision.describe() if line.startswith("  all  "))
+    held, in_bf16 = ((768 * each + 774 * 6 + 134 * 2) / 1676 for each in (34 / 64, 2))
+    assert total.endswith(f"1,676 x {held:.4g} bytes; bf16 with float32 masters: {in_bf16:.4g}")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("load_in_4bit", True),
+        ("bnb_4bit_quant_type", "nf4"),
+        ("bnb_4bit_use_double_quant", True),
+        ("bnb_4bit_compute_dtype", "bfloat16"),
+        ("bnb_4bit_quant_storage", "uint8"),
+        ("llm_int8_skip_modules", ["lm_head"]),
+    ],
+)
+def test_keys_of_transformers_bitsandbytes_config_are_explained(key, value):
+    with pytest.raises(NanotrainError, match=f"unknown key '{key}': [a-z]"):
+        Case("precision", use="qlora", overrides={"precision": {"use": "qlora", key: value}}).recipe()
 
 
 def test_a_run_without_frozen_weights_is_refused_by_name():
