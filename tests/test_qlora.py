@@ -4,13 +4,17 @@ Sums in bfloat16 in another order differ, so losses and gradients are compared w
 rank that adds too little, or too much, would be off by.
 """
 
+import json
+
 import attrs
 import pytest
 from compositions import OPTIMIZERS, compiled
+from nanotrain_plan.number_format import size
 from planned import happened, planned
 from test_lora_layouts import PLAIN, with_lora
 from test_plan_truth import case as small
 
+from nanotrain_core.cli import main
 from nanotrain_core.errors import CheckpointError, RecipeError
 from nanotrain_core.recipe.differences import expect_same
 from nanotrain_core.recipe.write import write_resolved
@@ -152,8 +156,21 @@ def test_a_step_is_as_planned(topology, wrappers):
     for plan, real in zip(planned(case), happened(case), strict=True):
         assert plan.state == real.state
         assert plan.peak == pytest.approx(real.peak, rel=0.04)
-        for action, size in real.kept.items():
-            assert plan.kept[action] == pytest.approx(size, rel=0.01, abs=64)
+        for action, kept in real.kept.items():
+            assert plan.kept[action] == pytest.approx(kept, rel=0.01, abs=64)
+
+
+def test_a_plan_tells_what_a_rank_has_before_its_weights_are_packed(tmp_path, capsys):
+    """A start needs more than a step does: 2 bytes a weight, if only for a while."""
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(write_resolved(case_of({}).recipe()))
+    assert main(["plan", str(recipe), "--hardware", "h100", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    (told,) = (each for each in plan["assumptions"] if "before some are packed" in each)
+    weights = sum(p.nbytes for p in make_engine(case_of({}), {}).run.stages[0].parameters())
+    assert size(weights) in told
+    assert main(["plan", str(recipe), "--hardware", "h100", "--json", "--set", "precision={use='bf16'}"]) == 0
+    assert "packed" not in str(json.loads(capsys.readouterr().out)["assumptions"])
 
 
 test_conformance = pytest.mark.full(

@@ -20,6 +20,7 @@ from nanotrain_core.api.torch import (
     StopRequest,
     balance,
     compose,
+    storage_of,
     sum_over_data,
 )
 from nanotrain_plan.dry.held import Owned, Share, held_by, held_of_parts, saved_bytes
@@ -65,6 +66,9 @@ class RankStep:
     """By those dimensions."""
     sharded: bool = False
     """Whether ranks that read different sequences hold different rows of weights."""
+    unpacked: int = 0
+    """Bytes of the weights before a precision packs some of them, as a run has them while it starts; 0 if it
+    packs none."""
     copied: int = 0
     """Bytes of :attr:`Owned.weights` together."""
     overlapped: bool = True
@@ -267,11 +271,19 @@ def dry_rank(
         shares=shares,
         owned=owned,
         sharded=any(placed.placement.sharded & _dims_of_rows(layout) for placed in run.placed),
+        unpacked=_unpacked(run),
         copied=sum(each.weights for each in owned.values()),
         phases=recorder.phases[first:-1],
         overlapped=run.gradients.needs_gradient_hooks,
         looked=looked,
     )
+
+
+def _unpacked(run: Run) -> int:
+    """Return :attr:`RankStep.unpacked`."""
+    weights = [(p.parameter.numel() * p.parameter.element_size(), p.parameter) for p in run.placed]
+    packed = any(storage_of(weight).nbytes < size for size, weight in weights)
+    return sum(size for size, _ in weights) if packed else 0
 
 
 def _runs_ahead(actions: Sequence[Action]) -> bool:
