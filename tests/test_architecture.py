@@ -240,7 +240,7 @@ SMALL = {
     "moe": 513,
     "metrics": 1360,
     "monitors": 1056,
-    "optim": 820,
+    "optim": 825,
     "phases": 372,
     "pipeline": 630,
     "precision": 700,

@@ -6,6 +6,7 @@ import torch
 from called_operators import CalledOperators
 
 from nanotrain_core.contracts import Kernels
+from nanotrain_core.errors import PluginError
 from nanotrain_core.layout.layout import Layout, View
 from nanotrain_core.layout.placement import Piece, Placement
 from nanotrain_core.optim import moment_groups, moments
@@ -134,6 +135,13 @@ def test_weights_that_kernels_take_are_left_to_them():
     assert kernels.found == ((3, ["step", *kept_as(FIRST, 1), *kept_as(SECOND, 1)], 0.01, None),)
     assert [optimizer.state[weight]["step"].item() for weight in weights] == [0, 1, 0]
     assert [bool((weight == 1).all()) for weight in weights] == [True, False, True]
+
+
+def test_kernels_that_return_no_weights_are_named(monkeypatch):
+    monkeypatch.setattr(Halves, "low_precision_adamw", lambda *given: None)
+    optimizer = LowPrecisionAdamW([torch.nn.Parameter(torch.ones(GROUP))], kernels=Halves())
+    with pytest.raises(PluginError, match="kernels Halves: its low_precision_adamw returned None"):
+        optimizer.step()
 
 
 @pytest.mark.parametrize("name", [FIRST, SECOND])

@@ -33,7 +33,7 @@ import attrs
 import torch
 
 from nanotrain_core.contracts import Kernels
-from nanotrain_core.errors import NanotrainError
+from nanotrain_core.errors import NanotrainError, expect_result
 from nanotrain_core.layout.placement import Piece
 from nanotrain_core.optim.fused_adamw import fused_adamw
 from nanotrain_core.optim.moment_groups import GROUP
@@ -194,7 +194,9 @@ class LowPrecisionAdamW(torch.optim.AdamW):
         for group in self.param_groups:
             weights = [weight for weight in group["params"] if weight.grad is not None]
             states = [self.state[weight] for weight in weights]
-            for wave in waves(self.kernels.low_precision_adamw(weights, states, group, self.found_inf)):
+            others = self.kernels.low_precision_adamw(weights, states, group, self.found_inf)
+            who = f"kernels {type(self.kernels).__name__}"
+            for wave in waves(expect_result(who, "low_precision_adamw", others, list)):
                 self._update(wave, group)
 
     def _update(self, weights: list[torch.Tensor], group: dict[str, Any]) -> None:
