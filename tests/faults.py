@@ -4,9 +4,9 @@ from pathlib import Path
 
 from nanotrain_core.testing import Case
 
-TWINS, MODELS, PRECISIONS, CHECKPOINTS, KERNELS, HISTORIES, CACHES = (
+TWINS, MODELS, PRECISIONS, CHECKPOINTS, KERNELS, ADAMW, HISTORIES, CACHES = (
     (str(Path(__file__).with_name(f"broken_{kind}.py")),)
-    for kind in ("twins", "models", "precisions", "checkpoints", "kernels", "histories", "caches")
+    for kind in ("twins", "models", "precisions", "checkpoints", "kernels", "adamw", "histories", "caches")
 )
 
 
@@ -51,6 +51,11 @@ DENSE, ROUTED = (
         ("transformer", "odd", "recomputed", "weight_passes"),
         ("routed", "recomputed_experts", "weight_passes_of_experts"),
     )
+)
+
+
+OF_BFLOAT16, *OF_INT8 = (
+    f"low_precision_adamw_equals_pytorch[{form}]" for form in ("bfloat16", "int8", "carried")
 )
 
 
@@ -212,6 +217,9 @@ FAULTS = [
     ),
     (Case("kernels", use="counts_runs", plugins=KERNELS), {"runs_are_independent"}),
     (Case("kernels", use="rounds_at_random", plugins=KERNELS), {"two_calls_have_the_same_bits"}),
+    (Case("kernels", use="steps", plugins=ADAMW), set()),
+    (Case("kernels", use="adds_decay_to_gradients", plugins=ADAMW), {*OF_INT8, OF_BFLOAT16}),
+    (Case("kernels", use="rounds_second_moments_to_zero", plugins=ADAMW), {*OF_INT8}),
     (
         Case("precision", use="forgets_to_write_through", plugins=PRECISIONS),
         {"stored_weights_reach_the_model", "loss_follows_float32"},

@@ -79,6 +79,14 @@ FAULTS = (
         "strides_change_nothing calls_do_not_share_memory",
     ),
     _fault(
+        "broken_adamw",
+        "kernels",
+        "a step of AdamW with low-precision moments is another",
+        "adds_decay_to_gradients steps_anyway returns_what_it_updated caches_its_rate "
+        "rounds_scales_down rounds_second_moments_to_zero truncates_to_bfloat16",
+        "low_precision_adamw_equals_pytorch",
+    ),
+    _fault(
         "broken_models",
         "model",
         "logits are not those of the loss",

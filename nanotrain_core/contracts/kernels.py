@@ -62,7 +62,7 @@ class Kernels:
         to the rounding of float32: see :class:`~nanotrain_core.optim.moments.LowPrecisionAdamW`.
 
         Args:
-            weights: each has a ``grad``.
+            weights: of one group, perhaps none; each has a ``grad``.
             states: of each weight ``step``, and its moments ``exp_avg`` and ``exp_avg_sq``: a tensor of that
                 name, or codes and scales under that name with ``_code`` and ``_scale``.
             group: the weights' group of ``param_groups``.
