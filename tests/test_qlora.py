@@ -16,8 +16,11 @@ from test_plan_truth import case as small
 
 from nanotrain_core.cli import main
 from nanotrain_core.errors import CheckpointError, RecipeError
+from nanotrain_core.precision.quantized_storage import storage_of
 from nanotrain_core.recipe.differences import expect_same
 from nanotrain_core.recipe.write import write_resolved
+from nanotrain_core.run import memory
+from nanotrain_core.run.host_memory import HostMemory
 from nanotrain_core.testing import Case, conformance, run_ranks
 from nanotrain_core.testing.compare import assert_bitwise, whole
 from nanotrain_core.testing.probe import make_engine, train
@@ -171,6 +174,16 @@ def test_a_plan_tells_what_a_rank_has_before_its_weights_are_packed(tmp_path, ca
     assert size(weights) in told
     assert main(["plan", str(recipe), "--hardware", "h100", "--json", "--set", "precision={use='bf16'}"]) == 0
     assert "packed" not in str(json.loads(capsys.readouterr().out)["assumptions"])
+
+
+def test_packed_weights_count_in_their_bytes_where_training_is_to_fit(monkeypatch):
+    run = make_engine(case_of({}), {}).run
+    weights = [placed.parameter for placed in run.placed]
+    trained = sum(weight.numel() for weight in weights if weight.requires_grad)
+    needed = sum(storage_of(weight).nbytes for weight in weights) + 4 * 4 * trained + 1000  # counts of steps
+    most = max(needed, sum(weight.nbytes for weight in weights))
+    monkeypatch.setattr(memory, "host_memory", lambda: HostMemory(most))
+    make_engine(case_of({}), {})
 
 
 test_conformance = pytest.mark.full(

@@ -15,6 +15,7 @@ from nanotrain_core.contracts import GradientSync, Optimizer, Precision
 from nanotrain_core.errors import NanotrainError, expect_result, in_one_line
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import PlacedParameter, Placements
+from nanotrain_core.precision.quantized_storage import storage_of
 from nanotrain_core.recipe.tree import Recipe
 from nanotrain_core.run.host_memory import host_memory
 from nanotrain_core.run.progress_bar import amount
@@ -57,7 +58,7 @@ def expect_training_to_fit(
     Raises:
         NanotrainError: on every rank, with ranks, host, sizes and keys.
     """
-    needed = sum(each.parameter.nbytes for each in placed)
+    needed = sum(storage_of(each.parameter).nbytes for each in placed)
     for piece in gradients.pieces():
         first, end = piece.span or (0, prod(piece.placement.shape))
         needed += (end - first) * (precision.gradient_dtype or piece.parameter.dtype).itemsize
