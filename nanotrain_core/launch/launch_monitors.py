@@ -60,8 +60,10 @@ class FirstStep(Monitor):
             self.restart = None
 
 
-def add_watchers(engine: RuntimeEngine, keep_recipe: Callable[[], None], marker: SaveMarker | None) -> None:
-    """Add them to a run: the one that keeps its recipe before the run's own monitors, the others after them.
+def add_launch_monitors(
+    engine: RuntimeEngine, keep_recipe: Callable[[], None], marker: SaveMarker | None
+) -> None:
+    """Add monitors to a run: the one that keeps its recipe before the run's own monitors, the others after them.
 
     Args:
         engine: of the run.

@@ -103,7 +103,7 @@ def _train(job: Job, ranks: Ranks, last: contextlib.ExitStack) -> str:
     import torch.distributed as dist
 
     from nanotrain_core.engine import RuntimeEngine
-    from nanotrain_core.launch.launch_monitors import SaveMarker, add_watchers, keep_recipe
+    from nanotrain_core.launch.launch_monitors import SaveMarker, add_launch_monitors, keep_recipe
     from nanotrain_core.run.show_placements import show_placements
 
     device = set_up_process(recipe, ranks)
@@ -141,7 +141,7 @@ def _train(job: Job, ranks: Ranks, last: contextlib.ExitStack) -> str:
             texts = write_resolved(recipe), explain(recipe, resolved.merged)
             names = history.agents if ranks.rank == 0 else ()  # the others know their own alone
             at_save = SaveMarker(marker, "\n".join(names)) if marker is not None else None
-            add_watchers(engine, partial(keep_recipe, folder, *texts), at_save)
+            add_launch_monitors(engine, partial(keep_recipe, folder, *texts), at_save)
             if "placements" in job.show:
                 show_placements(engine.run)
             return engine.fit().reason
