@@ -63,7 +63,7 @@ class FirstStep(Monitor):
 def add_launch_monitors(
     engine: RuntimeEngine, keep_recipe: Callable[[], None], marker: SaveMarker | None
 ) -> None:
-    """Add monitors to a run: the one that keeps its recipe before the run's own monitors, the others after them.
+    """Add monitors to a run: the one that keeps its recipe before the run's own, the others after them.
 
     Args:
         engine: of the run.
