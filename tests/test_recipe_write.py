@@ -1,3 +1,4 @@
+import hashlib
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,16 @@ def test_two_recipes_differ_in_the_values_of_the_keys_that_were_changed():
     assert differing.pop("monitor.0.every") == ("10", "3")
     assert differing
     assert all(key.startswith(("monitor.1.", "monitor.2.", "versions.")) for key in differing)
+
+
+def test_a_secret_that_differs_is_told_by_its_digest():
+    urls = ("https://hooks.example/T0/S3CRET", "https://hooks.example/T1/0THER")
+    monitors = [f"monitor=[{{use='alerts', to={{webhook='{url}'}}}}]" for url in urls]
+    one, other = (recipe_values(load_recipe("laptop", overrides=[monitor])) for monitor in monitors)
+    (key,) = (key for key in one if one[key] != other[key])
+    assert key.endswith(".webhook")
+    for values, url in ((one, urls[0]), (other, urls[1])):
+        assert values[key] == f"(hidden), sha256 {hashlib.sha256(url.encode()).hexdigest()[:8]}"
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

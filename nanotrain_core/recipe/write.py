@@ -15,6 +15,7 @@ from nanotrain_core.recipe.frozen import FrozenMapping
 from nanotrain_core.recipe.locate import key_lines, leaves_of
 from nanotrain_core.recipe.merge import Merged
 from nanotrain_core.recipe.phase import Phase
+from nanotrain_core.recipe.secrets import HIDDEN, has_password, is_secret
 from nanotrain_core.recipe.tree import Recipe, Selection
 
 
@@ -56,9 +57,17 @@ def recipe_hash(recipe: Recipe) -> str:
 
 
 def recipe_values(recipe: Recipe) -> dict[str, str]:
-    """Return the value of each dotted key of the resolved recipe, such as ``monitor.0.every``, as a text."""
-    tree = tomli.loads(write_resolved(recipe))
-    return {key: str(value) for key, value in leaves_of(tree)}
+    """Return the value of each dotted key of the resolved recipe, such as ``monitor.0.every``, as a text.
+
+    Of a secret, the beginning of its SHA-256: it can be compared, and shown.
+    """
+    leaves = leaves_of(tomli.loads(write_resolved(recipe)))
+    return {key: _shown(key.rpartition(".")[2], str(value)) for key, value in leaves}
+
+
+def _shown(name: str, value: str) -> str:
+    hidden = is_secret(name) or has_password(value)
+    return f"{HIDDEN}, sha256 {hashlib.sha256(value.encode()).hexdigest()[:8]}" if hidden else value
 
 
 def explain(recipe: Recipe, merged: Merged) -> str:
