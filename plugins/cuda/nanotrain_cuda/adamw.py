@@ -6,11 +6,12 @@ for moments in eight bits. On a GPU, and in Triton's interpreter, nothing of thi
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+
+from nanotrain_cuda.permutation import in_triton
 
 Tensor = torch.Tensor
 State = Mapping[str, Tensor]
@@ -34,9 +35,8 @@ def low_precision_adamw(
 
 def takes(weight: Tensor, gradient: Tensor, *state: Tensor) -> bool:
     """Return whether the kernel can update a weight with this gradient and state."""
-    here = weight.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
     contiguous = all(each.is_contiguous() for each in (weight, gradient, *state))
-    return here and contiguous and weight.dtype == gradient.dtype == torch.float32
+    return in_triton(weight) and contiguous and weight.dtype == gradient.dtype == torch.float32
 
 
 def update(

@@ -11,11 +11,10 @@ Shapes: T tokens, E experts, K chosen per token, G groups of consecutive experts
 
 from __future__ import annotations
 
-import os
-
 import torch
 
 from nanotrain_core.api.torch import CountingRouter
+from nanotrain_cuda.permutation import in_triton
 
 Tensor = torch.Tensor
 
@@ -29,16 +28,15 @@ def choose_experts(
     return experts_TK.view(*scores_E.shape[:-1], top_k)
 
 
-def _in_triton(scores: Tensor) -> bool:
+def _takes(scores: Tensor) -> bool:
     """Return whether the kernel can choose by ``scores``."""
-    here = scores.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
-    return here and scores.dtype == torch.float32
+    return in_triton(scores) and scores.dtype == torch.float32
 
 
 @torch.library.custom_op("nanotrain_cuda::choose", mutates_args=())
 def choose(scores: Tensor, bias: Tensor | None, top_k: int, groups: int, chosen_groups: int) -> Tensor:
     """Return the experts of each token [T, K], int64, for scores [T, E]. It has no gradient."""
-    if not _in_triton(scores):
+    if not _takes(scores):
         return CountingRouter.choose(scores, bias, top_k, groups, chosen_groups)
     from nanotrain_cuda.triton_top_k import choose as by_triton
 
