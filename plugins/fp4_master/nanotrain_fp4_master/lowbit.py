@@ -127,13 +127,10 @@ class Residual(Naive):
     def load(self) -> torch.Tensor:
         """Add the residual to the weight."""
         value = torch.empty_like(self.residual, dtype=torch.float32)
+        if self.in_triton:
+            self._load_in_triton(value)
+            return value
         for begin, end in self.blocks.chunks():
-            if self.in_triton:
-                from nanotrain_fp4_master import triton_nvfp4
-
-                ranges = (read_range(each, begin, end) for each in (self.weight, self.residual, value))
-                triton_nvfp4.load(*ranges)
-                continue
             rounded = self.blocks.of(self.weight, begin, end)
             residual = self.blocks.of(self.residual, begin, end)
             scales = self.blocks.form.scales_of(rounded)
@@ -155,6 +152,13 @@ class Residual(Naive):
             rounded, parts = follow(wide, rounded, form, noise)
             self.blocks.write(self.weight, begin, end, rounded)
             self.blocks.write(self.residual, begin, end, parts)
+
+    def _load_in_triton(self, value: torch.Tensor) -> None:
+        from nanotrain_fp4_master import triton_nvfp4
+
+        for begin, end in self.blocks.chunks():
+            ranges = (read_range(each, begin, end) for each in (self.weight, self.residual, value))
+            triton_nvfp4.load(*ranges)
 
     def _store_in_triton(self, value: torch.Tensor) -> None:
         from nanotrain_fp4_master import triton_nvfp4

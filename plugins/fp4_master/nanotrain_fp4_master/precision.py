@@ -31,7 +31,7 @@ from nanotrain_fp4_master import BLOCKS, FP4MasterConfig, bfloat16, lowbit
 from nanotrain_fp4_master.blocks import Format, NF4Blocks, NVFP4Blocks
 from nanotrain_fp4_master.noise import Clock, Noise, cut_blocks
 from nanotrain_fp4_master.packing import FourBits, pack_parameters
-from nanotrain_fp4_master.table import Row, expect_matches, lines, summed
+from nanotrain_fp4_master.table import Row, lines, of_all_stages, summed
 
 FORMATS = {"nvfp4": NVFP4Blocks, "nf4": NF4Blocks}
 LOW_BIT: dict[str, Callable[..., lowbit.Naive]] = {
@@ -82,11 +82,8 @@ class FP4Master(Precision):
             NanotrainError: a pattern matches nothing; the text has the pattern and the nearest name.
         """
         parameters = [named for part in parts for named in part.named_parameters()]
-        own = ([name for name, _ in parameters], self.table(parameters))
-        stages = mesh.gather(own, "pp") if "pp" in mesh.layout.dims else [own]
-        names = sorted({name for found, _ in stages for name in found})
-        expect_matches(self.config.keep, names)
-        self.rows = summed(row for _, rows in stages for row in rows)
+        names = [name for name, _ in parameters]
+        self.rows = of_all_stages(names, self.table(parameters), self.config.keep, mesh)
 
     def describe(self) -> list[str]:
         """Return lines with the bytes per parameter of weights and masters, by role and in total."""

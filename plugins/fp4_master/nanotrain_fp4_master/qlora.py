@@ -33,7 +33,7 @@ from nanotrain_core.api.torch import (
 from nanotrain_fp4_master import BLOCKS, QLoRAConfig
 from nanotrain_fp4_master.blocks import NF4Blocks
 from nanotrain_fp4_master.packing import FourBits, pack_parameters
-from nanotrain_fp4_master.table import Row, expect_matches, lines, summed
+from nanotrain_fp4_master.table import Row, lines, of_all_stages
 
 
 class QLoRA(Uniform):
@@ -79,10 +79,8 @@ class QLoRA(Uniform):
     def check_parts(self, parts: Sequence[nn.Module], mesh: Mesh) -> None:
         """Reject patterns that match no parameter, and build the table of all stages. Gathers over pp."""
         parameters = [named for part in parts for named in part.named_parameters()]
-        own = ([name for name, _ in parameters], [*self._table(parameters)])
-        stages = mesh.gather(own, "pp") if "pp" in mesh.layout.dims else [own]
-        expect_matches(self.config.keep, sorted({name for names, _ in stages for name in names}))
-        self.rows = summed(row for _, rows in stages for row in rows)
+        names = [name for name, _ in parameters]
+        self.rows = of_all_stages(names, [*self._table(parameters)], self.config.keep, mesh)
 
     def _table(self, parameters: Sequence[tuple[str, nn.Parameter]]) -> Iterator[Row]:
         for name, each in parameters:

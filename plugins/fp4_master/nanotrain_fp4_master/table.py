@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 import attrs
 
 from nanotrain_core.api import NanotrainError, did_you_mean
+from nanotrain_core.api.torch import Mesh
 
 
 @attrs.define(frozen=True)
@@ -53,13 +54,23 @@ def lines(rows: Sequence[Row], in_bf16: float = 6) -> list[str]:
     ]
 
 
-def expect_matches(keep: Iterable[str], names: Sequence[str]) -> None:
-    """Reject patterns of ``precision.keep`` that match no parameter.
+def of_all_stages(names: Sequence[str], rows: Sequence[Row], keep: Iterable[str], mesh: Mesh) -> list[Row]:
+    """Return the rows of the whole pipeline. Gathers over pp.
+
+    Args:
+        names: of this rank's parameters.
+        rows: of this rank.
+        keep: the patterns of ``precision.keep``.
+        mesh: of the run.
 
     Raises:
-        NanotrainError: with the pattern and the nearest name.
+        NanotrainError: a pattern matches no parameter of any stage; the text has the nearest name.
     """
+    own = (names, rows)
+    stages = mesh.gather(own, "pp") if "pp" in mesh.layout.dims else [own]
+    everyones = sorted({name for found, _ in stages for name in found})
     for pattern in keep:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            near = did_you_mean(pattern, names)
+        if not any(fnmatchcase(name, pattern) for name in everyones):
+            near = did_you_mean(pattern, everyones)
             raise NanotrainError(f"precision.keep: '{pattern}' matches no parameter of the model{near}")
+    return summed(row for _, found in stages for row in found)
