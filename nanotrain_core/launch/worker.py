@@ -122,8 +122,8 @@ def _train(job: Job, ranks: Ranks, last: contextlib.ExitStack) -> str:
         last.callback(watchdog.stop)
     try:
         with _watched(job, ranks, recipe, store, progress):
-            use, decide = recipe.checkpoint.use, resume_point.start_from
-            choose = partial(decide, job, folder, marker, history, use, registry)
+            attempt = job, folder, marker, history, recipe.checkpoint.use, registry
+            choose = partial(resume_point.start_from, *attempt)
             resume = broadcast_from_rank_0(choose, "resume", ranks, store)
             engine = RuntimeEngine.from_recipe(
                 recipe,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import tomli
@@ -17,18 +17,21 @@ def keys_of(value: Any, key: str = "") -> Iterator[str]:
     """Yield the dotted key of every table, array, array item and leaf, parents first."""
     if key:
         yield key
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for name, below in items:
+    for name, below in _items(value):
         yield from keys_of(below, join(key, name))
 
 
 def leaves_of(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the dotted key and the value of every leaf; an empty table or array is one."""
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    if not items:
+    if not isinstance(value, dict | list) or not value:
         yield key, value
-    for name, below in items:
+    for name, below in _items(value):
         yield from leaves_of(below, join(key, name))
+
+
+def _items(value: Any) -> Iterable[tuple[object, Any]]:
+    """Return what a table or an array consists of; nothing of any other value."""
+    return value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
 
 
 def key_lines(text: str) -> dict[str, int]:

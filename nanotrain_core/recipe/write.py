@@ -7,7 +7,6 @@ import re
 from typing import Any
 
 import attrs
-import tomli
 import tomli_w
 
 from nanotrain_core.component import LISTED_KINDS
@@ -21,13 +20,17 @@ from nanotrain_core.recipe.tree import Recipe, Selection
 
 def write_resolved(recipe: Recipe) -> str:
     """Return ``recipe`` as TOML with every default written out. Loading it gives an equal recipe."""
-    tables = {field.name: plain(getattr(recipe, field.name)) for field in attrs.fields(Recipe)}
+    tables = _tables(recipe)
     for optional in ("requires", "versions", "phase"):
         if not tables[optional]:
             del tables[optional]
     # TOML requires plain keys before the first table: here, requirements and the kinds with no component.
     arrays = {name: value for name, value in tables.items() if not value or name == "requires"}
     return _dump(arrays | tables)
+
+
+def _tables(recipe: Recipe) -> dict[str, Any]:
+    return {field.name: plain(getattr(recipe, field.name)) for field in attrs.fields(Recipe)}
 
 
 def _dump(tables: dict[str, Any]) -> str:
@@ -61,7 +64,7 @@ def recipe_values(recipe: Recipe) -> dict[str, str]:
 
     Of a secret, the beginning of its SHA-256: it can be compared, and shown.
     """
-    leaves = leaves_of(tomli.loads(write_resolved(recipe)))
+    leaves = leaves_of(_tables(recipe))
     return {key: _shown(key.rpartition(".")[2], str(value)) for key, value in leaves}
 
 
