@@ -98,7 +98,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-#: Key and value heads of a rank, by model and degree of tensor parallelism: those that cp shares out.
+#: Key and value heads of a rank, by model and degree of tensor parallelism: those that cp splits.
 HEADS = {(model, tp): lcm(6, tp) // tp for model in ("transformer", "moe") for tp in AXES["tp"]} | {
     (model, tp): 4 // tp for model in ("deepseek_v3", "deepseek_v2") for tp in AXES["tp"]
 }

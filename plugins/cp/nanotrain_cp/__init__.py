@@ -73,7 +73,7 @@ def nanotrain_register_parallel(register: Register) -> None:
             name="cp",
             config=ContextParallelConfig,
             factory="nanotrain_cp.context_parallel:ContextParallel",
-            summary="shares sequences over ranks, by all-to-all, all-gather or a ring around attention",
+            summary="splits sequences over ranks, by all-to-all, all-gather or a ring around attention",
             mesh_dims={"cp"},
             check=check,
             stays_eager=stays_eager,

@@ -60,7 +60,7 @@ class Candidate:
 
 @attrs.define(frozen=True)
 class Split:
-    """How a layout shares out activations."""
+    """How a layout splits activations."""
 
     pp: int
     tp: int

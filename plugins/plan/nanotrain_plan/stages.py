@@ -172,7 +172,7 @@ def dry_stages(
 def pipeline_of_most_tokens(layout: Layout, pp: int, length: int, sequences: int | None = None) -> list[int]:
     """Return ranks, one for each of ``pp`` pipeline ranks, with the most tokens of a batch.
 
-    Where data parallelism shares out ``sequences`` (None: as many to each) or context parallelism the
+    Where data parallelism splits ``sequences`` (None: as many to each) or context parallelism the
     ``length`` tokens of each, parts may differ by one: the largest takes the most memory and time. Of several
     such pipelines it is the first.
     """

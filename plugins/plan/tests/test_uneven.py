@@ -1,4 +1,4 @@
-"""Batches that ranks or microbatches cannot share out evenly."""
+"""Batches that ranks or microbatches cannot split evenly."""
 
 import pytest
 from nanotrain_plan.hardware import find_hardware

@@ -35,7 +35,12 @@ from nanotrain_core.api.torch import Block, CheckpointReport, Mesh, TrainState
 from nanotrain_sharded_ckpt_v2 import ShardedConfig, __version__, blocks, folders, manifest, shard
 from nanotrain_sharded_ckpt_v2.flags import LateFlag
 from nanotrain_sharded_ckpt_v2.manifest import File, Manifest, streams_name
-from nanotrain_sharded_ckpt_v2.object_collectives import agree, from_first, share_from_first, to_first
+from nanotrain_sharded_ckpt_v2.object_collectives import (
+    agree,
+    broadcast_from_first,
+    gather_to_first,
+    scatter_from_first,
+)
 from nanotrain_sharded_ckpt_v2.resharding import ReadPlan, misfits
 from nanotrain_sharded_ckpt_v2.save_in_progress import SaveInProgress
 from nanotrain_sharded_ckpt_v2.save_plan import BlockMetadata, Tensor, make_plan
@@ -143,7 +148,7 @@ class ShardedCheckpoint:
         if self._assignment is not None and not self._changed.any(metadata != self._assignment.metadata):
             return self._assignment
         self._assignment = None
-        everyone = to_first(metadata, self.mesh)
+        everyone = gather_to_first(metadata, self.mesh)
         shares: list[Sequence[int]] = []
         tensors: dict[str, Tensor] = {}
         if everyone:
@@ -153,7 +158,7 @@ class ShardedCheckpoint:
             except CheckpointError as error:
                 problem = str(error)
         agree(problem, self.mesh)
-        self._assignment = ShardAssignment(metadata, share_from_first(shares, self.mesh), tensors)
+        self._assignment = ShardAssignment(metadata, scatter_from_first(shares, self.mesh), tensors)
         return self._assignment
 
     def _on_first(self, act: Callable[[], Any]) -> Any:
@@ -165,7 +170,7 @@ class ShardedCheckpoint:
             except OSError as error:
                 problem = f"{self.folder} cannot be written: {error.strerror or error}"
         agree(problem, self.mesh)
-        return from_first(outcome, self.mesh)
+        return broadcast_from_first(outcome, self.mesh)
 
     def settle(self) -> None:
         """Wait until this rank's shard is copied."""
@@ -192,7 +197,7 @@ class ShardedCheckpoint:
 
     def _publish(self, saving: SaveInProgress) -> Path:
         """Move the checkpoint into place, or remove its files."""
-        everyone = to_first(saving.files, self.mesh)
+        everyone = gather_to_first(saving.files, self.mesh)
         try:
             agree(saving.error, self.mesh)
             problem = ""
@@ -344,7 +349,7 @@ class ShardedCheckpoint:
         if saved is None:
             return None, problems
         state.accept(saved.meta)  # first, since a different model has the clearest error
-        everyone = to_first({block.name for block in state.blocks}, self.mesh)
+        everyone = gather_to_first({block.name for block in state.blocks}, self.mesh)
         wanted: Collection[str] = set().union(*everyone) if everyone else saved.tensors
         unfit = [*unexpected_kinds(saved.tensors, wanted), *misfits(saved, state.blocks, wanted)]
         more = f" ({len(unfit)} in all)" if len(unfit) > 1 else ""
@@ -375,7 +380,7 @@ class ShardedCheckpoint:
             except (CheckpointError, OSError) as error:
                 problem = str(error)
         agree(other_format, self.mesh)
-        text, problem = from_first((text, problem), self.mesh)
+        text, problem = broadcast_from_first((text, problem), self.mesh)
         if problem:
             return None, [problem]
         saved = saved or manifest.parse(text, path)

@@ -10,7 +10,7 @@ from nanotrain_core.api import CheckpointError
 from nanotrain_core.api.torch import Mesh
 
 
-def to_first(value: Any, mesh: Mesh) -> list[Any]:
+def gather_to_first(value: Any, mesh: Mesh) -> list[Any]:
     """Gather: return every rank's value on rank 0, an empty list elsewhere."""
     if mesh.world_size == 1:
         return [value]
@@ -20,7 +20,7 @@ def to_first(value: Any, mesh: Mesh) -> list[Any]:
     return everyone or []
 
 
-def from_first(value: Any, mesh: Mesh) -> Any:
+def broadcast_from_first(value: Any, mesh: Mesh) -> Any:
     """Broadcast: return rank 0's value everywhere."""
     if mesh.world_size == 1:
         return value
@@ -30,7 +30,7 @@ def from_first(value: Any, mesh: Mesh) -> Any:
     return box[0]
 
 
-def share_from_first(values: list[Any], mesh: Mesh) -> Any:
+def scatter_from_first(values: list[Any], mesh: Mesh) -> Any:
     """Scatter: return the value that rank 0 has for this rank."""
     if mesh.world_size == 1:
         return values[0]

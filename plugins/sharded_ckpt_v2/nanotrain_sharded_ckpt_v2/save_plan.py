@@ -59,21 +59,21 @@ def make_plan(metadata: Sequence[Sequence[BlockMetadata]]) -> Plan:
                     f"{name} is {dtype} {whole} on rank {rank} and {known[0]} {known[1]} on rank {known[2]}"
                 )
             holders.setdefault((name, offset, shape), []).append((rank, position))
-    mine = _share_out(holders, forms, len(metadata))
+    mine = _assign(holders, forms, len(metadata))
     return Plan([sorted(positions) for positions, _ in mine], _tensors(mine, forms))
 
 
-_Share = tuple[list[int], list[tuple[str, Shape, Shape]]]
+_Assigned = tuple[list[int], list[tuple[str, Shape, Shape]]]
 
 
-def _share_out(
+def _assign(
     holders: Mapping[tuple[str, Shape, Shape], list[tuple[int, int]]],
     forms: Mapping[str, tuple[str, Shape, int]],
     ranks: int,
-) -> list[_Share]:
+) -> list[_Assigned]:
     """Assign boxes held by one rank to it, then the others, largest first, to the least loaded holder."""
     load = [0] * ranks
-    shares: list[_Share] = [([], []) for _ in range(ranks)]
+    shares: list[_Assigned] = [([], []) for _ in range(ranks)]
     sizes = {box: DTYPE_BYTES[forms[box[0]][0]] * prod(box[2]) for box in holders}
     for box, choices in sorted(
         holders.items(), key=lambda item: (len(item[1]) > 1, -sizes[item[0]], item[0])
@@ -85,7 +85,7 @@ def _share_out(
     return shares
 
 
-def _tensors(shares: Sequence[_Share], forms: Mapping[str, tuple[str, Shape, int]]) -> dict[str, Tensor]:
+def _tensors(shares: Sequence[_Assigned], forms: Mapping[str, tuple[str, Shape, int]]) -> dict[str, Tensor]:
     chunks: dict[str, list[tuple[int, Shape, Shape]]] = {name: [] for name in sorted(forms)}
     for rank, (_, boxes) in enumerate(shares):
         for name, offset, shape in boxes:

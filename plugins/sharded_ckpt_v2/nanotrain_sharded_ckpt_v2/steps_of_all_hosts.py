@@ -12,7 +12,7 @@ import structlog
 from nanotrain_core.api import CheckpointError
 from nanotrain_core.api.torch import Mesh
 from nanotrain_sharded_ckpt_v2 import folders, manifest
-from nanotrain_sharded_ckpt_v2.object_collectives import from_first
+from nanotrain_sharded_ckpt_v2.object_collectives import broadcast_from_first
 
 #: How often rank 0 lists a folder, and the seconds between: NFS caches listings for up to a minute.
 LOOKS, BETWEEN = 32, 2.0
@@ -32,7 +32,7 @@ def once_saved(folder: Path, mesh: Mesh) -> list[int]:
         rank = max(range(len(newest)), key=lambda rank: newest[rank][0])  # the first if several have it
         step, where = newest[rank]
         if rank == 0:
-            there: list[int] = from_first(listed, mesh)
+            there: list[int] = broadcast_from_first(listed, mesh)
             return there
         lacking = f"rank {rank} on {where} has the checkpoint of step {step} in {folder}, which rank 0 on "
         lacking += f"{newest[0][1]} does not list"
