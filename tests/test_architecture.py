@@ -226,7 +226,7 @@ ROOMS = {path.parent.name for path in CORE.glob("*/__init__.py")}
 #: What each room of the core may have of code, in lines; "": all that is in none. Not the harness.
 SMALL = {
     "": 1005,
-    "api": 696,
+    "api": 860,
     "builtin": 517,
     "checkpoint": 948,
     "cli": 1753,

@@ -13,7 +13,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 
 from objects import rows_of
-from public_names import DOORS, ROOT, Name, file_of, find, first_sentence, names_of, parsed
+from public_names import DOORS, ROOT, Name, file_of, find, first_sentence, modules_of, names_of, parsed
 from signatures import of_class, of_function, of_value
 
 PAGE = ROOT / "docs/api.md"
@@ -22,11 +22,11 @@ LONGEST = 300
 
 HEAD = """# Names that plugins import
 
-Everything in `__all__` of the modules that a plugin may import from, grouped by the package of the core
-that defines it. Each is followed by how it is called, with types and defaults as the source writes them (a
-function without `->` returns nothing; a constant is followed by its value), and by the first sentence of its
-docstring. A name links to the file that defines it, which has arguments, shapes and errors; "Members" to the
-fields and methods of a class, where arguments are that `(...)` leaves out.
+Everything in `__all__` of the modules that a plugin may import from, grouped by topic. Each is followed by
+how it is called, with types and defaults as the source writes them (a function without `->` returns nothing;
+a constant is followed by its value), and by the first sentence of its docstring. A name links to the file
+that defines it, which has arguments, shapes and errors; "Members" to the fields and methods of a class, where
+arguments are that `(...)` leaves out.
 [What to import from where](plugins.md#what-to-import-from-where) says which module is for what,
 [compatibility.md](compatibility.md) how long a name stays.
 
@@ -54,13 +54,10 @@ def page() -> str:
     for door in DOORS:
         about = ast.get_docstring(parsed(file_of(door))) or ""
         lines += [f"## {door}", "", first_sentence(about), ""]
-        rooms: dict[str, list[Name]] = {}
-        for each in names_of(door):
-            rooms.setdefault(_room(each.path), []).append(each)
-        for room, names in sorted(rooms.items()):
-            if len(rooms) > 4:
-                lines += [f"### {_title(room)}", ""]
-            for each in names:
+        for topic in modules_of(door):
+            if topic != door:
+                lines += [f"### {_title(topic)}", ""]
+            for each in names_of(topic):
                 called = f"`{written}`" if (written := signature(each)) else ""
                 lines.append(f"- [`{each.name}`](../{each.path.relative_to(ROOT)}){called}<br>")
                 members = f" [Members](objects.md#{each.name.lower()})" if rows_of(each) else ""
@@ -69,16 +66,8 @@ def page() -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _room(path: Path) -> str:
-    inside = path.relative_to(ROOT / "nanotrain_core").parts
-    return inside[0] if len(inside) > 1 else ""
-
-
-def _title(room: str) -> str:
-    if not room:
-        return "The core itself"
-    about = ast.get_docstring(parsed(ROOT / "nanotrain_core" / room / "__init__.py")) or ""
-    return first_sentence(about).rstrip(".")
+def _title(module: str) -> str:
+    return first_sentence(ast.get_docstring(parsed(file_of(module))) or "").rstrip(".")
 
 
 if __name__ == "__main__":

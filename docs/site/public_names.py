@@ -38,13 +38,25 @@ def file_of(module: str) -> Path:
     return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
 
 
+def modules_of(door: str) -> list[str]:
+    """Return the modules that list a door's names: itself, or those that it re-exports."""
+    imports = [node for node in parsed(file_of(door)).body if isinstance(node, ast.ImportFrom)]
+    return [node.module for node in imports if node.module and node.names[0].name == "*"] or [door]
+
+
 def names_of(door: str) -> list[Name]:
-    """Return what a module lists in ``__all__``, in the order in which a reader would look it up."""
-    tree = parsed(file_of(door))
+    """Return the public names of a module, in the order in which a reader would look them up."""
+    names = (name for module in modules_of(door) for name in _listed(module))
+    return [Name(name, *_defined(door, name)) for name in sorted(names, key=str.lower)]
+
+
+def _listed(module: str) -> list[str]:
+    """Return the ``__all__`` of a module that re-exports no other's."""
+    body = parsed(file_of(module)).body
     (listed,) = (
-        node.value for node in tree.body if isinstance(node, ast.Assign) and _targets(node) == ["__all__"]
+        node.value for node in body if isinstance(node, ast.Assign) and _targets(node) == ["__all__"]
     )
-    return [Name(name, *_defined(door, name)) for name in sorted(ast.literal_eval(listed), key=str.lower)]
+    return list(ast.literal_eval(listed))
 
 
 @cache
@@ -86,6 +98,8 @@ def find(path: Path, name: str) -> tuple[Path, ast.stmt | None]:
             for alias in node.names:
                 if (alias.asname or alias.name) == name:
                     return find(file_of(node.module), alias.name)
+                if alias.name == "*" and name in _listed(node.module):
+                    return find(file_of(node.module), name)
     return path, None
 
 

@@ -1,0 +1,53 @@
+"""Components and commands of a plugin, their registry, and errors."""
+
+from nanotrain_core import __version__, hookimpl
+from nanotrain_core.command import Command
+from nanotrain_core.compile.eager import KeptEager, kept_eager
+from nanotrain_core.component import Component, NotCaptured, StaysEager, Support, always_captured
+from nanotrain_core.errors import (
+    CheckpointError,
+    Corrupted,
+    DataError,
+    Diverged,
+    Exit,
+    NanotrainError,
+    PluginError,
+    Problem,
+    RecipeError,
+    did_you_mean,
+    nearby,
+)
+from nanotrain_core.hookspecs import Register, RegisterCommand
+from nanotrain_core.moe.rules import experts_captured
+from nanotrain_core.registry.discovery import PluginArguments
+from nanotrain_core.registry.registry import Registry, load_plugins
+
+__all__ = [
+    "CheckpointError",
+    "Command",
+    "Component",
+    "Corrupted",
+    "DataError",
+    "Diverged",
+    "Exit",
+    "KeptEager",
+    "NanotrainError",
+    "NotCaptured",
+    "PluginArguments",
+    "PluginError",
+    "Problem",
+    "RecipeError",
+    "Register",
+    "RegisterCommand",
+    "Registry",
+    "StaysEager",
+    "Support",
+    "__version__",
+    "always_captured",
+    "did_you_mean",
+    "experts_captured",
+    "hookimpl",
+    "kept_eager",
+    "load_plugins",
+    "nearby",
+]

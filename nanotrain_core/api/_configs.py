@@ -1,0 +1,43 @@
+"""Recipe tables: base classes, built-in ones, ranges of fields, and divisibility."""
+
+from nanotrain_core.builtin.configs import AdamWConfig, SimpleCheckpointConfig
+from nanotrain_core.builtin.transformer_config import TransformerConfig, check_transformer, yarn_magnitude
+from nanotrain_core.moe.rules import divisible_experts
+from nanotrain_core.optim.moment_groups import check_moments
+from nanotrain_core.recipe.divisibility import (
+    Divisible,
+    divisibility_of,
+    divisors_near,
+    either,
+    multiples_near,
+    too_few,
+    undivided,
+)
+from nanotrain_core.recipe.model_config import CachedToken, ModelConfig, cached_token_of
+from nanotrain_core.recipe.range_validator import LARGEST_SIZE, MOST_LAYERS, Range
+from nanotrain_core.recipe.tree import OptimizerConfig, path_field
+
+__all__ = [
+    "LARGEST_SIZE",
+    "MOST_LAYERS",
+    "AdamWConfig",
+    "CachedToken",
+    "Divisible",
+    "ModelConfig",
+    "OptimizerConfig",
+    "Range",
+    "SimpleCheckpointConfig",
+    "TransformerConfig",
+    "cached_token_of",
+    "check_moments",
+    "check_transformer",
+    "divisibility_of",
+    "divisible_experts",
+    "divisors_near",
+    "either",
+    "multiples_near",
+    "path_field",
+    "too_few",
+    "undivided",
+    "yarn_magnitude",
+]

@@ -1,0 +1,30 @@
+"""Metrics: declarations, verdicts, and the history in `metrics.jsonl`."""
+
+from nanotrain_core.metrics.core import CORE as CORE_METRICS
+from nanotrain_core.metrics.declared import Bins, Metric, Rule, Verdict, of_ranks
+from nanotrain_core.metrics.declared import Names as MetricNames
+from nanotrain_core.metrics.history import Curve, History, Seam, read_metrics
+from nanotrain_core.metrics.patience import PATIENCE, StepKind, is_judged, must_last, step_kind
+from nanotrain_core.metrics.usual_value import USUAL_KNOWN, Usual, is_relative
+
+__all__ = [
+    "CORE_METRICS",
+    "PATIENCE",
+    "USUAL_KNOWN",
+    "Bins",
+    "Curve",
+    "History",
+    "Metric",
+    "MetricNames",
+    "Rule",
+    "Seam",
+    "StepKind",
+    "Usual",
+    "Verdict",
+    "is_judged",
+    "is_relative",
+    "must_last",
+    "of_ranks",
+    "read_metrics",
+    "step_kind",
+]

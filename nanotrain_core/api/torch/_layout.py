@@ -1,0 +1,37 @@
+"""The mesh, placements, gradients, and communication between ranks."""
+
+from nanotrain_core.layout.buckets import BucketExchange, BucketQueue, Pending, Write
+from nanotrain_core.layout.exchange import Buffer, Exchange, GlooExchange
+from nanotrain_core.layout.gradients import AllReduceGradients, LocalGradients
+from nanotrain_core.layout.initialization import hold
+from nanotrain_core.layout.mesh import Mesh
+from nanotrain_core.layout.messages import WAYS, EdgeMessages, MessageKey, Messages
+from nanotrain_core.layout.placement import RANGE, Piece, PlacedParameter, Placement, Placements, share_of
+from nanotrain_core.layout.transport import Transport
+from nanotrain_core.pipeline.p2p import describe as describe_message
+
+__all__ = [
+    "RANGE",
+    "WAYS",
+    "AllReduceGradients",
+    "BucketExchange",
+    "BucketQueue",
+    "Buffer",
+    "EdgeMessages",
+    "Exchange",
+    "GlooExchange",
+    "LocalGradients",
+    "Mesh",
+    "MessageKey",
+    "Messages",
+    "Pending",
+    "Piece",
+    "PlacedParameter",
+    "Placement",
+    "Placements",
+    "Transport",
+    "Write",
+    "describe_message",
+    "hold",
+    "share_of",
+]

@@ -1,0 +1,67 @@
+"""Precision: dtypes, GEMM backends, quantized storage, master weights and loss scales."""
+
+from nanotrain_core.precision.dequantizing_gemm import DequantizingGEMM
+from nanotrain_core.precision.dtypes import cast, keep_dtype
+from nanotrain_core.precision.gemm import LINEAR, GEMMBackend, Kept, gemm_parameters, gemms_of, use_gemm
+from nanotrain_core.precision.gemm_backend import (
+    Prepared,
+    PreparesWeights,
+    QuantizedActivations,
+    QuantizedInput,
+    TorchGEMM,
+)
+from nanotrain_core.precision.loss_scale import DynamicLossScale, NoLossScale
+from nanotrain_core.precision.placed_wgrad import Again, Place
+from nanotrain_core.precision.quantized_storage import (
+    PackedWeight,
+    Packing,
+    dequantize,
+    form_of,
+    memory_like,
+    move_into,
+    quantize_into,
+    range_of,
+    read_range,
+    storage_of,
+    unquantized,
+    write_range,
+)
+from nanotrain_core.precision.quantized_swiglu import quantize_swiglu
+from nanotrain_core.precision.uniform import Float32Master, LiveMaster, Uniform
+
+__all__ = [
+    "LINEAR",
+    "Again",
+    "DequantizingGEMM",
+    "DynamicLossScale",
+    "Float32Master",
+    "GEMMBackend",
+    "Kept",
+    "LiveMaster",
+    "NoLossScale",
+    "PackedWeight",
+    "Packing",
+    "Place",
+    "Prepared",
+    "PreparesWeights",
+    "QuantizedActivations",
+    "QuantizedInput",
+    "TorchGEMM",
+    "Uniform",
+    "cast",
+    "dequantize",
+    "form_of",
+    "gemm_parameters",
+    "gemms_of",
+    "keep_dtype",
+    "memory_like",
+    "move_into",
+    "quantize_into",
+    "quantize_swiglu",
+    "range_of",
+    "read_range",
+    "storage_of",
+    "unquantized",
+    "use_gemm",
+    "write_range",
+]
