@@ -66,7 +66,7 @@ def test_two_declarations_of_one_name_are_refused(names):
 
 
 @pytest.mark.parametrize(
-    ("rule", "value", "usual", "verdict", "says"),
+    ("rule", "value", "baseline", "verdict", "says"),
     [
         (Rule(warn_above=3, high="{times} times too large"), 12.0, None, "warn", True),
         (Rule(warn_below=2, low="{times} times too small"), 0.5, None, "warn", True),
@@ -75,10 +75,10 @@ def test_two_declarations_of_one_name_are_refused(names):
         (Rule(warn_times=2, high="{times} times as long"), 8.0, None, "good", False),
     ],
 )
-def test_a_rule_says_by_how_much(rule, value, usual, verdict, says):
-    assert rule.judge(value, usual) == verdict
+def test_a_rule_says_by_how_much(rule, value, baseline, verdict, says):
+    assert rule.judge(value, baseline) == verdict
     if says:
-        assert rule.say("x", value, usual=usual).startswith("4 times")
+        assert rule.say("x", value, baseline=baseline).startswith("4 times")
 
 
 def test_a_sentence_has_its_place_and_number_in_any_case():

@@ -1,16 +1,17 @@
 """Metrics: declarations, verdicts, and the history in `metrics.jsonl`."""
 
+from nanotrain_core.metrics.baseline import BASELINE_COUNT, Baseline, is_relative
 from nanotrain_core.metrics.core import CORE as CORE_METRICS
 from nanotrain_core.metrics.declared import Bins, Metric, Rule, Verdict, of_ranks
 from nanotrain_core.metrics.declared import Names as MetricNames
 from nanotrain_core.metrics.history import Curve, History, Seam, read_metrics
 from nanotrain_core.metrics.patience import PATIENCE, StepKind, is_judged, must_last, step_kind
-from nanotrain_core.metrics.usual_value import USUAL_KNOWN, Usual, is_relative
 
 __all__ = [
+    "BASELINE_COUNT",
     "CORE_METRICS",
     "PATIENCE",
-    "USUAL_KNOWN",
+    "Baseline",
     "Bins",
     "Curve",
     "History",
@@ -19,7 +20,6 @@ __all__ = [
     "Rule",
     "Seam",
     "StepKind",
-    "Usual",
     "Verdict",
     "is_judged",
     "is_relative",

@@ -46,32 +46,32 @@ class Rule:
     warn_above: float | None = attrs.field(default=None, validator=_LIMIT)
     bad_above: float | None = attrs.field(default=None, validator=_LIMIT)
     warn_times: float | None = attrs.field(default=None, validator=_LIMIT)
-    """Warn above this multiple of its usual value, the median of its good values so far in the run."""
+    """Warn above this multiple of its baseline, the median of its good values so far in the run."""
     bad_times: float | None = attrs.field(default=None, validator=_LIMIT)
     low: str = attrs.field(default="", validator=instance_of(str))
     """The message for a value that is too low, and what to do about it: one plain sentence. ``{value}``,
-    ``{percent}`` and ``{times}`` (relative to the first limit, or the usual value) stand for numbers,
+    ``{percent}`` and ``{times}`` (relative to the first limit, or the baseline) stand for numbers,
     ``{where}`` for the variable part of the metric's name, such as its layer."""
     high: str = attrs.field(default="", validator=instance_of(str))
     """The same for a value that is too high; of a rule without limits, for NaN and infinity."""
 
-    def judge(self, value: float, usual: float | None = None) -> Verdict:
-        """Return the verdict on ``value``; ``usual``: the median of earlier good ones, if enough are known.
+    def judge(self, value: float, baseline: float | None = None) -> Verdict:
+        """Return the verdict on ``value``. ``baseline``: the median of earlier good ones, if known.
 
         >>> [Rule(warn_above=3, bad_above=10).judge(x) for x in (2, 4, 11, float("nan"))]
         ['good', 'warn', 'bad', 'bad']
         >>> Rule().judge(float("inf"))
         'bad'
-        >>> [Rule(warn_times=2).judge(x, usual=10) for x in (19, 21)]
+        >>> [Rule(warn_times=2).judge(x, baseline=10) for x in (19, 21)]
         ['good', 'warn']
         """
-        bad = usual is not None and _outside(value, None, self.bad_times, usual)
+        bad = baseline is not None and _outside(value, None, self.bad_times, baseline)
         if bad or not math.isfinite(value) or _outside(value, self.bad_below, self.bad_above):
             return "bad"
-        warn = usual is not None and _outside(value, None, self.warn_times, usual)
+        warn = baseline is not None and _outside(value, None, self.warn_times, baseline)
         return "warn" if warn or _outside(value, self.warn_below, self.warn_above) else "good"
 
-    def say(self, name: str, value: float, *, usual: float | None = None, where: str = "") -> str:
+    def say(self, name: str, value: float, *, baseline: float | None = None, where: str = "") -> str:
         """Describe what is wrong with ``value``, as a sentence that contains it.
 
         >>> Rule(warn_above=3, high="the loss is {times} times too large").say("loss", 6.0)
@@ -88,7 +88,7 @@ class Rule:
         limit = next((each for each in limits if each is not None), None)
         text = (self.low if low else self.high) or f"{name} is {{value}}: expected otherwise, {self}"
         if not _outside(value, limit if low else None, None if low else limit):
-            limit = usual  # the multiple of that
+            limit = baseline  # the multiple of that
         pair = (limit, value) if low else (value, limit)
         times = pair[0] / pair[1] if pair[0] is not None and pair[1] else math.inf
         numbers = {"value": f"{value:.3g}", "percent": f"{100 * value:.3g}%", "times": f"{times:.3g}"}
@@ -106,7 +106,7 @@ class Rule:
             if (limit := getattr(self, name)) is not None
         )
         times = (
-            f"{name} above {limit:g} times the usual"
+            f"{name} above {limit:g} times the baseline"
             for name, limit in (("warn", self.warn_times), ("bad", self.bad_times))
             if limit is not None
         )

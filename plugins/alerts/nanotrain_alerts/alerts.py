@@ -1,6 +1,6 @@
 """The ``alerts`` monitor: compares metrics and events with rules, and delivers alerts.
 
-Every rank compares, since a checkpoint has what is usual and for how long each rule has held. Alerts are sent
+Every rank compares, since a checkpoint has the baselines and for how long each rule has held. Alerts are sent
 by the thread of the sink, on rank 0: a webhook that does not answer delays the next alert, but no step. A
 killed process sends no alert: only the scheduler can report that.
 """
@@ -21,7 +21,7 @@ import structlog
 
 from nanotrain_alerts import AlertRule, AlertsConfig, webhook_host
 from nanotrain_alerts.deliver import Alert, deliver
-from nanotrain_core.api import Metric, NanotrainError, Usual, is_relative
+from nanotrain_core.api import Baseline, Metric, NanotrainError, is_relative
 from nanotrain_core.api.torch import (
     EndReport,
     FailedSaveReport,
@@ -69,8 +69,8 @@ class Alerts(Sink):
         """Step, rule and what it holds for, not yet told."""
         self.failed = False
         """Whether the run has failed, which is not yet told."""
-        self.usual: dict[str, Usual] = {}
-        """Of metrics whose declared rule is relative to what is usual in this run."""
+        self.baselines: dict[str, Baseline] = {}
+        """Of metrics whose declared rule is relative to that."""
         self.fitting: dict[str, list[tuple[int, AlertRule]]] = {}
         self.step = 0
         self.log = structlog.get_logger("nanotrain.alerts")
@@ -107,20 +107,20 @@ class Alerts(Sink):
             self.later(self.hold, (report.step, held))
 
     def judge(self, report: MetricsReport) -> dict[int, list[Held]]:
-        """Return for each rule what it holds for in a step, and record what is usual."""
+        """Return for each rule what it holds for in a step, and update baselines."""
         held = defaultdict[int, list[Held]](list)
         loss = report.values.get("loss", 0.0)
         of_loss = [] if math.isfinite(loss) else self._rules("loss", report.metrics.get("loss"))
         for name, value in report.values.items():
-            metric, usual = report.metrics.get(name), None
+            metric, baseline = report.metrics.get(name), None
             fitting = self._rules(name, metric)
             # Of a loss that is no number, rules for all metrics tell that alone.
             if of_loss and name != "loss":
                 fitting = [each for each in fitting if each not in of_loss]
             if fitting and metric is not None and metric.rule is not None and is_relative(metric.rule):
-                usual = self.usual.setdefault(name, Usual()).before(value, metric.rule)
+                baseline = self.baselines.setdefault(name, Baseline()).update(value, metric.rule)
             for number, rule in fitting:
-                said = verdict(rule, name, value, metric, usual)
+                said = verdict(rule, name, value, metric, baseline)
                 times = self.in_a_row[number, name] = self.in_a_row.get((number, name), 0) + 1 if said else 0
                 if said and times >= rule.in_a_row:
                     for_steps = f", {times} in a row" if rule.in_a_row > 1 else ""
@@ -151,16 +151,19 @@ class Alerts(Sink):
         self._event("rollback", f"{went}: {report.reason}", "warn")
 
     def meta(self) -> dict[str, Any]:
-        """Return what is usual, and for how many logged steps each rule has held for each metric."""
+        """Return the baselines, and for how many logged steps each rule has held for each metric."""
         rules = self.config.rules
         rows = [
             [*watched(rules[number]), name, times] for (number, name), times in self.in_a_row.items() if times
         ]
-        return {"usual": {name: attrs.asdict(each) for name, each in self.usual.items()}, "in_a_row": rows}
+        return {
+            "baselines": {name: attrs.asdict(each) for name, each in self.baselines.items()},
+            "in_a_row": rows,
+        }
 
     def load_meta(self, meta: Mapping[str, Any]) -> None:
         """Go on with it, after a rollback too; a rule that the recipe no longer has is forgotten."""
-        self.usual = {name: Usual(**each) for name, each in meta["usual"].items()}
+        self.baselines = {name: Baseline(**each) for name, each in meta["baselines"].items()}
         self.in_a_row = {
             (number, name): times
             for number, rule in enumerate(self.config.rules)
@@ -243,16 +246,16 @@ def watched(rule: AlertRule) -> list[Any]:
 
 
 def verdict(
-    rule: AlertRule, name: str, value: float, metric: Metric | None, usual: float | None = None
+    rule: AlertRule, name: str, value: float, metric: Metric | None, baseline: float | None = None
 ) -> tuple[str, str] | None:
     """Return (sentence, level) if the rule holds for a value, otherwise None."""
     if rule.above is None and rule.below is None:
         declared = metric.rule if metric else None
-        found = declared.judge(value, usual) if declared else "good"
+        found = declared.judge(value, baseline) if declared else "good"
         if declared is None or found == "good" or (found, rule.verdict) == ("warn", "bad"):
             return None
         where = "" if metric is None else metric.varying(name)
-        return declared.say(name, value, usual=usual, where=where), found
+        return declared.say(name, value, baseline=baseline, where=where), found
     unit = f" {metric.unit}" if metric and metric.unit != "1" else ""
     said = f"{name} is {value:.4g}{unit}"
     if rule.above is not None and not value <= rule.above:

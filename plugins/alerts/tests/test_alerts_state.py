@@ -42,7 +42,7 @@ class Waves(Monitor):
 
 def test_what_is_usual_and_how_long_a_rule_has_held_outlasts_a_resume_and_a_rollback(tmp_path, monkeypatch):
     """They were lost: the resumed run took what was wrong for usual, and told nothing more."""
-    monkeypatch.setattr("nanotrain_core.metrics.usual_value.USUAL_KNOWN", 4)
+    monkeypatch.setattr("nanotrain_core.metrics.baseline.BASELINE_COUNT", 4)
     (tmp_path / "waves.py").write_text(WAVES)
     rule = {"metric": "wave/*", "verdict": "warn", "in_a_row": 3}
 

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import attrs
 import structlog
 
-from nanotrain_core.api import Metric, Rule, Usual, is_judged, is_relative, must_last, step_kind
+from nanotrain_core.api import Baseline, Metric, Rule, is_judged, is_relative, must_last, step_kind
 from nanotrain_core.api.torch import MetricsReport
 
 Side = Literal["low", "high"]
@@ -64,8 +64,8 @@ class Diagnosis:
         """``patience``: logged steps for which a value must be worth a warning."""
         self.patience = patience
         self.troubles: dict[tuple[str, Side], Trouble] = {}
-        self.history: dict[str, Usual] = {}
-        """What is usual of metrics whose rule is relative to that."""
+        self.baselines: dict[str, Baseline] = {}
+        """Of metrics whose rule is relative to their baseline."""
         self._with_rules: dict[tuple[str, ...], list[tuple[str, Metric, Rule]]] = {}
         """By the names of a report: those with a rule, in order. Most reports have the names of an earlier
         one."""
@@ -80,15 +80,15 @@ class Diagnosis:
         ]
         wrong: dict[tuple[str, Side], list[Found]] = defaultdict(list)
         for name, metric, rule, value in judged:
-            usual = None
+            baseline = None
             if is_relative(rule):
-                usual = self.history.setdefault(name, Usual()).before(value, rule)
-            verdict = rule.judge(value, usual)
+                baseline = self.baselines.setdefault(name, Baseline()).update(value, rule)
+            verdict = rule.judge(value, baseline)
             if verdict != "good":
                 side: Side = "low" if _is_low(rule, value) else "high"
                 rank = report.values.get(f"{name.rpartition('/')[0]}/rank") if name.endswith("/max") else None
                 bad = verdict == "bad"
-                wrong[metric.name, side].append(Found(name, metric, rule, value, usual, bad, rank))
+                wrong[metric.name, side].append(Found(name, metric, rule, value, baseline, bad, rank))
         begun = [text for key, found in wrong.items() if (text := self._there(key, found, report.step))]
         declared = {metric.name for _, metric, _, _ in judged}
         over = [
@@ -158,19 +158,17 @@ class Diagnosis:
             (log.info if each.over else log.warning)(each.text, at=step)
 
     def meta(self) -> dict[str, Any]:
-        """Return what lasts, and what is usual."""
+        """Return what lasts, and the baselines."""
         return {
             "troubles": [attrs.asdict(each) for each in self.troubles.values()],
-            "history": {name: attrs.asdict(usual) for name, usual in self.history.items()},
+            "baselines": {name: attrs.asdict(baseline) for name, baseline in self.baselines.items()},
         }
 
     def load_meta(self, meta: Mapping[str, Any]) -> None:
         """Go on with it."""
         troubles = [Trouble(**each) for each in meta["troubles"]]
         self.troubles = {(each.metric, each.side): each for each in troubles}
-        # Earlier versions kept the last values, which may have been those of a problem: they count anew.
-        known = ((name, usual) for name, usual in meta["history"].items() if isinstance(usual, dict))
-        self.history = {name: Usual(**usual) for name, usual in known}
+        self.baselines = {name: Baseline(**each) for name, each in meta["baselines"].items()}
 
 
 @attrs.define(frozen=True)
@@ -181,7 +179,7 @@ class Found:
     metric: Metric
     rule: Rule
     value: float
-    usual: float | None
+    baseline: float | None
     bad: bool
     rank: float | None = None
     """For a per-rank metric, the rank with the largest value."""
@@ -198,7 +196,7 @@ class Found:
         where = self.metric.varying(self.name)
         if others:
             where = f"{where} (and {others} more)"
-        said = self.rule.say(self.name, self.value, usual=self.usual, where=where)
+        said = self.rule.say(self.name, self.value, baseline=self.baseline, where=where)
         if others and where not in said:
             said = f"{said} (and {others} more)"
         return said if self.rank is None else f"{said}; most on rank {self.rank:.0f}"

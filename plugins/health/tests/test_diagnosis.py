@@ -7,7 +7,7 @@ import pytest
 import structlog
 from nanotrain_health.diagnosis import Diagnosis
 
-from nanotrain_core.api import USUAL_KNOWN, Metric, Rule
+from nanotrain_core.api import BASELINE_COUNT, Metric, Rule
 from nanotrain_core.api.torch import MetricsReport
 
 SPEED = Metric(
@@ -72,10 +72,10 @@ def test_all_layers_of_a_metric_make_one_sentence_of_the_worst():
 
 
 def test_a_rule_relative_to_the_usual_waits_until_that_is_known():
-    usual = [1.0, 1.2, 0.8] * (USUAL_KNOWN // 3)
+    usual = [1.0, 1.2, 0.8] * (BASELINE_COUNT // 3)
     assert not judged(Diagnosis(patience=1), SECONDS, [*usual[1:], 5.0])
     said = judged(Diagnosis(patience=1), SECONDS, [*usual, 5.0])
-    assert said == {USUAL_KNOWN + 1: [f"step {USUAL_KNOWN + 1}: steps take 5 times as long as usual."]}
+    assert said == {BASELINE_COUNT + 1: [f"step {BASELINE_COUNT + 1}: steps take 5 times as long as usual."]}
 
 
 @pytest.mark.parametrize("resumed_at", [None, 70, 150])
@@ -112,10 +112,10 @@ def without_steps(text):
 
 
 def test_a_resumed_diagnosis_goes_on_where_it_was():
-    values = [*[1.0] * USUAL_KNOWN, *[3.0] * 4, *[1.0] * 8]
+    values = [*[1.0] * BASELINE_COUNT, *[3.0] * 4, *[1.0] * 8]
     whole = judged(Diagnosis(patience=3), SECONDS, values)
     assert len(whole) == 2
-    for at in (5, USUAL_KNOWN + 1, USUAL_KNOWN + 3, USUAL_KNOWN + 5):
+    for at in (5, BASELINE_COUNT + 1, BASELINE_COUNT + 3, BASELINE_COUNT + 5):
         first, second = Diagnosis(patience=3), Diagnosis(patience=3)
         said = [text for texts in judged(first, SECONDS, values[:at]).values() for text in texts]
         second.load_meta(first.meta())

@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 
 from nanotrain_core.api import (
     PATIENCE,
+    Baseline,
     Curve,
     Metric,
     Rule,
     StepKind,
-    Usual,
     Verdict,
     is_judged,
     is_relative,
@@ -52,7 +52,7 @@ class Stretch:
     """Logged values among them that were not good."""
     worst: float
     """The value furthest out; NaN if one was no number."""
-    usual: float
+    baseline: float
     """What it was before, of a rule about that; NaN of others."""
     sentence: str
     goes_on: bool
@@ -88,7 +88,7 @@ class Judging:
         return line
 
 
-def judge(rule: Rule, values: Values, usual: Values) -> tuple[Marks, Marks]:
+def judge(rule: Rule, values: Values, baseline: Values) -> tuple[Marks, Marks]:
     """Return for each value 0, 1 or 2 (good, warn, bad), and whether it is low: as ``Rule.judge`` says."""
     marks, low = np.zeros(len(values), dtype=np.int64), np.zeros(len(values), dtype=np.int64)
     with np.errstate(invalid="ignore"):
@@ -102,15 +102,15 @@ def judge(rule: Rule, values: Values, usual: Values) -> tuple[Marks, Marks]:
             if above is not None:
                 marks[values > above] = level
             if times is not None:
-                marks[values > times * usual] = level
+                marks[values > times * baseline] = level
     marks[~np.isfinite(values)] = 2
     return marks, low
 
 
-def usual_before(rule: Rule, values: Values) -> Values:
+def baselines(rule: Rule, values: Values) -> Values:
     """Return for each value the median of the good ones before it; NaN where too few are known."""
-    usual = Usual()
-    found = (usual.before(value, rule) for value in values.tolist())
+    baseline = Baseline()
+    found = (baseline.update(value, rule) for value in values.tolist())
     return np.array([np.nan if each is None else each for each in found], dtype=np.float64)
 
 
@@ -144,7 +144,7 @@ class Marked:
     """The values of one curve, judged."""
 
     line: Line
-    usual: Values
+    baseline: Values
     marks: Marks
     low: Marks
 
@@ -154,8 +154,8 @@ class Marked:
 
 
 def _marked(rule: Rule, line: Line) -> Marked:
-    usual = usual_before(rule, line.values) if is_relative(rule) else np.full(len(line.values), np.nan)
-    return Marked(line, usual, *judge(rule, line.values, usual))
+    baseline = baselines(rule, line.values) if is_relative(rule) else np.full(len(line.values), np.nan)
+    return Marked(line, baseline, *judge(rule, line.values, baseline))
 
 
 def _reported(marked: Sequence[Marked], side: Side, patience: int) -> Steps:
@@ -185,7 +185,7 @@ def _of_line(marked: Marked, side: Side) -> Iterator[Stretch]:
             last=int(line.steps[part[-1]]),
             count=len(part),
             worst=float(line.values[worst]),
-            usual=float(marked.usual[worst]),
+            baseline=float(marked.baseline[worst]),
             sentence="",
             goes_on=bool(part[-1] == len(line.values) - 1),
         )
@@ -217,8 +217,8 @@ def _joined(one: Stretch, other: Stretch) -> Stretch:
 def _said(rule: Rule, found: Stretch, labels: dict[str, str]) -> Stretch:
     more = f" (and {len(found.names) - 1} more)" if len(found.names) > 1 else ""
     name = found.names[0]
-    usual = None if np.isnan(found.usual) else found.usual
-    text = rule.say(name, found.worst, usual=usual, where=labels[name] + more)
+    baseline = None if np.isnan(found.baseline) else found.baseline
+    text = rule.say(name, found.worst, baseline=baseline, where=labels[name] + more)
     if more and more not in text:
         text += more
     return attrs.evolve(found, sentence=capital(text, name, labels[name]))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from made_up import DECLARED
 from nanotrain_report.families import Line, families
-from nanotrain_report.health import Judging, judge, stretches, told, usual_before
+from nanotrain_report.health import Judging, baselines, judge, stretches, told
 from nanotrain_report.sampling import MOST_POINTS, grid, narrow, smooth, thin
 
 from nanotrain_core.api import CORE_METRICS, Curve, Metric, Rule
@@ -135,9 +135,9 @@ def test_values_are_judged_as_their_rule_does():
         Rule(warn_below=0.1, bad_below=0.01, warn_above=10, bad_above=100),
         Rule(warn_times=2, bad_times=20, bad_below=0.002),
     ):
-        usual = usual_before(rule, values)
-        marks, _ = judge(rule, values, usual)
-        told = [None if math.isnan(each) else each for each in usual.tolist()]
+        baseline = baselines(rule, values)
+        marks, _ = judge(rule, values, baseline)
+        told = [None if math.isnan(each) else each for each in baseline.tolist()]
         expected = [rule.judge(*pair) for pair in zip(values.tolist(), told, strict=True)]
         assert [("good", "warn", "bad")[mark] for mark in marks] == expected
 
