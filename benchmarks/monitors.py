@@ -38,7 +38,7 @@ from benchmarks.report import markdown, verdict, write_json
 from nanotrain_core.contracts import Monitor, UpdateReport
 from nanotrain_core.engine import RuntimeEngine
 from nanotrain_core.launch.environment import loopback
-from nanotrain_core.metrics.board import Board
+from nanotrain_core.metrics.reducer import MetricReducer
 from nanotrain_core.recipe import load_recipe
 from nanotrain_core.recipe.tree import Selection
 from nanotrain_core.registry.registry import load_plugins
@@ -63,7 +63,7 @@ FIRST = 12
 #: Where a step works for monitors.
 WORK = (
     *((Events, name) for name in ("before_update", "after_update", "step", "metrics")),
-    (Board, "logged"),
+    (MetricReducer, "logged"),
     (Taps, "_call"),
 )
 

@@ -236,7 +236,7 @@ class RuntimeEngine:
                 self._evaluate()
             due = self.saves.due(self.step) or self.reached.save_pending
             if last:
-                self.events.metrics(*self.monitoring.board.rest())
+                self.events.metrics(*self.monitoring.reducer.rest())
             if last or due:  # a state that a rollback will discard is not worth saving
                 self._handle_flags(self.readback.rest())
                 agree_now(self.stop, self.run.mesh)
@@ -251,7 +251,7 @@ class RuntimeEngine:
             self.events.step_end(StepEnd(self.step, len(feed.skipped), partial(capture_state, self)))
         self._handle_flags(self.readback.rest())
         keep_pending(self.stop, run.mesh)
-        self.events.metrics(*self.monitoring.board.last(self.step))
+        self.events.metrics(*self.monitoring.reducer.last(self.step))
         if self.saved_step != self.step and self.stop.reason != "lost":  # there is no folder to save in
             self._save(last=True)
         self.note("checkpoint")

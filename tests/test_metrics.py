@@ -14,11 +14,11 @@ from nanotrain_core.contracts import Monitor
 from nanotrain_core.errors import PluginError
 from nanotrain_core.layout.layout import Layout, View
 from nanotrain_core.layout.mesh import Mesh
-from nanotrain_core.metrics.board import Board
 from nanotrain_core.metrics.declared import Bins, of_ranks
 from nanotrain_core.metrics.gathered import MOST_WAITING, Gathered, Spec
 from nanotrain_core.metrics.pack import pack
 from nanotrain_core.metrics.publish import Metrics
+from nanotrain_core.metrics.reducer import MetricReducer
 from nanotrain_core.metrics.table import Table
 from nanotrain_core.testing import Case, run_ranks
 from nanotrain_core.testing.collectives import CollectiveLog
@@ -305,18 +305,20 @@ def test_a_published_tensor_may_be_changed_afterwards(gather, reduce, value):
 )
 @pytest.mark.parametrize("tensors", [(), (0,), (1,), (2,), (0, 1, 2)])
 def test_numbers_and_tensors_of_one_name_count_alike_once_it_has_a_position(reduce, value, tensors):
-    board = Board(Mesh(Layout({"dense": View(("dp",), (1,))})), {"one": [metric("x", reduce=reduce)]})
-    metrics = Metrics(board, 0, "one", strict=True)
+    reducer = MetricReducer(
+        Mesh(Layout({"dense": View(("dp",), (1,))})), {"one": [metric("x", reduce=reduce)]}
+    )
+    metrics = Metrics(reducer, 0, "one", strict=True)
     for step in (1, 2, 3):  # from the second on it has a position
         for number, each in enumerate((1.0, 3.0, 2.0)):
             metrics.scalar("x", torch.tensor(each) if number in tensors else each)
-        (report,) = board.logged(step, {})
+        (report,) = reducer.logged(step, {})
         assert report.values == {"x": value}
     for each in (math.nan, 1.0):
         metrics.scalar("x", each)
-    (report,) = board.logged(4, {})
+    (report,) = reducer.logged(4, {})
     assert math.isnan(report.values["x"]) == (reduce != "last")
-    assert board.logged(5, {})[0].values == {}
+    assert reducer.logged(5, {})[0].values == {}
 
 
 @pytest.mark.parametrize("reduce", REDUCTIONS)
@@ -324,16 +326,16 @@ def test_numbers_of_a_step_under_way_stay_when_another_name_gets_a_position(redu
     """As on a device, where a step is read after the next one has published."""
     monkeypatch.setattr(Mesh, "device_is_async", True)
     declared = [metric("{name}", reduce=reduce), metric("first", reduce="max")]
-    board = Board(Mesh(Layout({"dense": View(("dp",), (1,))})), {"one": declared})
-    metrics = Metrics(board, 0, "one", strict=True)
+    reducer = MetricReducer(Mesh(Layout({"dense": View(("dp",), (1,))})), {"one": declared})
+    metrics = Metrics(reducer, 0, "one", strict=True)
     metrics.scalar("x", 1.0)
-    board.logged(1, {})
+    reducer.logged(1, {})
     metrics.scalar("first", 9.0)
-    assert [report.values for report in board.logged(2, {})] == [{"x": 1.0}]
+    assert [report.values for report in reducer.logged(2, {})] == [{"x": 1.0}]
     metrics.scalar("x", 7.0)  # at its position, before the table has one for the other name
-    assert [report.values for report in board.rest()] == [{"first": 9.0}]
-    board.logged(3, {})
-    assert [report.values for report in board.rest()] == [{"x": 7.0}]
+    assert [report.values for report in reducer.rest()] == [{"first": 9.0}]
+    reducer.logged(3, {})
+    assert [report.values for report in reducer.rest()] == [{"x": 7.0}]
 
 
 @pytest.mark.parametrize("reduce", ["mean", "max"])

@@ -12,9 +12,9 @@ import torch
 
 from nanotrain_core.errors import PluginError
 from nanotrain_core.layout.placement import Placement
-from nanotrain_core.metrics.board import Board, is_of_core
 from nanotrain_core.metrics.declared import OVER, STATISTICS, Bins, Metric, Reduce, Statistic, check_name
 from nanotrain_core.metrics.gathered import Gathered, Number, Spec
+from nanotrain_core.metrics.reducer import MetricReducer, is_of_core
 from nanotrain_core.metrics.tensor_statistics import COUNT, NONFINITE, SUM, count_into, norms_of
 
 
@@ -27,9 +27,9 @@ class Metrics:
     nothing here synchronizes or calls a collective.
     """
 
-    def __init__(self, board: Board, owner: int, name: str, *, strict: bool) -> None:
+    def __init__(self, reducer: MetricReducer, owner: int, name: str, *, strict: bool) -> None:
         """Publish for the monitor ``name``, at index ``owner``; ``strict``: declared names only."""
-        self._board, self._owner, self._name, self._strict = board, owner, name, strict
+        self._reducer, self._owner, self._name, self._strict = reducer, owner, name, strict
         self._specs: dict[str, Spec] = {}
         self._own: dict[tuple[Any, ...], bool] = {}
         """For each set of blocks seen so far, whether this rank measures them."""
@@ -58,12 +58,12 @@ class Metrics:
         spec = self._specs.get(name)
         plain = unit is None and reduce is None  # as most are
         if spec and spec.is_mean and plain and type(value) is float and type(weight) is float:
-            return self._board.add(spec, 0, value, weight)
+            return self._reducer.add(spec, 0, value, weight)
         if isinstance(value, torch.Tensor) and value.numel() != 1:
             raise PluginError(f"the metric '{name}' has {value.numel()} values; expected one number")
         if spec is None or not spec.is_number or unit is not None or reduce is not None:
             spec = self._spec(name, "scalar", unit=unit, reduce=reduce)
-        self._board.take(spec).scalar(value, weight)
+        self._reducer.take(spec).scalar(value, weight)
 
     def of_rank(self, name: str, value: float) -> None:
         """Publish a value of this rank, to report how ranks differ.
@@ -81,8 +81,8 @@ class Metrics:
         """
         spec = self._specs.get(name)
         if spec is None or not spec.ranks:
-            spec = self._spec(name, "scalar", ranks=self._board.mesh.world_size)
-        self._board.add(spec, self._board.mesh.rank, value)
+            spec = self._spec(name, "scalar", ranks=self._reducer.mesh.world_size)
+        self._reducer.add(spec, self._reducer.mesh.rank, value)
 
     def histogram(
         self, name: str, values: torch.Tensor, *, bins: Bins | None = None, weight: Number = 1.0
@@ -104,14 +104,14 @@ class Metrics:
             raise PluginError(f"the metric '{name}' is declared without bins: publish it with some")
         edges, log = spec.metric.bins.edges, spec.metric.bins.log
         if isinstance(weight, torch.Tensor):
-            self._board.take(spec).add(0, count_into(values, edges, log=log, weights=weight))
+            self._reducer.take(spec).add(0, count_into(values, edges, log=log, weights=weight))
             return
         counts = count_into(values, edges, log=log)
-        self._board.take(spec).add(0, counts if weight == 1.0 else counts * weight)
+        self._reducer.take(spec).add(0, counts if weight == 1.0 else counts * weight)
 
     def text(self, name: str, text: str) -> None:
         """Publish a text. If several ranks do, the lowest rank's is kept; it costs a gather in that step."""
-        self._board.texts[name] = (str(text), self._spec(name, "text").metric)
+        self._reducer.texts[name] = (str(text), self._spec(name, "text").metric)
 
     def statistics(
         self,
@@ -177,7 +177,7 @@ class Metrics:
         """
         key = (placement.name, placement.view, placement.summed, placement.same, placement.stages)
         if key not in self._own:
-            mesh = self._board.mesh
+            mesh = self._reducer.mesh
             members = mesh.layout.members(mesh.rank, placement.replica_span(mesh.layout))
             self._own[key] = members[zlib.crc32(placement.name.encode()) % len(members)] == mesh.rank
         return self._own[key]
@@ -190,7 +190,7 @@ class Metrics:
                 spec = self._specs.get(name)
                 if spec is None or spec.statistics != statistics:
                     spec = self._spec(name, "scalar", statistics=statistics)
-                several[name] = self._board.take(spec)
+                several[name] = self._reducer.take(spec)
         for device in {each.device for _, each in full}:  # state may be offloaded
             self._measured_on([each for each in full if each[1].device == device], several, {*of})
 
@@ -240,7 +240,7 @@ class Metrics:
     ) -> Metric:
         if unknown := {*statistics} - {*STATISTICS}:
             raise PluginError(f"no statistic '{min(unknown)}'; expected some of {', '.join(STATISTICS)}")
-        names = self._board.names[self._owner]
+        names = self._reducer.names[self._owner]
         full = [name.replace("{statistic}", each) for each in statistics] or [name]
         if ranks:
             full = [name.replace("{over}", each) for each in OVER]

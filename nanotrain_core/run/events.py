@@ -26,11 +26,11 @@ from nanotrain_core.contracts import (
 )
 from nanotrain_core.errors import PluginError, expect_result
 from nanotrain_core.layout.mesh import Mesh
-from nanotrain_core.metrics.board import Board, of_core
 from nanotrain_core.metrics.core import CORE
 from nanotrain_core.metrics.declared import Names
 from nanotrain_core.metrics.of_reports import of_checkpoint, of_evaluation
 from nanotrain_core.metrics.publish import Metrics
+from nanotrain_core.metrics.reducer import MetricReducer, of_core
 from nanotrain_core.run.derived_metrics import with_derived
 from nanotrain_core.run.monitor_collectives import FailedElsewhere, MonitorCollectives
 from nanotrain_core.run.monitor_failures import MonitorFailures
@@ -54,7 +54,7 @@ class Events:
         self.monitors, self.stop = monitors, stop
         self.failures = MonitorFailures(strict=strict)
         self.weights_ready = weights_ready
-        self.board: Board | None = None
+        self.reducer: MetricReducer | None = None
         self.collectives: MonitorCollectives | None = None
         self.progress = Progress()
         self._rollbacks = 0
@@ -72,18 +72,18 @@ class Events:
     def monitors(self, monitors: Sequence[Monitor]) -> None:
         self._monitors, self._by_event = monitors, dict[str, list[tuple[int, Monitor]]]()
 
-    def start(self, run: RunInfo, board: Board, collectives: MonitorCollectives) -> None:
+    def start(self, run: RunInfo, reducer: MetricReducer, collectives: MonitorCollectives) -> None:
         """The run is about to take its first step.
 
-        What monitors publish goes to ``board``, and ``collectives`` coordinates theirs across ranks.
+        What monitors publish goes to ``reducer``, and ``collectives`` coordinates theirs across ranks.
         A monitor that fails here, on any rank, was never set up: it receives no further events on any rank.
         """
-        self.board, self.collectives, self.progress = board, collectives, run.progress
+        self.reducer, self.collectives, self.progress = reducer, collectives, run.progress
         self.left_out, failed = frozenset(), set[int]()
         known = [*CORE, *(metric for monitor in self.monitors for metric in monitor.declared)]
         declared = tuple({metric.name: metric for metric in reversed(known)}.values())[::-1]
         for number, (name, monitor) in enumerate(self._named()):
-            own = Metrics(board, number, name, strict=self.failures.strict)
+            own = Metrics(reducer, number, name, strict=self.failures.strict)
             taps: dict[str, Any] = {
                 name: partial(getattr(run, name), number, run.mesh) for name in ("tap", "tap_calls")
             }
@@ -149,7 +149,7 @@ class Events:
             if number in self.left_out:
                 continue
             try:
-                names = self.board.names[number] if self.board is not None else Names(monitor.declared)
+                names = self.reducer.names[number] if self.reducer is not None else Names(monitor.declared)
                 report = with_derived(report, monitor, monitor.derive(report), names)
             except Exception as problem:
                 self.failures.handle(monitor, "derive", problem)
@@ -163,8 +163,8 @@ class Events:
         """
         self._dispatch("on_evaluation", report)
         self.metrics(of_core(report.step, of_evaluation(attrs.asdict(report))))
-        if self.board is not None:
-            self.metrics(*self.board.last(report.step))
+        if self.reducer is not None:
+            self.metrics(*self.reducer.last(report.step))
 
     def before_save(self, step: int) -> None:
         """The state of the run after ``step`` is about to be saved."""
@@ -208,8 +208,8 @@ class Events:
         if problem is not None:
             raise problem
 
-    def board_on(self, mesh: Mesh) -> Board:
-        """Return the board where the monitors of this rank publish. Collective.
+    def reducer_on(self, mesh: Mesh) -> MetricReducer:
+        """Return the reducer of what the monitors of this rank publish. Collective.
 
         Raises:
             PluginError: another rank has different monitors: their values would be confused.
@@ -222,7 +222,7 @@ class Events:
                     f"rank {rank} has the monitors {', '.join(names) or 'none'}, rank 0 "
                     f"{', '.join(everyone[0]) or 'none'}: give all ranks the same, in the same order"
                 )
-        return Board(mesh, declared)
+        return MetricReducer(mesh, declared)
 
     # --- what a checkpoint remembers of monitors ------------------------------------------------
 
@@ -333,7 +333,7 @@ class Events:
         step, and the name of its argument.
         """
         event, collectives = called[1], self.collectives
-        if self.board is None or collectives is None:
+        if self.reducer is None or collectives is None:
             self._invoke(number, event, arguments)
             return
         collectives.at = number, called
@@ -342,7 +342,7 @@ class Events:
         except Exception as problem:
             if not isinstance(problem, FailedElsewhere):
                 collectives.tell_failure()
-            self.board.fail(number)
+            self.reducer.fail(number)
             raise
         finally:
             collectives.at = None

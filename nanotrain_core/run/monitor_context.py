@@ -1,4 +1,4 @@
-"""The monitors' environment for one call of ``fit``: their metrics board, collectives and taps."""
+"""The monitors' environment for one call of ``fit``: their metrics reducer, collectives and taps."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class MonitorContext:
         for monitor in run.monitors:
             check_callback(monitor)
         self.events = events
-        self.board = events.board_on(run.mesh)
+        self.reducer = events.reducer_on(run.mesh)
         self.collectives = MonitorCollectives(run.mesh, len(events.monitors))
         self.mesh = MonitorMesh(run.mesh, self.collectives)
         self.taps = Taps(run.stages.values(), run.passes, self.collectives, events.fail_later)
@@ -30,7 +30,7 @@ class MonitorContext:
     def start(self, info: RunInfo) -> None:
         """Deliver ``on_start``. If that ends the run, no tap stays on the model. Collective."""
         try:
-            self.events.start(info, self.board, self.collectives)
+            self.events.start(info, self.reducer, self.collectives)
         except BaseException:
             self.taps.remove()
             raise

@@ -46,7 +46,7 @@ def roll_back(engine: RuntimeEngine) -> None:
     engine.reached.nothing_pending()
     engine.stop.request_rollback(None)
     engine.readback.forget()
-    engine.monitoring.board.forget()
+    engine.monitoring.reducer.forget()
     engine.throughput.restart()
     engine.events.rollback(
         RollbackReport(step, request.onset, restored, skipped[-1], len(skipped), request.reason)

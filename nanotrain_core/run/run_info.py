@@ -52,7 +52,7 @@ def run_info(engine: RuntimeEngine) -> RunInfo:
         tap_calls=engine.monitoring.taps.add_calls,
         monitor_barrier=engine.monitoring.collectives.enter,
         progress=engine.progress,
-        metrics=Metrics(engine.monitoring.board, 0, "", strict=False),
+        metrics=Metrics(engine.monitoring.reducer, 0, "", strict=False),
         schedule=run.schedule,
         current_schedule=lambda: engine.run.schedule,
         pipeline_share=run.pipeline_share,

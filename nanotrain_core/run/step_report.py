@@ -64,5 +64,5 @@ def report_step(
     )
     engine.events.step(report, logged=logged)
     if logged:
-        for found in engine.monitoring.board.logged(report.step, of_step(attrs.asdict(report))):
+        for found in engine.monitoring.reducer.logged(report.step, of_step(attrs.asdict(report))):
             engine.events.metrics(found)

@@ -282,11 +282,11 @@ class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         def watched(report: Any) -> Any:
             self._now = []
-            board = self.engine.monitoring.board
-            before = {*board.gathered}, bytes(board.table.sums)
+            reducer = self.engine.monitoring.reducer
+            before = {*reducer.gathered}, bytes(reducer.table.sums)
             with self:
                 answer = event(report)
-            if ({*board.gathered}, bytes(board.table.sums)) != before:
+            if ({*reducer.gathered}, bytes(reducer.table.sums)) != before:
                 self.found += self._now
             return answer
 

@@ -21,7 +21,7 @@ from torch import nn
 
 from nanotrain_core.errors import NanotrainError
 from nanotrain_core.layout.roles import Role, tag
-from nanotrain_core.metrics.board import Board
+from nanotrain_core.metrics.reducer import MetricReducer
 from nanotrain_core.pipeline.passes import Passes
 from nanotrain_core.precision.gemm import QuantizedActivations, use_gemm
 from nanotrain_core.testing import Case, conformance
@@ -317,16 +317,18 @@ def test_figures_that_arrive_a_logged_step_late_are_of_the_step_that_was_watched
     found = []
     for late in (False, True):
         (folder := tmp_path / str(late)).mkdir()
-        with mock.patch.object(Board, "__init__", partialmethod(late_board, Board.__init__, late)):
+        with mock.patch.object(
+            MetricReducer, "__init__", partialmethod(late_reducer, MetricReducer.__init__, late)
+        ):
             make_engine(case, {"run": {"steps": 6, "log_every": 2}}, folder=folder).fit()
         found.append(lines(folder))
     assert [line["step"] for line in found[0]] == [1, 3, 5]
     assert found[1] == found[0]
 
 
-def late_board(board, begin, late, *args, **kwargs):
-    begin(board, *args, **kwargs)
-    board.late = late
+def late_reducer(reducer, begin, late, *args, **kwargs):
+    begin(reducer, *args, **kwargs)
+    reducer.late = late
 
 
 def test_one_scale_for_a_tensor_has_no_other_operands_for_the_gradient_of_the_weight(tmp_path):

@@ -65,11 +65,11 @@ class Sent:
     arrived: torch.Event | None
 
 
-class Board:
-    """Collects the metrics published by the monitors of one rank, and reads those of all ranks."""
+class MetricReducer:
+    """Collects the metrics that the monitors of one rank publish, and reduces them over all ranks."""
 
     def __init__(self, mesh: Mesh, declared: Mapping[str, Sequence[Metric]]) -> None:
-        """Create the board.
+        """Create the reducer.
 
         Args:
             mesh: of the run.
