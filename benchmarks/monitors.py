@@ -10,7 +10,7 @@ these one in 40 reads tensors.
 Both sides take turns, the order of a pair changing with each, so that what else the machine does is in both.
 Of each pair there are two ratios: of the processor time of all ranks, and of the seconds by the clock of
 rank 0. Both are noisy on a shared machine. So the bar is on the column ``own``: the processor time that ranks
-spend in monitors, in their taps and in the reduction of what they publish, over that of their steps, less
+spend in monitors, in observers of modules and in reducing what they publish, over that of their steps, less
 what a run without monitors spends there. It is the time of all threads: gloo's, in a reduction through
 sockets, take ten times as long as the one that waits for them. It has not what monitors push out of caches:
 the ratios have. They must not contradict it: their lower quartile is under the same bar. The first steps of a
@@ -43,7 +43,7 @@ from nanotrain_core.recipe import load_recipe
 from nanotrain_core.recipe.tree import Selection
 from nanotrain_core.registry.registry import load_plugins
 from nanotrain_core.run.events import Events
-from nanotrain_core.run.taps import Taps
+from nanotrain_core.run.module_observers import ModuleObservers
 from nanotrain_core.testing.pool import run_ranks
 from nanotrain_core.testing.probe import rank
 
@@ -64,7 +64,7 @@ FIRST = 12
 WORK = (
     *((Events, name) for name in ("before_update", "after_update", "step", "metrics")),
     (MetricReducer, "logged"),
-    (Taps, "_call"),
+    (ModuleObservers, "_call"),
 )
 
 

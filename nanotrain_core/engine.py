@@ -205,7 +205,7 @@ class RuntimeEngine:
             self.events.end(self._end_report("failed"))
             raise
         finally:
-            self.monitoring.taps.remove()
+            self.monitoring.observers.remove()
         self.weights_ready()
         report = self._end_report(self.stop.reason or "done")
         self.events.end(report)
@@ -290,7 +290,7 @@ class RuntimeEngine:
         scale = run.loss_scale.value
         factors = {name: run.loss_weights[name] * scale / count for name, count in counts.items()}
         logged = self._logged(self.step + 1)
-        with self.monitoring.taps.observing(logged):
+        with self.monitoring.observers.observing(logged):
             losses = self.executor.run(run.actions, microbatches, factors)
         self.note("gradient sync")
         run.gradients.finish()

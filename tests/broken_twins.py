@@ -427,7 +427,7 @@ class CountsOnOneRank(DrawsNumbers):
 
     def on_start(self, run):
         self.metrics, self.rank = run.metrics, run.rank
-        run.tap(self.look)
+        run.observe_outputs(self.look)
 
     def look(self, name, output):
         if self.rank == 0:

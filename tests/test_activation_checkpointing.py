@@ -107,8 +107,8 @@ class Multiplies(Monitor):
         self.products = []
 
     def on_start(self, run):
-        run.tap_calls("attention", lambda name, q, *_: self.look(name, q), ["layers.*"])
-        run.tap(self.look, ["layers.*.attn", "layers.*.ffn"])
+        run.observe_calls("attention", lambda name, q, *_: self.look(name, q), ["layers.*"])
+        run.observe_outputs(self.look, ["layers.*.attn", "layers.*.ffn"])
 
     def look(self, name, x):
         self.products.append(torch.mm(x.flatten(0, -2).mT, x.flatten(0, -2)))

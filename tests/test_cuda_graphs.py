@@ -187,7 +187,7 @@ def test_a_resumed_run_captures_what_it_restored(tmp_path):
 
 
 def test_a_step_in_which_a_monitor_taps_layers_is_not_replayed():
-    """Health taps layers in steps that are logged, every second one."""
+    """Health observes layers in steps that are logged, every second one."""
     differ, replays = differences(case(monitor=[{"use": "health"}], run={"log_every": 2}))
     assert not differ
     assert replays == 2 * 3 - 2

@@ -274,7 +274,7 @@ class Calls(Monitor):
         self.seen = []
 
     def on_start(self, run):
-        run.tap_calls("attention", self.look, ["layers.0"])
+        run.observe_calls("attention", self.look, ["layers.0"])
 
     def look(self, name, q, k, v, scale=None, begins=None):
         self.seen.append((q.clone(), scale, begins.clone()))

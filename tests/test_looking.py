@@ -41,7 +41,7 @@ class Looks(Monitor):
 
     def on_start(self, run):
         self.run = run
-        self.seen = run.tap(self.look, self.modules)
+        self.seen = run.observe_outputs(self.look, self.modules)
 
     def look(self, name, output):
         if isinstance(output, torch.Tensor) and output.is_floating_point():  # of a router not
@@ -70,7 +70,7 @@ class Looks(Monitor):
 
 
 def look(case, changes, modules=()):
-    """Return what is told by step, the names of tapped modules, losses and weights."""
+    """Return what is told by step, the names of observed modules, losses and weights."""
     monitor, seen = Looks(modules), Reports()
     engine = make_engine(case, changes, callbacks=[monitor, seen])
     engine.fit()
@@ -164,7 +164,7 @@ class Selects(Monitor):
 
     def on_start(self, run):
         self.step, self.asked, self.read = 0, [], []
-        run.tap(lambda name, output: self.read.append(self.step + 1), when=self.reads)
+        run.observe_outputs(lambda name, output: self.read.append(self.step + 1), when=self.reads)
 
     def reads(self):
         self.asked.append(self.step + 1)
@@ -214,7 +214,7 @@ def test_a_block_of_multi_token_prediction_is_not_the_last_layer():
     [pytest.param(FOUR, id="4d"), pytest.param(compiled, id="compiled")],
 )
 def test_looking_changes_no_bit(composition):
-    """Losses and weights of a run with taps, of which every second step is logged, and of one without."""
+    """Losses and weights of runs with observers and without, of which every second step is logged."""
     case = composition.case() if composition is FOUR else compiled(DDP)
     changes = {"run": {**case.overrides.get("run", {}), "steps": 3, "log_every": 2}}
     world = case.world_size
@@ -227,12 +227,12 @@ def test_looking_changes_no_bit(composition):
             assert torch.equal(mine.tensor, other.tensor), mine.name
 
 
-def graphs(case, modules, tapped):
+def graphs(case, modules, observed):
     from torch._dynamo.utils import counters
 
     counters.clear()
     engine = make_engine(case, {"run": {**case.overrides["run"], "steps": 3, "log_every": 2}})
-    engine.events.monitors = [Looks(modules)] if tapped else []
+    engine.events.monitors = [Looks(modules)] if observed else []
     engine.fit()
     return counters["stats"]["unique_graphs"]
 
@@ -240,7 +240,7 @@ def graphs(case, modules, tapped):
 @pytest.mark.full
 def test_a_tap_on_a_compiled_layer_makes_no_graph_more():
     case = compiled(DDP).alone()
-    ((more,), (none,)) = (run_ranks(graphs, 1, case, (), tapped) for tapped in (True, False))
+    ((more,), (none,)) = (run_ranks(graphs, 1, case, (), observed) for observed in (True, False))
     assert more == none > 0
 
 
@@ -256,7 +256,7 @@ class LooksAtAttention(Monitor):
 
     def on_start(self, run):
         self.run, self.told = run, []
-        run.tap_calls("attention", self.look)
+        run.observe_calls("attention", self.look)
 
     def look(self, name, q, k, v, scale=None):
         assert (q.requires_grad, scale) == (False, None)

@@ -130,7 +130,7 @@ def test_an_exception_on_one_rank_ends_the_event_on_all_and_training_goes_on(how
 
 
 class CannotStart(Monitor):
-    """Fails on rank 1 while it starts, with a tap on the model by then; notes on both ranks what it hears."""
+    """Fails on rank 1 while it starts, after it observes the model; notes on both ranks what it hears."""
 
     every_step = True
     declared = Fails.declared
@@ -140,7 +140,7 @@ class CannotStart(Monitor):
 
     def on_start(self, run):
         run.metrics.scalar("seen", 1)
-        run.tap(lambda name, output: self.heard.append(name))
+        run.observe_outputs(lambda name, output: self.heard.append(name))
         if run.rank == 1:
             raise ZeroDivisionError("planted in on_start")
 

@@ -273,10 +273,10 @@ def test_a_script_says_how_many_steps_to_train():
 
 
 class StrictlyFails(Monitor):
-    """Taps the model, and then refuses to start."""
+    """Observes the model, and then refuses to start."""
 
     def on_start(self, run):
-        run.tap(lambda name, output: None, ["0"])
+        run.observe_outputs(lambda name, output: None, ["0"])
         raise NanotrainError("planted")
 
 

@@ -214,7 +214,7 @@ class Windows(Monitor):
 
     def on_start(self, run):
         self.seen = []
-        run.tap_calls(
+        run.observe_calls(
             "attention", lambda name, *args: self.seen.append((name, args[5:])), ["layers.0", "layers.1"]
         )
 

@@ -50,7 +50,7 @@ def explain_passes(recipe: Recipe, registry: Registry, layout: Layout) -> list[s
     return [
         *compiled,
         "CUDA graph: forward and backward of a microbatch; eager are the first ones, those of another shape, "
-        "those in which a monitor taps modules, and a step's last if gradients are reduced during backward",
+        "those in which monitors observe modules, and the last one if gradients are reduced during backward",
     ]
 
 

@@ -82,13 +82,16 @@ class RunInfo:
     mean over rows, for each block of these. Scalars, and state that does not exist or
     is not stored in floating point, are omitted. ``wanted=lambda placement: ...`` selects parameters: nothing
     is done for others."""
-    tap: Callable[..., Sequence[str]]
-    """``tap(look, ["layers.*.attn"])`` makes the core call ``look(name, output)`` with the modules' outputs
-    in logged steps: see :meth:`nanotrain_core.run.taps.Taps.add`. In ``on_start``, on all ranks."""
-    tap_calls: Callable[..., Sequence[str]]
-    """``tap_calls("attention", look, ["layers.*"])`` makes the core call ``look(name, *args)`` with the
+    observe_outputs: Callable[..., Sequence[str]]
+    """``observe_outputs(look, ["layers.*.attn"])`` makes the core call ``look(name, output)`` with the
+    modules' outputs in logged steps: see
+    :meth:`nanotrain_core.run.module_observers.ModuleObservers.observe_outputs`. In ``on_start``, on all
+    ranks."""
+    observe_calls: Callable[..., Sequence[str]]
+    """``observe_calls("attention", look, ["layers.*"])`` makes the core call ``look(name, *args)`` with the
     arguments of the layers' calls to a function of their table: see
-    :meth:`nanotrain_core.run.taps.Taps.add_calls`. In ``on_start``, on all ranks."""
+    :meth:`nanotrain_core.run.module_observers.ModuleObservers.observe_calls`. In ``on_start``, on all
+    ranks."""
     monitor_barrier: Callable[[], None]
     """Collective: return when this monitor has arrived here on all ranks. If it fails on one rank meanwhile,
     its event ends on all of them. The methods of ``mesh``, ``logits`` and ``UpdateReport.norms`` begin with

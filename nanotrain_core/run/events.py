@@ -84,10 +84,11 @@ class Events:
         declared = tuple({metric.name: metric for metric in reversed(known)}.values())[::-1]
         for number, (name, monitor) in enumerate(self._named()):
             own = Metrics(reducer, number, name, strict=self.failures.strict)
-            taps: dict[str, Any] = {
-                name: partial(getattr(run, name), number, run.mesh) for name in ("tap", "tap_calls")
+            observers: dict[str, Any] = {
+                name: partial(getattr(run, name), number, run.mesh)
+                for name in ("observe_outputs", "observe_calls")
             }
-            info = attrs.evolve(run, metrics=own, declared=declared, **taps)
+            info = attrs.evolve(run, metrics=own, declared=declared, **observers)
             failed |= self._dispatch("on_start", info, to=[monitor])
         by_rank: list[set[int]] = run.mesh.gather(failed)
         self.left_out = frozenset().union(*by_rank)

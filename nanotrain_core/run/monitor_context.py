@@ -1,4 +1,4 @@
-"""The monitors' environment for one call of ``fit``: their metrics reducer, collectives and taps."""
+"""The monitors' environment for one call of ``fit``: their metrics reducer, collectives and observers."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from nanotrain_core.compose import Run
 from nanotrain_core.contracts import RunInfo
 from nanotrain_core.registry.contract_checks import check_callback
 from nanotrain_core.run.events import Events
+from nanotrain_core.run.module_observers import ModuleObservers
 from nanotrain_core.run.monitor_collectives import MonitorCollectives, MonitorMesh
-from nanotrain_core.run.taps import Taps
 
 
 class MonitorContext:
@@ -25,13 +25,13 @@ class MonitorContext:
         self.reducer = events.reducer_on(run.mesh)
         self.collectives = MonitorCollectives(run.mesh, len(events.monitors))
         self.mesh = MonitorMesh(run.mesh, self.collectives)
-        self.taps = Taps(run.stages.values(), run.passes, self.collectives, events.fail_later)
+        self.observers = ModuleObservers(run.stages.values(), run.passes, self.collectives, events.fail_later)
 
     def start(self, info: RunInfo) -> None:
-        """Deliver ``on_start``. If that ends the run, no tap stays on the model. Collective."""
+        """Deliver ``on_start``. If that ends the run, no observer stays on the model. Collective."""
         try:
             self.events.start(info, self.reducer, self.collectives)
         except BaseException:
-            self.taps.remove()
+            self.observers.remove()
             raise
-        self.taps.left_out = self.events.left_out
+        self.observers.left_out = self.events.left_out

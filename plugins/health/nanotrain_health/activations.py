@@ -21,10 +21,12 @@ class Activations(Watcher):
     def __init__(self, scene: Scene) -> None:
         super().__init__(scene)
         if scene.sentinels:
-            scene.run.tap(self.look, sorted(scene.sentinels), when=scene.reads_tensors)
+            scene.run.observe_outputs(self.look, sorted(scene.sentinels), when=scene.reads_tensors)
         everywhere = {name for rank in scene.run.mesh.gather(scene.norms) for name in rank}
         if everywhere:
-            scene.run.tap(self.look_at_norm, sorted(everywhere), compiled=False, when=scene.reads_tensors)
+            scene.run.observe_outputs(
+                self.look_at_norm, sorted(everywhere), compiled=False, when=scene.reads_tensors
+            )
 
     def look(self, name: str, output: Any) -> None:
         """Publish the size of a layer's output, and its outliers."""

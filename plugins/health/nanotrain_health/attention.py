@@ -18,14 +18,14 @@ from nanotrain_health.watcher import Scene, Watcher
 
 
 class Attention(Watcher):
-    """Taps the attention calls of monitored layers, with any kernels, and inside compiled layers as well."""
+    """Observes attention calls of monitored layers, with any kernels, and inside compiled layers as well."""
 
     def __init__(self, scene: Scene) -> None:
         super().__init__(scene)
         self.queries = scene.config.queries
         if self.queries and scene.sentinels:
             names = sorted(scene.sentinels)
-            scene.run.tap_calls("attention", self.look, names, when=scene.reads_tensors)
+            scene.run.observe_calls("attention", self.look, names, when=scene.reads_tensors)
 
     def look(
         self,

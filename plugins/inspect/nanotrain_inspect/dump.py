@@ -65,7 +65,7 @@ class Dump(Monitor):
                     f"{', '.join(modules[:8])}, ..."
                 )
         if "activations" in self.what:
-            run.tap(self.look, self.config.modules)
+            run.observe_outputs(self.look, self.config.modules)
 
     # --- what is looked at -------------------------------------------------------------------
 

@@ -1,11 +1,11 @@
-"""Taps: monitors observe what modules return in a logged step, by the modules' global names, and the
-arguments of functions that these call, such as attention.
+"""Observers, by which monitors receive what modules return in a logged step, by the modules' global names,
+and the arguments of functions that these call, such as attention.
 
-A tap is a forward hook. ``torch.compile`` is applied to a module's ``forward``, inside its hooks, so a
-tap on a compiled layer runs between graphs and leaves them unchanged; modules inside a graph cannot be
-tapped, since their hooks would be traced. Function calls are observed inside a graph, too: see
-:mod:`~nanotrain_core.run.call_taps`. A recomputation, for activation checkpointing, is not observed
-again. In steps in which it is not read a tap costs one Python call that returns immediately.
+An observer of outputs is a forward hook. ``torch.compile`` is applied to a module's ``forward``, inside its
+hooks, so the hook of a compiled layer runs between graphs and leaves them unchanged; modules inside a graph
+cannot be observed, since their hooks would be traced. Function calls are observed inside a graph, too: see
+:mod:`~nanotrain_core.run.call_observers`. A recomputation, for activation checkpointing, is not observed
+again. In steps in which it is not read an observer costs one Python call that returns immediately.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ from nanotrain_core.layout.roles import Role, main_layers, natural_sort_key, tag
 from nanotrain_core.models.activation_checkpointing import outside_of_layers
 from nanotrain_core.models.ops import Ops
 from nanotrain_core.pipeline.passes import Passes
-from nanotrain_core.run.call_taps import CallTaps
+from nanotrain_core.run.call_observers import CallObservers
 from nanotrain_core.run.monitor_collectives import MonitorCollectives
 
 #: Receives a module's name and its output.
-Observer = Callable[[str, Any], None]
-#: Returns whether a monitor reads its taps in the current step.
+OutputCallback = Callable[[str, Any], None]
+#: Returns whether a monitor reads its observers in the current step.
 When = Callable[[], bool]
 
 
 @attrs.define(eq=False)
-class Tap:
-    """What one call of :meth:`Taps.add` or :meth:`Taps.add_calls` has registered."""
+class ModuleObserver:
+    """One registered observer of outputs or calls."""
 
     owner: int
     """The monitor's index in the run."""
     when: When
     on: bool = False
-    """Whether the tap is read in the current step."""
+    """Whether the observer is read in the current step."""
 
 
-class Taps:
-    """The taps on this rank's model parts."""
+class ModuleObservers:
+    """The observers of modules on this rank's model parts."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Taps:
         collectives: MonitorCollectives | None = None,
         fail: Callable[[int, Exception], None] = lambda monitor, problem: None,
     ) -> None:
-        """Register no taps yet.
+        """Register no observers yet.
 
         Args:
             parts: the model's parts on this rank.
@@ -80,16 +80,16 @@ class Taps:
             if inner
         }
         self.left_out: Collection[int] = ()
-        """Monitors, by their index in the run, whose taps are no longer called."""
-        self._taps: list[Tap] = []
+        """Monitors, by their index in the run, whose observers are no longer called."""
+        self._observers: list[ModuleObserver] = []
         self._handles: list[RemovableHandle] = []
-        self._calls: list[CallTaps] = []
+        self._calls: list[CallObservers] = []
 
-    def add(
+    def observe_outputs(
         self,
         owner: int,
         mesh: Mesh,
-        look: Observer,
+        look: OutputCallback,
         modules: Sequence[str] = (),
         *,
         compiled: bool = True,
@@ -117,13 +117,13 @@ class Taps:
             PluginError: nothing has such a name on any rank, or it is inside a compiled layer.
         """
         found = self._found(mesh, modules, compiled=compiled)
-        tap = self._new(owner, when)
+        observer = self._new(owner, when)
         for name, module in self._own(found):
-            hook = self._hook(tap, name, look)
+            hook = self._hook(observer, name, look)
             self._handles.append(module.register_forward_hook(hook))
         return found
 
-    def add_calls(
+    def observe_calls(
         self,
         owner: int,
         mesh: Mesh,
@@ -135,29 +135,29 @@ class Taps:
     ) -> list[str]:
         """Call ``look(name, *args)`` with the arguments of modules' calls to a function of their table.
 
-        As :meth:`add`: in each forward pass of logged steps, also inside of compiled layers.
+        As :meth:`observe_outputs`: in each forward pass of logged steps, also inside of compiled layers.
 
         Args:
             owner: the monitor's index in the run.
             mesh: the mesh that the monitor was given.
             function: a field of :class:`~nanotrain_core.models.ops.Ops`, such as ``attention``.
-            look: receives the name of the tapped module that makes the call, and its arguments, tensors
+            look: receives the name of the observed module that makes the call, and its arguments, tensors
                 detached. Those of attention are this rank's heads, for whole sequences.
             modules: names or patterns, by default the first, middle and last layer.
-            when: as in :meth:`add`.
+            when: as in :meth:`observe_outputs`.
 
         Returns:
             The names that were found in the whole model, in its order. In a model whose modules have no table
             ``look`` is never called.
 
         Raises:
-            PluginError: there is no such function; or as in :meth:`add`.
+            PluginError: there is no such function; or as in :meth:`observe_outputs`.
         """
         if function not in (known := [field.name for field in fields(Ops)]):
             raise PluginError(f"models call no function '{function}'{did_you_mean(function, known)}")
         found = self._found(mesh, modules)
         inside: list[str] = []
-        tap = self._new(owner, when)
+        observer = self._new(owner, when)
 
         def enter(name: str, *_: Any) -> None:
             inside.append(name)
@@ -166,14 +166,14 @@ class Taps:
             inside.pop()
 
         def tell(*args: Any) -> None:
-            if inside and tap.on and not self.passes.in_backward:
+            if inside and observer.on and not self.passes.in_backward:
                 given = (x.detach() if isinstance(x, torch.Tensor) else x for x in args)
                 self._call(owner, look, inside[-1], *given)
 
         for name, module in self._own(found):
             self._handles.append(module.register_forward_pre_hook(partial(enter, name)))
             self._handles.append(module.register_forward_hook(leave, always_call=True))
-        calls = CallTaps(tell, mesh.device)
+        calls = CallObservers(tell, mesh.device)
         calls.observe(function, [module for _, module in self.modules])
         self._calls.append(calls)
         return found
@@ -208,47 +208,47 @@ class Taps:
         wanted = {*names}
         yield from (named for named in self.modules if named[0] in wanted)
 
-    def _is_read(self, tap: Tap) -> bool:
+    def _is_read(self, observer: ModuleObserver) -> bool:
         try:
-            return tap.owner not in self.left_out and tap.when()
+            return observer.owner not in self.left_out and observer.when()
         except Exception as problem:
-            self.fail(tap.owner, problem)
+            self.fail(observer.owner, problem)
             return False
 
-    def _new(self, owner: int, when: When) -> Tap:
-        self._taps.append(Tap(owner, when))
-        return self._taps[-1]
+    def _new(self, owner: int, when: When) -> ModuleObserver:
+        self._observers.append(ModuleObserver(owner, when))
+        return self._observers[-1]
 
     @contextmanager
     def observing(self, logged: bool) -> Iterator[None]:
         """In a logged step, observe the modules that run within the block, for monitors that read them."""
-        for tap in self._taps:
-            tap.on = logged and self._is_read(tap)
-        self.passes.observed = any(tap.on for tap in self._taps)
+        for observer in self._observers:
+            observer.on = logged and self._is_read(observer)
+        self.passes.observed = any(observer.on for observer in self._observers)
         try:
             yield
         finally:
             self.passes.observed = False
-            for tap in self._taps:
-                tap.on = False
+            for observer in self._observers:
+                observer.on = False
 
     def remove(self) -> None:
-        """Remove all taps."""
+        """Remove all observers."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._taps.clear()
+        self._observers.clear()
         while self._calls:
             self._calls.pop().restore()
 
-    def _hook(self, tap: Tap, name: str, look: Observer) -> Callable[..., None]:
+    def _hook(self, observer: ModuleObserver, name: str, look: OutputCallback) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if tap.on and not self.passes.in_backward:
-                self._look(tap.owner, name, look, output)
+            if observer.on and not self.passes.in_backward:
+                self._look(observer.owner, name, look, output)
 
         return hook
 
-    def _look(self, owner: int, name: str, look: Observer, output: Any) -> None:
+    def _look(self, owner: int, name: str, look: OutputCallback, output: Any) -> None:
         first = output[0] if isinstance(output, tuple | list) and output else output
         self._call(owner, look, name, first.detach() if isinstance(first, torch.Tensor) else first)
 

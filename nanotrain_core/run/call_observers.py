@@ -23,10 +23,10 @@ from nanotrain_core.models.ops import Around, Ops
 Function = Callable[..., torch.Tensor]
 
 _numbers = count()
-_known: WeakValueDictionary[int, CallTaps] = WeakValueDictionary()
+_known: WeakValueDictionary[int, CallObservers] = WeakValueDictionary()
 
 
-class CallTaps:
+class CallObservers:
     """The observers of calls of one function of a run."""
 
     def __init__(self, tell: Callable[..., None], device: torch.device) -> None:
