@@ -282,11 +282,11 @@ def _wrapped_stages(
     """Build this rank's parts of the model with the functions of the kernels, and let the wrappers transform
     them. Collective."""
     ops = expect_result(f"kernels '{built.kernels_name}'", "ops", built.kernels.ops(mesh.device), Ops)
-    around = [
-        expect_result(f"parallel '{chosen.use}'", "around", wrapper.around(mesh), Mapping)
+    op_wrappers = [
+        expect_result(f"parallel '{chosen.use}'", "op_wrappers", wrapper.op_wrappers(mesh), Mapping)
         for chosen, wrapper in built.wrappers
     ]
-    ops = wrap_ops(ops, *around)
+    ops = wrap_ops(ops, *op_wrappers)
     stages = build_stages(built.model, parts, mesh, ops)
     for part in stages.values():
         check_part(f"model '{recipe.model.use}'", part)

@@ -60,7 +60,7 @@ class Temperature(Parallel):
     def __init__(self, config):
         self.size = 1
 
-    def around(self, mesh):
+    def op_wrappers(self, mesh):
         return {"attention": lambda attend, q, *args: attend(q * self.part.temperature.mean(), *args)}
 
     def apply(self, part, placements, mesh):

@@ -24,7 +24,12 @@ from nanotrain_core.testing.probe import make_engine
     [
         (Grid, "layout", None, r"topology 'grid': its layout returned None; expected Layout"),
         (TorchKernels, "ops", None, r"kernels 'torch': its ops returned None; expected Ops"),
-        (Parallel, "around", None, r"parallel 'recompute': its around returned None; expected Mapping"),
+        (
+            Parallel,
+            "op_wrappers",
+            None,
+            r"parallel 'recompute': its op_wrappers returned None; expected Mapping",
+        ),
         (Uniform, "describe", None, r"precision 'fp64': its describe returned None; expected Sequence"),
         (Uniform, "describe", "double", r"precision 'fp64': its describe returned a str; expected Sequence"),
         (AdamW, "blocks", None, r"optimizer AdamW: its blocks returned None; expected Iterable"),

@@ -49,7 +49,7 @@ def test_what_an_exchange_returns_is_counted_when_it_is_waited_for(clock):
         return lambda: setattr(clock, "now", clock.now + seconds) or "sum"
 
     waits = Waits()
-    pending = waits.around(begin)(5.0)
+    pending = waits.timed(begin)(5.0)
     assert waits.collectives.seconds == 1.0
     clock.now += 100
     assert pending() == "sum"

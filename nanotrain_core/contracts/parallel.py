@@ -33,7 +33,7 @@ class Parallel:
         """
         return part
 
-    def around(self, mesh: Mesh) -> Mapping[str, Callable[..., torch.Tensor]]:
+    def op_wrappers(self, mesh: Mesh) -> Mapping[str, Callable[..., torch.Tensor]]:
         """Return wrappers for functions that models call, by field of ``Ops``: none by default.
 
         Each is called with the wrapped function, then with the model's arguments. It must return what one

@@ -29,7 +29,7 @@ class TimedExchange(Exchange):
         self.group, self.device = behind.group, behind.device
         self.size, self.rank, self.rows_to_sum = behind.size, behind.rank, behind.rows_to_sum
         for name in COLLECTIVES:
-            setattr(self, name, waits.around(getattr(behind, name)))
+            setattr(self, name, waits.timed(getattr(behind, name)))
 
     @property
     def in_background(self) -> bool:
@@ -50,7 +50,7 @@ class TimedBuffer(Buffer):
 
     def __init__(self, behind: Buffer, waits: Waits) -> None:
         self.behind, self.flat = behind, behind.flat
-        self._all_reduce = waits.around(behind.all_reduce)
+        self._all_reduce = waits.timed(behind.all_reduce)
 
     def all_reduce(self) -> Pending:
         """As the wrapped buffer."""
@@ -63,7 +63,7 @@ class TimedBuckets(BucketExchange):
 
     def __init__(self, behind: BucketExchange, waits: Waits) -> None:
         self.behind, self.limit, self.waits = behind, behind.limit, waits
-        self._all_gather = waits.around(behind.all_gather)
+        self._all_gather = waits.timed(behind.all_gather)
 
     def reduce_scatter(self, numel: int, write: Write, into: torch.Tensor, *, add: bool) -> None:
         """As the wrapped exchange."""

@@ -144,7 +144,7 @@ def unpermute(outputs_ND: Tensor, order_N: Tensor, back_N: Tensor, weights_TC: T
 
 
 @dataclass(frozen=True)
-class Around:
+class WrappedOp:
     """A function of the table, wrapped by another that receives it as the first argument.
 
     Monitors that observe its calls see those of ``inner``.
@@ -185,7 +185,7 @@ def wrap_ops(ops: Ops, *each: Mapping[str, Callable[..., Tensor]]) -> Ops:
     for name, outer in (pair for functions in each for pair in functions.items()):
         if name not in known:
             raise PluginError(f"models call no function '{name}'{did_you_mean(name, known)}")
-        ops = replace(ops, **{name: Around(outer, getattr(ops, name))})
+        ops = replace(ops, **{name: WrappedOp(outer, getattr(ops, name))})
     return ops
 
 
@@ -196,7 +196,7 @@ def expect_window(ops: Ops) -> None:
         PluginError: naming one that takes none.
     """
     function, count = ops.attention, len(signature(attention).parameters)
-    while isinstance(function, Around):
+    while isinstance(function, WrappedOp):
         _expect_arguments(function.outer, count + 1, "")
         function = function.inner
     _expect_arguments(function, count, "; [kernels] use = 'torch' has it")

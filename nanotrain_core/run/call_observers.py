@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.types import Number
 
-from nanotrain_core.models.ops import Around, Ops
+from nanotrain_core.models.ops import Ops, WrappedOp
 
 Function = Callable[..., torch.Tensor]
 
@@ -56,8 +56,8 @@ class CallObservers:
             module.ops = ops  # type: ignore[assignment]
 
     def _noted(self, function: Function) -> Function:
-        if isinstance(function, Around):  # report what the inner function receives
-            return Around(function.outer, self._noted(function.inner))
+        if isinstance(function, WrappedOp):  # report what the inner function receives
+            return WrappedOp(function.outer, self._noted(function.inner))
         number, seen, tell = self.number, self.seen, self.tell
 
         def noted(*args: Any) -> torch.Tensor:

@@ -56,7 +56,7 @@ class Waits:
         self.device: DeviceClock | None = None
         """The clock that times communication on the device too; None: it is not enabled."""
 
-    def around(self, begin: Callable[P, Any]) -> Callable[P, Any]:
+    def timed(self, begin: Callable[P, Any]) -> Callable[P, Any]:
         """Return ``begin``, timed, as well as the function it may return, which waits for completion."""
 
         def ended(pending: Callable[[], Any]) -> Any:

@@ -31,7 +31,7 @@ class ContextParallel(Parallel):
         """Tokens of the whole sequences; None if each rank has whole ones, as where text is sampled."""
         self.calls = 0
 
-    def around(self, mesh: Mesh) -> Mapping[str, Callable[..., torch.Tensor]]:
+    def op_wrappers(self, mesh: Mesh) -> Mapping[str, Callable[..., torch.Tensor]]:
         """Wrap the attention of models."""
         return {"attention": self.attend} if mesh.layout.size(*mesh.layout.sequence_dims) > 1 else {}
 
@@ -41,7 +41,7 @@ class ContextParallel(Parallel):
         Raises:
             NanotrainError: in the first step, layers have not called it: no token saw those of other ranks.
         """
-        if self.around(mesh):
+        if self.op_wrappers(mesh):
             self.ranks, modules = Ranks(mesh), [(module, tag.role) for _, module, tag in tagged(part)]
             for module, role in modules:
                 if role is Role.ROUTER:
