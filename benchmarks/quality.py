@@ -114,8 +114,8 @@ class Curve(LastLoss):
 def nudge(optimizer: MasterOptimizer) -> None:
     """Make masters one millionth larger."""
     with torch.no_grad():
-        for slot in optimizer.slots:
-            slot.master.store(slot.master.load() * (1 + 1e-6))
+        for shard in optimizer.master_shards:
+            shard.master.store(shard.master.load() * (1 + 1e-6))
 
 
 def common_steps(plan: Plan, folder: Path) -> Path:

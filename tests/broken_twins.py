@@ -295,8 +295,8 @@ class AsLongAsItsPiece(SGD):
     """Steps as far as a weight is long, LARS, of which it takes what the rank updates for the whole."""
 
     def precondition(self, gradients):
-        for number, slot in enumerate(self.slots):
-            ratio = slot.master.load().norm() / gradients[number].norm().clamp(min=1e-30)
+        for number, shard in enumerate(self.master_shards):
+            ratio = shard.master.load().norm() / gradients[number].norm().clamp(min=1e-30)
             gradients[number] = gradients[number] * ratio
 
 
@@ -322,7 +322,7 @@ class DecaysNothing(AdamW):
 class DropsErrors(AdamW):
     """Takes masters that need their error carried, and does not carry it."""
 
-    def carry(self, slot, error):
+    def carry(self, shard, error):
         pass
 
 

@@ -51,17 +51,17 @@ def test_all_averages_move_in_one_call_and_by_nothing_in_a_skipped_step(found_in
     engine.fit()
     optimizer = engine.run.optimizer
     with torch.no_grad():
-        for slot in optimizer.slots:
-            slot.weight.add_(1.0)
-    weights = [slot.weight.detach().clone() for slot in optimizer.slots]
-    averages = [optimizer.inner.state[slot.weight]["ema"] for slot in optimizer.slots]
+        for shard in optimizer.master_shards:
+            shard.weight.add_(1.0)
+    weights = [shard.weight.detach().clone() for shard in optimizer.master_shards]
+    averages = [optimizer.inner.state[shard.weight]["ema"] for shard in optimizer.master_shards]
     share = 0.0 if found_inf else 1 - DECAY
     expected = [average.lerp(weight, share) for average, weight in zip(averages, weights, strict=True)]
     with torch.no_grad(), CalledOperators() as operators:
         found = None if found_inf is None else torch.tensor(found_inf)
-        optimizer._average(optimizer.slots, found)
+        optimizer._average(optimizer.master_shards, found)
     assert all(map(torch.equal, averages, expected))
-    assert all(map(torch.equal, (slot.weight for slot in optimizer.slots), weights))
+    assert all(map(torch.equal, (shard.weight for shard in optimizer.master_shards), weights))
     assert len([each for each in operators.called if each is not torch.ops.aten.detach.default]) <= 2
 
 

@@ -20,7 +20,7 @@ from nanotrain_core.errors import PluginError
         ),
         (
             "parallel",
-            r"derive from nanotrain_core.api.torch.Parallel: .* without apply, around, shard, splits_linear$",
+            r"from nanotrain_core.api.torch.Parallel: .* apply, op_wrappers, shard, splits_linear$",
         ),
         ("precision", r"from nanotrain_core.api.torch.Precision: .* without parameter_dtype, .* more$"),
         ("kernels", r"from nanotrain_core.api.torch.Kernels: .* without prepare, ops, gemm and 3 more$"),

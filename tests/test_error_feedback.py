@@ -17,8 +17,8 @@ from nanotrain_core.layout.placement import place, placed_parameters
 from nanotrain_core.optim import master_optimizer as optimizers
 from nanotrain_core.optim.adamw import AdamW
 from nanotrain_core.optim.master_optimizer import MasterOptimizer
+from nanotrain_core.optim.master_shards import waves
 from nanotrain_core.optim.sgd import SGD
-from nanotrain_core.optim.slots import waves
 from nanotrain_core.precision.uniform import fp32, fp64
 from nanotrain_core.recipe.tree import OptimizerConfig
 
@@ -107,29 +107,29 @@ def test_adamw_carries_the_error_as_the_paper_says():
     config = AdamWConfig(lr=0.05, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.3, clip_norm=0.0)
     model, optimizer = train(AdamW, config, 6)
     each = [gradients_of(model, step) for step in range(6)]
-    for number, (slot, start) in enumerate(
-        zip(optimizer.slots, make_model(torch.float64).parameters(), strict=True)
+    for number, (shard, start) in enumerate(
+        zip(optimizer.master_shards, make_model(torch.float64).parameters(), strict=True)
     ):
         decay = 0.3 if start.dim() > 1 else 0.0
         own = [gradients[number] for gradients in each]
         weight, moment = adam_by_hand(start.detach(), own, 0.05, (0.8, 0.9), 1e-6, decay)
-        assert torch.equal(slot.parameter.detach(), weight)
+        assert torch.equal(shard.parameter.detach(), weight)
         # torch keeps the step in float32, and so does the correction
         torch.testing.assert_close(
-            optimizer.inner.state[slot.weight]["exp_avg"], moment, rtol=1e-6, atol=1e-9
+            optimizer.inner.state[shard.weight]["exp_avg"], moment, rtol=1e-6, atol=1e-9
         )
 
 
 def test_sgd_carries_the_error_in_its_velocity():
     model, optimizer = train(SGD, SGDConfig(lr=0.05, momentum=0.9, clip_norm=0.0), 6)
     each = [gradients_of(model, step) for step in range(6)]
-    for number, (slot, start) in enumerate(
-        zip(optimizer.slots, make_model(torch.float64).parameters(), strict=True)
+    for number, (shard, start) in enumerate(
+        zip(optimizer.master_shards, make_model(torch.float64).parameters(), strict=True)
     ):
         own = [gradients[number] for gradients in each]
         weight, velocity = sgd_by_hand(start.detach(), own, 0.05, 0.9)
-        assert torch.equal(slot.parameter.detach(), weight)
-        found = optimizer.inner.state[slot.weight]["momentum_buffer"]
+        assert torch.equal(shard.parameter.detach(), weight)
+        found = optimizer.inner.state[shard.weight]["momentum_buffer"]
         torch.testing.assert_close(found, velocity, rtol=0, atol=1e-12)
 
 
@@ -185,26 +185,26 @@ def moved(make, config, rates, at, resumed):
         if step == at + 1 and resumed:
             _, gradients, new = set_up(make, config, Once(-1))
             saved = {block.name: block.tensor.clone() for block in optimizers[-1].blocks()}
-            for old, slot in zip(optimizers[-1].slots, new.slots, strict=True):
-                slot.parameter.data.copy_(old.parameter)
+            for old, shard in zip(optimizers[-1].master_shards, new.master_shards, strict=True):
+                shard.parameter.data.copy_(old.parameter)
             for block in new.blocks():
                 block.tensor.copy_(saved[block.name])
             new.load_meta(json.loads(json.dumps(optimizers[-1].meta())))
             optimizers.append(new)
         for group in optimizers[-1].inner.param_groups:
             group["lr"] = 0.0 if group.get("frozen") else rate
-        for slot in optimizers[-1].slots:
-            slot.parameter.grad = torch.ones_like(slot.parameter)
+        for shard in optimizers[-1].master_shards:
+            shard.parameter.grad = torch.ones_like(shard.parameter)
         optimizers[-1].step()
         gradients.zero()
-    return [slot.parameter.detach().clone() for slot in optimizers[-1].slots]
+    return [shard.parameter.detach().clone() for shard in optimizers[-1].master_shards]
 
 
 class FirstFrozen(SGD):
     """SGD whose first parameter group has a rate of 0."""
 
-    def options(self, slot):
-        frozen = slot is self.slots[0]
+    def options(self, shard):
+        frozen = shard is self.master_shards[0]
         return {"weight_decay": 0.0, "frozen": frozen, "lr": 0.0 if frozen else self.config.lr}
 
 
@@ -252,7 +252,7 @@ def test_an_optimizer_without_momentum_refuses_such_masters(make, config):
 
 def test_no_decoded_weight_outlives_a_step():
     _, optimizer = train(AdamW, AdamWConfig(lr=0.1), 2)
-    assert all(slot.weight.numel() == 0 and slot.weight.grad is None for slot in optimizer.slots)
+    assert all(shard.weight.numel() == 0 and shard.weight.grad is None for shard in optimizer.master_shards)
 
 
 @pytest.mark.parametrize(
@@ -262,8 +262,8 @@ def test_weights_are_loaded_in_waves_that_change_nothing(limit, expected, monkey
     """The model's parameters have 35, 7, 7, 7, 14 and 2 elements."""
     config = AdamWConfig(lr=0.05, weight_decay=0.1)
     whole, optimizer = train(AdamW, config, 3)
-    assert [len(wave) for wave in waves(optimizer.slots, limit)] == expected
-    monkeypatch.setattr(optimizers, "waves", lambda slots: waves(slots, limit))
+    assert [len(wave) for wave in waves(optimizer.master_shards, limit)] == expected
+    monkeypatch.setattr(optimizers, "waves", lambda shards: waves(shards, limit))
     cut, optimizer = train(AdamW, config, 3)
     assert [len(group["params"]) for group in optimizer.inner.param_groups] == [2, 4]
     for one, other in zip(whole.parameters(), cut.parameters(), strict=True):
@@ -273,7 +273,7 @@ def test_weights_are_loaded_in_waves_that_change_nothing(limit, expected, monkey
 def test_torch_sees_no_weight_that_is_not_loaded(monkeypatch):
     """An optimizer of torch's need not skip those without a gradient."""
     _, _, optimizer = set_up(AdamW, AdamWConfig(), Coarse())
-    monkeypatch.setattr(optimizers, "waves", lambda slots: waves(slots, 42))
+    monkeypatch.setattr(optimizers, "waves", lambda shards: waves(shards, 42))
     seen, step = [], optimizer.inner.step
 
     def look():
@@ -281,7 +281,7 @@ def test_torch_sees_no_weight_that_is_not_loaded(monkeypatch):
         step()
 
     optimizer.inner.step = look
-    for parameter in (slot.parameter for slot in optimizer.slots):
+    for parameter in (shard.parameter for shard in optimizer.master_shards):
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     assert seen == [[35, 7], [14, 7, 7, 2]]
@@ -348,13 +348,13 @@ def decayed(inner, precision):
 )
 def test_a_count_of_steps_that_several_calls_would_advance_is_refused(inner, what, monkeypatch):
     """The model had trained with a count for each wave of its weights, without a word."""
-    monkeypatch.setattr(optimizers, "waves", lambda slots: waves(slots, 42))
+    monkeypatch.setattr(optimizers, "waves", lambda shards: waves(shards, 42))
     with pytest.raises(NanotrainError, match=rf"{inner.__name__}.step changes {what}, but a step may"):
         decayed(inner, Exact())
 
 
 def test_a_count_of_steps_advances_once_in_a_step(monkeypatch):
-    monkeypatch.setattr(optimizers, "waves", lambda slots: waves(slots, 42))
+    monkeypatch.setattr(optimizers, "waves", lambda shards: waves(shards, 42))
     plain, cut = decayed(Counting, fp64(PrecisionConfig())), decayed(CountedOutside, Exact())
     for one, other in zip(plain.parameters(), cut.parameters(), strict=True):
         assert torch.equal(one, other)

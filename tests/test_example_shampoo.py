@@ -20,7 +20,7 @@ ZERO = [{"use": "zero12", "bucket_mb": 0.01}]
 def statistics(case):
     """Return the most ranges of one matrix on this rank, and how many blocks each name has."""
     optimizer = make_engine(case, {}).run.optimizer
-    most = max(Counter(slot.placement.name for slot in optimizer.behind.slots).values())
+    most = max(Counter(shard.placement.name for shard in optimizer.behind.master_shards).values())
     names = Counter(block.name for block in optimizer.blocks())
     return most, {name: count for name, count in names.items() if name.startswith(("left/", "right/"))}
 
@@ -52,7 +52,7 @@ def test_every_layout_saves_and_trains_what_one_process_does(topology, wrappers)
 
 
 class Norms(Monitor):
-    """Publishes the norms of one slot of the optimizer's state."""
+    """Publishes the norms of one kind of the optimizer's state."""
 
     declared = (Metric(name="{statistic}/{parameter}", unit="1", group="state", summary="for a test"),)
 

@@ -325,7 +325,7 @@ def scaled(folder, apart):
     """Train with a scalar in the state of one master."""
     made = engine(folder, 2)
     scale = torch.tensor(1.0 + apart * rank())
-    made.run.optimizer.slots[0].master.state = lambda: {"scale": scale}
+    made.run.optimizer.master_shards[0].master.state = lambda: {"scale": scale}
     return saved_or_refused(made, folder, apart)
 
 

@@ -155,7 +155,7 @@ def test_every_layout_rounds_alike(layout, variant, form):
 def state_of(case, folder, step):
     engine = make_engine(case, {"run": {"steps": step}}, folder=Path(folder), resume=str(step))
     engine.fit()
-    return [slot.master.load() for slot in engine.run.optimizer.slots]
+    return [shard.master.load() for shard in engine.run.optimizer.master_shards]
 
 
 def test_masters_of_ranges_are_loaded_from_the_checkpoint():
@@ -233,13 +233,13 @@ def bytes_of_rank(rows):
             push(run, step, 1.0)
             run.optimizer.step()
             run.gradients.zero()
-        slots, state = run.optimizer.slots, run.optimizer.inner.state
-        beside = [t for slot in slots for t in slot.master.state().values()]
-        moments = [t for slot in slots for t in state[slot.weight].values() if t.shape]
+        shards, state = run.optimizer.master_shards, run.optimizer.inner.state
+        beside = [t for shard in shards for t in shard.master.state().values()]
+        moments = [t for shard in shards for t in state[shard.weight].values() if t.shape]
         low = [p for p in run.placed if p.parameter.dim() > 1 and p.placement.name.startswith("layers.")]
         sizes = [sum(p.parameter.numel() for p in each) for each in (low, run.placed)]
         weights = bytes_of(storage_of(placed.parameter) for placed in run.placed)
-        shares = bytes_of(run.gradients.gradient_of(slot.piece) for slot in slots)
+        shares = bytes_of(run.gradients.gradient_of(shard.piece) for shard in shards)
         found.append((sizes[0], sizes[1] - sizes[0], weights, bytes_of([*beside, *moments]), shares))
     return found
 

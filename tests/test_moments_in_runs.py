@@ -239,7 +239,8 @@ def test_vectors_and_rows_that_are_no_groups_keep_float32_moments():
 def kinds_of_moments(case):
     made = make_run(case, {})
     return {
-        slot.placement.name: set(made.optimizer.inner.state[slot.weight]) for slot in made.optimizer.slots
+        shard.placement.name: set(made.optimizer.inner.state[shard.weight])
+        for shard in made.optimizer.master_shards
     }
 
 
@@ -258,6 +259,9 @@ def test_an_optimizer_has_the_kernels_of_its_run(monkeypatch):
     monkeypatch.setattr(TorchKernels, "low_precision_adamw", lambda self, weights, *rest: [])
     made = make_run(on("adamw", 1, "int8"), {"kernels": {"use": "torch"}})
     push(made, 0, 1.0)
-    before = [slot.weight.clone() for slot in made.optimizer.slots]
+    before = [shard.weight.clone() for shard in made.optimizer.master_shards]
     made.optimizer.step()
-    assert all(torch.equal(slot.weight, old) for slot, old in zip(made.optimizer.slots, before, strict=True))
+    assert all(
+        torch.equal(shard.weight, old)
+        for shard, old in zip(made.optimizer.master_shards, before, strict=True)
+    )

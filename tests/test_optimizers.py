@@ -126,9 +126,9 @@ def test_a_bfloat16_model_follows_its_float32_master_rounded_once():
     _, optimizer, _ = train_ours(AdamW, config, bf16)
     plain = make_model(torch.bfloat16).float()
     train_plainly(plain, theirs, config.weight_decay, config.clip_norm)
-    for slot, other in zip(optimizer.slots, plain.parameters(), strict=True):
-        torch.testing.assert_close(slot.master.load(), other.detach(), rtol=0, atol=1e-6)
-        assert torch.equal(slot.parameter, slot.master.load().bfloat16())
+    for shard, other in zip(optimizer.master_shards, plain.parameters(), strict=True):
+        torch.testing.assert_close(shard.master.load(), other.detach(), rtol=0, atol=1e-6)
+        assert torch.equal(shard.parameter, shard.master.load().bfloat16())
 
 
 def bits_after(config, make, precision, loss_scale):
@@ -149,7 +149,7 @@ def test_masters_updated_in_place_end_with_the_bits_of_loaded_ones(
     if make is AdamW:
         config = attrs.evolve(config, moment_dtype=moment_dtype)
     at_once, norms, optimizer = bits_after(config, make, precision, 512.0)
-    assert len(optimizer.plain.slots) == 6
+    assert len(optimizer.plain.shards) == 6
     for kind in (LiveMaster, Float32Master):
         monkeypatch.setattr(kind, "plain", None)
     loaded, expected, optimizer = bits_after(config, make, precision, 512.0)
@@ -171,7 +171,7 @@ def test_plain_and_encoded_masters_of_one_model_are_each_updated_once(make, monk
 
     monkeypatch.setattr(Float32Master, "plain", property(plain))
     mixed, expected, optimizer = bits_after(config, make, bf16, 1.0)
-    assert (len(optimizer.plain.slots), len(optimizer.encoded)) == (4, 2)
+    assert (len(optimizer.plain.shards), len(optimizer.encoded)) == (4, 2)
     assert norms == expected
     assert whole.keys() == mixed.keys()
     assert all(torch.equal(tensor, mixed[name]) for name, tensor in whole.items())
@@ -180,20 +180,20 @@ def test_plain_and_encoded_masters_of_one_model_are_each_updated_once(make, monk
 def test_gradients_are_not_kept_after_a_step():
     for config, make in ((AdamWConfig(), AdamW), (SGDConfig(lr=0.1), SGD)):
         _, optimizer, _ = train_ours(make, config, bf16)
-        assert all(slot.weight.grad is None for slot in optimizer.slots)
+        assert all(shard.weight.grad is None for shard in optimizer.master_shards)
 
 
 @pytest.mark.parametrize("precision", [fp32, bf16])
 def test_blocks_of_some_parameters_are_those_of_all_and_no_others_are_made(precision, monkeypatch):
     _, optimizer, _ = train_ours(AdamW, AdamWConfig(), precision)
-    some = {optimizer.slots[0].placement.name, optimizer.slots[3].placement.name}
+    some = {optimizer.master_shards[0].placement.name, optimizer.master_shards[3].placement.name}
     expected = [b for b in optimizer.blocks() if b.name.partition("/")[2] in some]
     made, place_of = [], optimizer.place
-    monkeypatch.setattr(optimizer, "place", lambda name, slot: made.append(slot) or place_of(name, slot))
+    monkeypatch.setattr(optimizer, "place", lambda name, shard: made.append(shard) or place_of(name, shard))
     found = list(optimizer.blocks_of(some))
     assert [(b.name, b.offset) for b in found] == [(b.name, b.offset) for b in expected]
     assert all(a.tensor.data_ptr() == b.tensor.data_ptr() for a, b in zip(found, expected, strict=True))
-    assert {slot.placement.name for slot in made} == some
+    assert {shard.placement.name for shard in made} == some
     of_base = Optimizer.blocks_of(optimizer, some)  # of an optimizer that only has blocks()
     assert [b.name for b in of_base] == [b.name for b in expected]
 
@@ -201,7 +201,7 @@ def test_blocks_of_some_parameters_are_those_of_all_and_no_others_are_made(preci
 def bytes_of_state(precision):
     model, optimizer, _ = train_ours(AdamW, AdamWConfig(), precision)
     parameters = sum(p.numel() for p in model.parameters())
-    scalars = len(optimizer.slots) * 4
+    scalars = len(optimizer.master_shards) * 4
     return (sum(block.tensor.nbytes for block in optimizer.blocks()) - scalars) / parameters
 
 
@@ -214,7 +214,7 @@ def test_an_overflowing_step_changes_nothing_and_says_so():
     model, optimizer, _ = train_ours(AdamW, AdamWConfig(), fp32)
     before = [p.detach().clone() for p in model.parameters()]
     state = [block.tensor.clone() for block in optimizer.blocks()]
-    first = optimizer.slots[0]
+    first = optimizer.master_shards[0]
     first.parameter.grad = torch.full_like(first.parameter, float("inf"))
     stats = optimizer.step()
     assert stats.skipped

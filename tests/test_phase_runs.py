@@ -156,9 +156,9 @@ def reported_rates(case):
     """Return the reported rates of a run whose optimizer gives embedding and head others than the rest."""
     plain = MasterOptimizer.options
 
-    def options(self, slot):
-        factor = {"embed": 0.1, "head": 0.5}.get(slot.placement.name.partition(".")[0], 1.0)
-        return {**plain(self, slot), "lr": self.config.lr * factor}
+    def options(self, shard):
+        factor = {"embed": 0.1, "head": 0.5}.get(shard.placement.name.partition(".")[0], 1.0)
+        return {**plain(self, shard), "lr": self.config.lr * factor}
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(MasterOptimizer, "options", options)

@@ -26,7 +26,7 @@ def gathered(case, bucket):
     run = make_engine(case, {}).run
     with mock.patch.object(whole_tensors, "BUCKET", bucket):
         whole = WholeTensors(
-            [slot.piece for slot in getattr(run.optimizer, "behind", run.optimizer).slots], run.mesh
+            [shard.piece for shard in getattr(run.optimizer, "behind", run.optimizer).master_shards], run.mesh
         )
     numbered = {
         name: torch.arange(prod(shape), dtype=torch.float64).view(shape)
@@ -72,8 +72,8 @@ def test_a_tied_table_whose_ranges_several_stages_have_is_whole_on_all_of_them()
 
 def without_one(case):
     run = make_engine(case, {}).run
-    slots = getattr(run.optimizer, "behind", run.optimizer).slots
-    WholeTensors([slot.piece for slot in slots if run.mesh.rank or slot is not slots[0]], run.mesh)
+    shards = getattr(run.optimizer, "behind", run.optimizer).master_shards
+    WholeTensors([shard.piece for shard in shards if run.mesh.rank or shard is not shards[0]], run.mesh)
 
 
 def test_pieces_that_leave_some_elements_to_no_rank_are_refused():

@@ -11,7 +11,7 @@ from nanotrain_core.layout.placement import Piece
 from nanotrain_core.optim import moments
 from nanotrain_core.optim.fused_adamw import FusedAdamW
 from nanotrain_core.optim.master_optimizer import MasterOptimizer
-from nanotrain_core.optim.slots import Slot
+from nanotrain_core.optim.master_shards import MasterShard
 
 
 class AdamW(MasterOptimizer):
@@ -31,10 +31,10 @@ class AdamW(MasterOptimizer):
         options = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
         return moments.LowPrecisionAdamW(groups, kernels=self.kernels, **options)
 
-    def state_of(self, slot: Slot) -> dict[str, torch.Tensor]:
+    def state_of(self, shard: MasterShard) -> dict[str, torch.Tensor]:
         """Return both moments at zero, in their storage format."""
-        weight, carries = slot.weight, slot.feedback is not None
-        kept = moments.initial_moments(weight, slot.piece, self.config.moment_dtype, carries=carries)
+        weight, carries = shard.weight, shard.feedback is not None
+        kept = moments.initial_moments(weight, shard.piece, self.config.moment_dtype, carries=carries)
         return {"step": torch.zeros((), dtype=torch.float32, device=weight.device), **kept}
 
     @property
@@ -42,22 +42,22 @@ class AdamW(MasterOptimizer):
         """Both AdamWs support ``found_inf``, with moments of any dtype."""
         return True
 
-    def place(self, name: str, slot: Slot) -> Piece:
+    def place(self, name: str, shard: MasterShard) -> Piece:
         """Scales are placed as tensors of their own shape."""
-        return moments.grouped(slot.piece) if name.endswith(moments.SCALE) else slot.piece
+        return moments.grouped(shard.piece) if name.endswith(moments.SCALE) else shard.piece
 
     @property
     def carries(self) -> bool:
         """Whether there is a first moment."""
         return self.config.betas[0] > 0
 
-    def carry(self, slot: Slot, error: torch.Tensor) -> None:
+    def carry(self, shard: MasterShard, error: torch.Tensor) -> None:
         """Add ((1 - beta1^t) / lr) (1 - 1 / beta1) (sqrt(v / (1 - beta2^t)) + eps) error to the first moment.
 
         Called after the t-th step. Later steps apply beta1 + beta1^2 + ... of it: -lr times that is the
         error. Source: Nikdan et al., "ECO", arXiv 2601.22101, the form for Adam.
         """
-        state, (beta1, beta2) = self.inner.state[slot.weight], slot.group["betas"]
+        state, (beta1, beta2) = self.inner.state[shard.weight], shard.group["betas"]
         first, second = 1 - beta1 ** state["step"], 1 - beta2 ** state["step"]
-        scale = (moments.load(state, "exp_avg_sq", error.dtype) / second).sqrt_().add_(slot.group["eps"])
-        state["exp_avg"].add_(scale.mul_(error).mul_(first * ((1 - 1 / beta1) / slot.group["lr"])))
+        scale = (moments.load(state, "exp_avg_sq", error.dtype) / second).sqrt_().add_(shard.group["eps"])
+        state["exp_avg"].add_(scale.mul_(error).mul_(first * ((1 - 1 / beta1) / shard.group["lr"])))

@@ -19,7 +19,7 @@ from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import Piece, PlacedParameter
 from nanotrain_core.optim.averages import move_averages
 from nanotrain_core.optim.grad_norm import GlobalNorm, clip_factor
-from nanotrain_core.optim.slots import PlainWeights, Slot, restricted_to, step_unless, waves
+from nanotrain_core.optim.master_shards import MasterShard, PlainWeights, restricted_to, step_unless, waves
 from nanotrain_core.registry.contract_checks import check_masters
 
 #: Ratio of learning rates of two steps beyond which one has jumped, as in a phase or a resumed run. Warm-up
@@ -41,7 +41,7 @@ class MasterOptimizer(Optimizer):
     momentum: str | None = None
     """The key in a weight's state of the momentum to which :meth:`carry` adds. It is rescaled when the
     learning rate jumps up, so that what it still has to move the weight by stays the same."""
-    slots: list[Slot]
+    master_shards: list[MasterShard]
     """This rank's pieces, each with its master; empty on a rank without any. Set by :meth:`setup`."""
     mesh: Mesh
     """This rank's mesh. Set by :meth:`setup`."""
@@ -52,7 +52,7 @@ class MasterOptimizer(Optimizer):
         """The rate of the last step with one above 0, as :meth:`_lr` returns it; 0 before that."""
 
     def make(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        """Return the torch optimizer for parameter groups with the :meth:`options` of their slots.
+        """Return the torch optimizer for parameter groups with the :meth:`options` of their shards.
 
         For ``adamw`` it is torch's fused AdamW (``fused_adamw.py``), or a variant with moments of other
         dtypes. One training step calls its ``step`` several times, each time with some of the weights in its
@@ -61,17 +61,17 @@ class MasterOptimizer(Optimizer):
         """
         raise NotImplementedError(f"{type(self).__name__} has no make(groups)")
 
-    def options(self, slot: Slot) -> dict[str, Any]:
-        """Return the options of the parameter group of a slot: slots with equal options share a group.
+    def options(self, shard: MasterShard) -> dict[str, Any]:
+        """Return the options of the parameter group of a shard: shards with equal options share a group.
 
         By default matrices have the config's ``weight_decay``, which is 0 unless it is a key, all others 0.
-        ``slot.placement`` has the name, the global shape, and the role: embeddings are ``Role.VOCAB``.
+        ``shard.placement`` has the name, the global shape, and the role: embeddings are ``Role.VOCAB``.
         """
-        matrix = len(slot.placement.global_shape) > 1
+        matrix = len(shard.placement.global_shape) > 1
         return {"weight_decay": self.config.weight_decay if matrix else 0.0}
 
     def precondition(self, gradients: list[torch.Tensor]) -> None:
-        """Replace gradients, in the order of ``slots``, after clipping and before any update.
+        """Replace gradients, in the order of ``master_shards``, after clipping and before any update.
 
         Called once in each step that is not skipped, on all ranks, so it may use collectives: an update that
         needs whole matrices gathers them here, with
@@ -91,22 +91,22 @@ class MasterOptimizer(Optimizer):
         """Return the state torch would create for ``weight`` at the first step."""
         raise NotImplementedError(f"{type(self).__name__} has no initial_state(weight)")
 
-    def state_of(self, slot: Slot) -> dict[str, torch.Tensor]:
-        """Return a slot's initial state, where it depends on more than the weight."""
-        return self.initial_state(slot.weight)
+    def state_of(self, shard: MasterShard) -> dict[str, torch.Tensor]:
+        """Return a shard's initial state, where it depends on more than the weight."""
+        return self.initial_state(shard.weight)
 
-    def place(self, name: str, slot: Slot) -> Piece:
-        """Return the placement of a tensor of a slot's state: by default its weight's."""
-        return slot.piece
+    def place(self, name: str, shard: MasterShard) -> Piece:
+        """Return the placement of a tensor of a shard's state: by default its weight's."""
+        return shard.piece
 
     @property
     def carries(self) -> bool:
         """Whether :meth:`carry` is supported with this config."""
         return False
 
-    def carry(self, slot: Slot, error: torch.Tensor) -> None:
-        """Add to a slot's momentum so that later steps move its weight by ``error``, at a rate above 0."""
-        raise NotImplementedError(f"{type(self).__name__} carries errors and has no carry(slot, error)")
+    def carry(self, shard: MasterShard, error: torch.Tensor) -> None:
+        """Add to a shard's momentum so that later steps move its weight by ``error``, at a rate above 0."""
+        raise NotImplementedError(f"{type(self).__name__} carries errors and has no carry(shard, error)")
 
     def setup(
         self,
@@ -124,7 +124,7 @@ class MasterOptimizer(Optimizer):
         self.gradients, self.mesh = gradients, mesh
         masters = {piece: self.master(piece, precision) for piece in gradients.pieces()}
         check_masters(masters.values())
-        self.slots = [Slot(piece, master) for piece, master in masters.items()]
+        self.master_shards = [MasterShard(piece, master) for piece, master in masters.items()]
         made = self.make(self._groups())
         self.inner = expect_result(f"optimizer {type(self).__name__}", "make", made, torch.optim.Optimizer)
         if all(callable(getattr(self.inner, mode, None)) for mode in ("train", "eval")):
@@ -136,31 +136,31 @@ class MasterOptimizer(Optimizer):
         self._scheduled = next((number for number, rate in enumerate(rates) if rate), 0)
         self._configured_lr = rates[self._scheduled]
         group_of = {weight: group for group in self.inner.param_groups for weight in group["params"]}
-        for slot in self.slots:
-            slot.group = group_of[slot.weight]
-            average = {EMA: slot.weight.detach().clone()} if self.config.ema_decay else {}
-            self.inner.state[slot.weight] = self.state_of(slot) | average
-            if not slot.plain:
-                slot.forget()
-        self.plain = PlainWeights(self.slots)
-        self.encoded = [slot for slot in self.slots if not slot.plain]
-        self.norm = GlobalNorm([slot.placement for slot in self.slots], mesh)
+        for shard in self.master_shards:
+            shard.group = group_of[shard.weight]
+            average = {EMA: shard.weight.detach().clone()} if self.config.ema_decay else {}
+            self.inner.state[shard.weight] = self.state_of(shard) | average
+            if not shard.plain:
+                shard.forget()
+        self.plain = PlainWeights(self.master_shards)
+        self.encoded = [shard for shard in self.master_shards if not shard.plain]
+        self.norm = GlobalNorm([shard.placement for shard in self.master_shards], mesh)
         self._require_error_feedback()
 
     def _groups(self) -> list[dict[str, Any]]:
-        """Return parameter groups of slots with equal options; without slots, one empty group."""
+        """Return parameter groups of shards with equal options; without shards, one empty group."""
         groups, name = list[dict[str, Any]](), f"optimizer {type(self).__name__}"
-        for slot in self.slots:
-            options = expect_result(name, "options", self.options(slot), Mapping)
+        for shard in self.master_shards:
+            options = expect_result(name, "options", self.options(shard), Mapping)
             found = next((each for each in groups if {**each, "params": 0} == {**options, "params": 0}), None)
             if found is None:
                 groups.append(found := {"params": [], **options})
-            found["params"].append(slot.weight)
+            found["params"].append(shard.weight)
         return groups or [{"params": [], "weight_decay": 0.0}]
 
     def _require_error_feedback(self) -> None:
         """Reject lossy masters without error feedback: their weights would stall or drift."""
-        lossy = [slot.piece.name for slot in self.slots if slot.feedback is not None]
+        lossy = [shard.piece.name for shard in self.master_shards if shard.feedback is not None]
         if lossy and not self.carries:
             raise NanotrainError(
                 f"the precision has the optimizer carry rounding errors, of {lossy[0]} and {len(lossy) - 1} "
@@ -175,7 +175,7 @@ class MasterOptimizer(Optimizer):
     @torch.no_grad()
     def step(self, *, loss_scale: float = 1.0) -> StepStats:
         """Unscale, clip, update, write the new weights through to the model."""
-        gradients = [self.gradients.gradient_of(slot.piece) for slot in self.slots]
+        gradients = [self.gradients.gradient_of(shard.piece) for shard in self.master_shards]
         norm = self.norm.of(gradients) / loss_scale
         skipped = ~torch.isfinite(norm)
         # Without found_inf, gradients must not be preconditioned in a step that is skipped.
@@ -196,29 +196,29 @@ class MasterOptimizer(Optimizer):
 
     def _update(self, gradients: Sequence[torch.Tensor], found_inf: torch.Tensor | None) -> None:
         """Update plain masters all at once, and all others in waves."""
-        if self.plain.slots:
+        if self.plain.shards:
             self.update_plain(gradients, found_inf)
             self.plain.write_back()  # a skipped step writes the existing values
-            self._average(self.plain.slots, found_inf)
+            self._average(self.plain.shards, found_inf)
         self._rescale_carried_errors()
-        gradient_of = dict(zip(self.slots, gradients, strict=True)) if self.encoded else {}
+        gradient_of = dict(zip(self.master_shards, gradients, strict=True)) if self.encoded else {}
         for wave in waves(self.encoded):
-            for slot in wave:
-                slot.load()
-                slot.weight.grad = gradient_of[slot].to(slot.weight.device)
+            for shard in wave:
+                shard.load()
+                shard.weight.grad = gradient_of[shard].to(shard.weight.device)
             with restricted_to(self.inner, wave):
                 self.inner.step()
             self._average(wave, None)
-            for slot in wave:
-                lost = slot.store()
-                if lost is not None and slot.group["lr"]:
-                    self.carry(slot, lost)
+            for shard in wave:
+                lost = shard.store()
+                if lost is not None and shard.group["lr"]:
+                    self.carry(shard, lost)
 
-    def _average(self, slots: Iterable[Slot], found_inf: torch.Tensor | None) -> None:
+    def _average(self, shards: Iterable[MasterShard], found_inf: torch.Tensor | None) -> None:
         """Move the averages of updated weights, and by nothing if ``found_inf`` is 1."""
         if not self.config.ema_decay:
             return
-        weights: list[torch.Tensor] = [slot.weight for slot in slots]
+        weights: list[torch.Tensor] = [shard.weight for shard in shards]
         averages = [self.inner.state[weight][EMA] for weight in weights]
         move_averages(averages, weights, 1.0 - self.config.ema_decay, found_inf)
 
@@ -245,7 +245,7 @@ class MasterOptimizer(Optimizer):
                 torch._foreach_mul_(carrying, last / now)
 
     def update_plain(self, gradients: Sequence[torch.Tensor], found_inf: torch.Tensor | None) -> None:
-        """Take a step on the masters of ``plain``, in place, given all slots' gradients in their order.
+        """Take a step on the masters of ``plain``, in place, given all shards' gradients in their order.
 
         If ``found_inf``, a float32 scalar on the device, is 1, weights and state stay bitwise unchanged. It
         is None unless :attr:`skips_on_device`. By default it is passed to ``inner``, as torch's gradient
@@ -253,7 +253,7 @@ class MasterOptimizer(Optimizer):
         """
         for weight, number in zip(self.plain.weights, self.plain.numbers, strict=True):
             weight.grad = gradients[number]
-        with restricted_to(self.inner, self.plain.slots) if self.encoded else nullcontext():
+        with restricted_to(self.inner, self.plain.shards) if self.encoded else nullcontext():
             step_unless(found_inf, self.inner)
         for weight in self.plain.weights:
             weight.grad = None
@@ -270,19 +270,19 @@ class MasterOptimizer(Optimizer):
 
         A scalar is yielded once per parameter, for its first range.
         """
-        return self._blocks(self.slots)
+        return self._blocks(self.master_shards)
 
     def blocks_of(self, parameters: Collection[str]) -> Iterable[Block]:
         """Yield masters and state of some parameters only."""
-        return self._blocks(slot for slot in self.slots if slot.placement.name in parameters)
+        return self._blocks(shard for shard in self.master_shards if shard.placement.name in parameters)
 
-    def _blocks(self, slots: Iterable[Slot]) -> Iterable[Block]:
+    def _blocks(self, shards: Iterable[MasterShard]) -> Iterable[Block]:
         seen: set[str] = set()
-        for slot in slots:
-            for name, tensor in {**slot.master.state(), **self.inner.state[slot.weight]}.items():
-                scalar = f"{name}/{slot.placement.name}"
+        for shard in shards:
+            for name, tensor in {**shard.master.state(), **self.inner.state[shard.weight]}.items():
+                scalar = f"{name}/{shard.placement.name}"
                 if tensor.shape or scalar not in seen:
-                    yield from Block.of_piece(name, tensor, self.place(name, slot))
+                    yield from Block.of_piece(name, tensor, self.place(name, shard))
                 if not tensor.shape:
                     seen.add(scalar)
 
@@ -294,8 +294,8 @@ class MasterOptimizer(Optimizer):
         """Restore the rate; copy scalars that were read into a parameter's first range to all its ranges."""
         self._last_lr = float(meta.get("last_lr", 0.0))  # of a run that carried no errors
         first: dict[str, dict[str, torch.Tensor]] = {}
-        for slot in self.slots:
-            state = {**slot.master.state(), **self.inner.state[slot.weight]}
+        for shard in self.master_shards:
+            state = {**shard.master.state(), **self.inner.state[shard.weight]}
             scalars = {name: tensor for name, tensor in state.items() if not tensor.shape}
-            for name, tensor in first.setdefault(slot.placement.name, scalars).items():
+            for name, tensor in first.setdefault(shard.placement.name, scalars).items():
                 state[name].copy_(tensor)

@@ -36,8 +36,8 @@ from nanotrain_core.contracts import Kernels
 from nanotrain_core.errors import NanotrainError, expect_result
 from nanotrain_core.layout.placement import Piece
 from nanotrain_core.optim.fused_adamw import fused_adamw
+from nanotrain_core.optim.master_shards import waves
 from nanotrain_core.optim.moment_groups import GROUP
-from nanotrain_core.optim.slots import waves
 
 FIRST, SECOND = "exp_avg", "exp_avg_sq"
 CODE, SCALE = "_code", "_scale"

@@ -8,7 +8,7 @@ import torch
 
 from nanotrain_core.builtin.configs import SGDConfig
 from nanotrain_core.optim.master_optimizer import MasterOptimizer
-from nanotrain_core.optim.slots import Slot
+from nanotrain_core.optim.master_shards import MasterShard
 
 
 class SGD(MasterOptimizer):
@@ -36,7 +36,7 @@ class SGD(MasterOptimizer):
         """Whether there is a velocity."""
         return self.config.momentum > 0
 
-    def carry(self, slot: Slot, error: torch.Tensor) -> None:
+    def carry(self, shard: MasterShard, error: torch.Tensor) -> None:
         """Add (1 / lr) (1 - 1 / momentum) error to the velocity. Source: arXiv 2601.22101, for SGDM."""
-        velocity = self.inner.state[slot.weight]["momentum_buffer"]
-        velocity.add_(error, alpha=(1 - 1 / self.config.momentum) / slot.group["lr"])
+        velocity = self.inner.state[shard.weight]["momentum_buffer"]
+        velocity.add_(error, alpha=(1 - 1 / self.config.momentum) / shard.group["lr"])

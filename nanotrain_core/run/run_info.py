@@ -80,8 +80,8 @@ def _optimizer_state(
         of_name.setdefault(piece.placement.name, []).append(piece)
     placements = {name: own[0].placement for name, own in of_name.items()}
     for block in run.optimizer.blocks_of(placements):
-        slot, _, parameter = block.name.partition("/")
-        if slot not in names or not block.tensor.is_floating_point() or not block.tensor.shape:
+        kind, _, parameter = block.name.partition("/")
+        if kind not in names or not block.tensor.is_floating_point() or not block.tensor.shape:
             continue
         if any(_yields(block, piece) for piece in of_name[parameter]):
             yield block.tensor, placements[parameter]

@@ -15,7 +15,7 @@ from nanotrain_core.errors import CheckpointError, NanotrainError
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import PlacedParameter
 from nanotrain_core.optim.grad_norm import clip_factor, global_norm
-from nanotrain_core.optim.slots import step_unless
+from nanotrain_core.optim.master_shards import step_unless
 
 #: Options that affect how a step is computed, not its result: a resumed run may change them.
 FREE = {"foreach", "fused", "capturable", "differentiable"}

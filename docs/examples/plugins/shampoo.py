@@ -56,18 +56,18 @@ def build(config):
         def setup(self, parameters, precision, gradients, mesh):
             super().setup(parameters, precision, gradients, mesh)
             apart = (Role.VOCAB, Role.POSITION, Role.HEAD)
-            matrices = [slot for slot in self.slots if len(slot.placement.global_shape) == 2]
-            self.matrices = [slot for slot in matrices if slot.placement.role not in apart]
-            self.whole = WholeTensors([slot.piece for slot in self.matrices], mesh)
+            matrices = [shard for shard in self.master_shards if len(shard.placement.global_shape) == 2]
+            self.matrices = [shard for shard in matrices if shard.placement.role not in apart]
+            self.whole = WholeTensors([shard.piece for shard in self.matrices], mesh)
             self.statistics = {}  # name of a parameter -> L and R, on every rank that has a piece of it
-            for slot in self.matrices:
-                options = {"dtype": slot.weight.dtype, "device": mesh.device}
-                sizes = slot.placement.global_shape
-                self.statistics[slot.placement.name] = [torch.zeros(n, n, **options) for n in sizes]
+            for shard in self.matrices:
+                options = {"dtype": shard.weight.dtype, "device": mesh.device}
+                sizes = shard.placement.global_shape
+                self.statistics[shard.placement.name] = [torch.zeros(n, n, **options) for n in sizes]
 
         def precondition(self, gradients):
-            number_of = {slot.piece: number for number, slot in enumerate(self.slots)}
-            own = {slot.piece: gradients[number_of[slot.piece]] for slot in self.matrices}
+            number_of = {shard.piece: number for number, shard in enumerate(self.master_shards)}
+            own = {shard.piece: gradients[number_of[shard.piece]] for shard in self.matrices}
             for name, whole in self.whole.gather(own):
                 if name not in self.statistics:  # only other ranks have pieces of it
                     continue

@@ -13,7 +13,7 @@ import attrs
 from nanotrain_core.contracts import Block
 from nanotrain_core.errors import NanotrainError
 from nanotrain_core.optim import master_optimizer
-from nanotrain_core.optim.slots import waves
+from nanotrain_core.optim.master_shards import waves
 from nanotrain_core.testing.case import Case
 from nanotrain_core.testing.checks import check, distributed
 from nanotrain_core.testing.checks.optimizer import (
@@ -126,7 +126,7 @@ def masters_are_updated_in_parts(case: Case) -> None:
         hint = (
             "a step may call inner.step several times, each for some weights: it may change the state of "
             "these alone; precondition() is called once in a step: a count of steps advances there, and a "
-            "weight is read with slot.master.load()"
+            "weight is read with shard.master.load()"
         )
         raise AssertionError(f"{error}; {hint}") from None
 

@@ -249,7 +249,7 @@ def test_a_matrix_of_zeros_learns(form, variant):
 def trained_masters(case):
     engine = make_engine(case, {"run": {"steps": 12}})
     engine.fit()
-    return [slot.master.load().clone() for slot in engine.run.optimizer.slots]
+    return [shard.master.load().clone() for shard in engine.run.optimizer.master_shards]
 
 
 def away_from_zero(self, value):

@@ -28,7 +28,7 @@ def case(optimizer=ADAMW, model=None, **config):
 def masters(case):
     """Return the name of every parameter with the class of its master."""
     run = make_run(case, {})
-    return {slot.placement.name: type(slot.master).__name__ for slot in run.optimizer.slots}
+    return {shard.placement.name: type(shard.master).__name__ for shard in run.optimizer.master_shards}
 
 
 def test_matrices_of_linear_layers_are_low_and_all_else_is_kept():
@@ -57,7 +57,7 @@ def test_a_recipe_chooses_roles_and_keeps_what_matches_a_pattern():
 def test_routers_are_kept_and_experts_are_low():
     routed = {"use": "routed", "vocab": 64}
     run = make_run(case(model=routed), {})
-    kinds = {slot.placement.name: type(slot.master).__name__ for slot in run.optimizer.slots}
+    kinds = {shard.placement.name: type(shard.master).__name__ for shard in run.optimizer.master_shards}
     experts = {kind for name, kind in kinds.items() if "experts" in name}
     routers = {kind for name, kind in kinds.items() if "router" in name}
     assert experts == {"Residual"}
@@ -85,11 +85,11 @@ def test_the_table_says_what_each_got_and_counts_every_parameter():
 def test_what_is_described_counts_bytes_of_all_weights_and_masters():
     run = make_run(case(), {})
     row = {each.split()[0]: each for each in run.described[1:]}
-    low = sum(slot.parameter.numel() for slot in run.placed if slot.parameter.dim() > 1)
-    kept = sum(slot.parameter.numel() for slot in run.placed) - low
-    for slot in run.placed:
-        if slot.placement.name in KEPT:
-            low, kept = low - slot.parameter.numel(), kept + slot.parameter.numel()
+    low = sum(placed.parameter.numel() for placed in run.placed if placed.parameter.dim() > 1)
+    kept = sum(placed.parameter.numel() for placed in run.placed) - low
+    for placed in run.placed:
+        if placed.placement.name in KEPT:
+            low, kept = low - placed.parameter.numel(), kept + placed.parameter.numel()
     assert f"{low + kept:,} x {(1.5625 * low + 4 * kept) / (low + kept):.4g} bytes" in row["all"]
     assert "nvfp4 residual" in row["row"]
 
@@ -156,12 +156,14 @@ def test_layers_that_share_a_weight_share_the_packed_one():
 def test_a_step_after_a_weight_grew_beyond_the_largest_is_not_taken():
     """It is told by a gradient that is not finite; nothing goes on with another weight in its place."""
     engine = make_engine(case(), {"run": {"steps": 2}})
-    slot = next(
-        slot for slot in engine.run.optimizer.slots if slot.placement.name == "layers.1.ffn.up.weight"
+    shard = next(
+        shard
+        for shard in engine.run.optimizer.master_shards
+        if shard.placement.name == "layers.1.ffn.up.weight"
     )
-    value = slot.master.load()
+    value = shard.master.load()
     value[0, 0] = 3000.0
-    slot.master.store(value)
+    shard.master.store(value)
     with pytest.raises(Diverged, match="the last 2 of 2 steps were skipped"):
         engine.fit()
 
@@ -265,22 +267,22 @@ def held_by(case):
     """
     before = live_bytes()
     run = make_run(case, {})
-    slots = run.optimizer.slots
+    shards = run.optimizer.master_shards
     for step in range(2):
         push(run, step, 1.0)
         run.optimizer.step()
         full = live_bytes() if step else 0
         run.gradients.zero()
     total = live_bytes()
-    kept = sum(s.size for s in slots if s.placement.name in KEPT or len(s.placement.shape) < 2)
+    kept = sum(s.size for s in shards if s.placement.name in KEPT or len(s.placement.shape) < 2)
     state = run.optimizer.inner.state
     return {
-        "low": sum(s.size for s in slots) - kept,
+        "low": sum(s.size for s in shards) - kept,
         "kept": kept,
-        "vectors": sum(s.size for s in slots if len(s.placement.shape) < 2),
+        "vectors": sum(s.size for s in shards if len(s.placement.shape) < 2),
         "weights": bytes_of(placed.parameter for placed in run.placed),
-        "masters": bytes_of(t for s in slots for t in s.master.state().values()),
-        "moments": bytes_of(t for s in slots for t in state[s.weight].values() if t.shape),
+        "masters": bytes_of(t for s in shards for t in s.master.state().values()),
+        "moments": bytes_of(t for s in shards for t in state[s.weight].values() if t.shape),
         "gradients": full - total,
         "total": total - before,
     }

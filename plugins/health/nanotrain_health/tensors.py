@@ -15,8 +15,8 @@ from nanotrain_health.watcher import Scene, Watcher
 
 Placed = Iterable[tuple[torch.Tensor, Placement]]
 
-#: Slots of optimizers: moments of Adam and of SGD.
-SLOTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+#: Optimizer state: moments of Adam and of SGD.
+MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 
 
 class Tensors(Watcher):
@@ -51,7 +51,7 @@ class Tensors(Watcher):
         scene.metrics.placed("updates/norm/{parameter}", changes, group=scene.block)
         if scene.detailed:
             scene.metrics.placed("updates/parameters/norm/{parameter}", changes)
-        moments = [x for x, _ in scene.run.optimizer_state(*SLOTS, wanted=self._measured)]
+        moments = [x for x, _ in scene.run.optimizer_state(*MOMENTS, wanted=self._measured)]
         if moments:
             # As fast as norms, and finite for values whose squares are not; maxima take longer.
             sums = torch.stack([x.sum() for x in moments])

@@ -18,6 +18,7 @@ from nanotrain_core.api import Role
 from nanotrain_core.api.torch import (
     GradientSync,
     MasterOptimizer,
+    MasterShard,
     Mesh,
     PlacedParameter,
     Placement,
@@ -43,10 +44,10 @@ class Muon(MasterOptimizer):
             return len(placement.global_shape) == 3
         return placement.role in LINEAR and len(placement.global_shape) == 2
 
-    def options(self, slot: Any) -> dict[str, Any]:
+    def options(self, shard: MasterShard) -> dict[str, Any]:
         """Return the update of a parameter by its role, and weight decay of tensors that are no vectors."""
-        config, muon = self.config, self.is_matrix(slot.placement)
-        vector = len(slot.placement.global_shape) < 2
+        config, muon = self.config, self.is_matrix(shard.placement)
+        vector = len(shard.placement.global_shape) < 2
         return {
             "muon": muon,
             "lr": config.lr if muon else config.lr * config.adamw_lr_ratio,
@@ -58,10 +59,10 @@ class Muon(MasterOptimizer):
         config = self.config
         return AppliesUpdates(groups, lr=config.lr, betas=config.adamw_betas, eps=config.adamw_eps)
 
-    def state_of(self, slot: Any) -> dict[str, torch.Tensor]:
+    def state_of(self, shard: MasterShard) -> dict[str, torch.Tensor]:
         """Return a momentum, or both moments, at zero."""
-        weight = slot.weight
-        if slot.group["muon"]:
+        weight = shard.weight
+        if shard.group["muon"]:
             return {"momentum": torch.zeros_like(weight)} if self.config.momentum else {}
         moments = {name: torch.zeros_like(weight) for name in ("exp_avg", "exp_avg_sq")}
         return {"step": torch.zeros((), dtype=torch.float32, device=weight.device), **moments}
@@ -84,16 +85,16 @@ class Muon(MasterOptimizer):
             NanotrainError: see :class:`Orthogonalizer`.
         """
         super().setup(parameters, precision, gradients, mesh)
-        self.numbers = [number for number, slot in enumerate(self.slots) if slot.group["muon"]]
-        """Indices of matrices among the slots."""
-        matrices = [self.slots[number] for number in self.numbers]
-        states = [self.inner.state[slot.weight] for slot in matrices]
+        self.numbers = [number for number, shard in enumerate(self.master_shards) if shard.group["muon"]]
+        """Indices of matrices among the shards."""
+        matrices = [self.master_shards[number] for number in self.numbers]
+        states = [self.inner.state[shard.weight] for shard in matrices]
         self.momenta = [state["momentum"] for state in states if "momentum" in state]
         blocks = [placed.placement for placed in parameters if placed.parameter.requires_grad]
         self.orthogonalizer = Orthogonalizer(
-            [slot.piece for slot in matrices],
+            [shard.piece for shard in matrices],
             [block for block in blocks if self.is_matrix(block)],
-            [slot.weight.dtype for slot in matrices],
+            [shard.weight.dtype for shard in matrices],
             mesh,
             self.config,
         )
@@ -102,7 +103,7 @@ class Muon(MasterOptimizer):
         """Replace gradients of matrices by their updates; a rank without any takes part."""
         config = self.config
         for number in self.numbers:
-            gradients[number] = gradients[number].to(self.slots[number].weight.dtype)
+            gradients[number] = gradients[number].to(self.master_shards[number].weight.dtype)
         own = [gradients[number] for number in self.numbers]
         if self.momenta:
             # The kernel sets B to momentum x B + g and p to p - lr x B, unless found_inf is 1. If p is the

@@ -128,7 +128,7 @@ def test_ranks_of_ranges_divide_the_work():
 def messages_alive(case):
     """Return the bytes of messages that are alive whenever matrices are orthogonalized."""
     optimizer = make_run(case, {}).optimizer.behind  # of what gathers weights
-    weights = [slot.weight for slot in optimizer.slots if slot.group["muon"]]
+    weights = [shard.weight for shard in optimizer.master_shards if shard.group["muon"]]
     buffers, found = [], []
     buffer, orthogonalize = exchange.Messages.buffer, exchange.orthogonalize
 

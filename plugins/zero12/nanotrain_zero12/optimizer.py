@@ -62,6 +62,6 @@ class Zero12(ShardedGradients, AdamW):
     def load_meta(self, meta: Mapping[str, Any]) -> None:
         """Restore the state that a checkpoint was read into."""
         super().load_meta(meta)
-        for slot in self.slots:
-            if isinstance(slot.master, HostMaster):
-                slot.master.refresh()
+        for shard in self.master_shards:
+            if isinstance(shard.master, HostMaster):
+                shard.master.refresh()

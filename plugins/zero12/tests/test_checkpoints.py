@@ -86,7 +86,7 @@ def steps_of_all_ranges(case, folder):
     engine = make_engine(case, {"run": {"steps": 3}}, folder=folder, resume="3")
     engine.fit()
     optimizer = engine.run.optimizer
-    return [optimizer.inner.state[slot.weight]["step"].item() for slot in optimizer.slots]
+    return [optimizer.inner.state[shard.weight]["step"].item() for shard in optimizer.master_shards]
 
 
 def test_narrow_moments_are_saved_as_they_are():

@@ -52,7 +52,7 @@ def test_a_weight_read_from_a_checkpoint_reaches_the_host():
 
 def masters_on_cpu(case):
     run = make_run(case, {})
-    return [type(slot.master).__name__ for slot in run.optimizer.slots]
+    return [type(shard.master).__name__ for shard in run.optimizer.master_shards]
 
 
 def test_on_cpu_offload_keeps_no_further_copy():

@@ -16,8 +16,8 @@ from nanotrain_core.layout.placement import Piece
 WAVE = 2**24
 
 
-class Slot:
-    """One piece in the optimizer: its master, and the tensor that torch updates.
+class MasterShard:
+    """One piece in the optimizer, with its master weight and the tensor that torch updates.
 
     That tensor is the master's own storage if it is plain. Otherwise it holds the weight only from
     :meth:`load` to :meth:`store`, since a master may decode it for that.
@@ -55,14 +55,14 @@ class Slot:
 
 
 class PlainWeights:
-    """All slots whose masters torch updates in place, in lists that are reused from step to step."""
+    """All shards whose masters torch updates in place, in lists that are reused from step to step."""
 
-    def __init__(self, slots: Sequence[Slot]) -> None:
-        self.numbers = [number for number, slot in enumerate(slots) if slot.plain]
-        """Their indices among all slots."""
-        self.slots = [slots[number] for number in self.numbers]
-        self.weights = [slot.weight for slot in self.slots]
-        pairs = [slot.plain for slot in self.slots if slot.plain]
+    def __init__(self, shards: Sequence[MasterShard]) -> None:
+        self.numbers = [number for number, shard in enumerate(shards) if shard.plain]
+        """Their indices among all shards."""
+        self.shards = [shards[number] for number in self.numbers]
+        self.weights = [shard.weight for shard in self.shards]
+        pairs = [shard.plain for shard in self.shards if shard.plain]
         copied = [(master.detach(), weight.detach()) for master, weight in pairs if master is not weight]
         self.masters = [master for master, _ in copied]
         self.copies = [weight for _, weight in copied]
@@ -88,7 +88,7 @@ def step_unless(found_inf: torch.Tensor | None, inner: torch.optim.Optimizer) ->
         del inner.found_inf  # type: ignore[attr-defined]
 
 
-T = TypeVar("T", Slot, torch.Tensor)
+T = TypeVar("T", MasterShard, torch.Tensor)
 
 
 def waves(pieces: Iterable[T], limit: int = WAVE) -> Iterator[list[T]]:
@@ -96,7 +96,7 @@ def waves(pieces: Iterable[T], limit: int = WAVE) -> Iterator[list[T]]:
     wave: list[T] = []
     size = 0
     for piece in pieces:
-        own = piece.size if isinstance(piece, Slot) else piece.numel()
+        own = piece.size if isinstance(piece, MasterShard) else piece.numel()
         if wave and size + own > limit:
             yield wave
             wave, size = [], 0
@@ -107,8 +107,8 @@ def waves(pieces: Iterable[T], limit: int = WAVE) -> Iterator[list[T]]:
 
 
 @contextmanager
-def restricted_to(inner: torch.optim.Optimizer, slots: Sequence[Slot]) -> Iterator[None]:
-    """Restrict ``inner`` to the weights of these slots within the block: all others are not loaded.
+def restricted_to(inner: torch.optim.Optimizer, shards: Sequence[MasterShard]) -> Iterator[None]:
+    """Restrict ``inner`` to the weights of these shards within the block: all others are not loaded.
 
     Raises:
         NanotrainError: the block changed a number that is of no single weight, such as a count of steps: one
@@ -118,7 +118,7 @@ def restricted_to(inner: torch.optim.Optimizer, slots: Sequence[Slot]) -> Iterat
     before = counters_of(inner)
     try:
         for group in groups:
-            group["params"] = [slot.weight for slot in slots if slot.group is group]
+            group["params"] = [shard.weight for shard in shards if shard.group is group]
         inner.param_groups = [group for group in groups if group["params"]]
         yield
     finally:
