@@ -32,7 +32,7 @@ LIMIT = 180.0
 
 @attrs.define(frozen=True)
 class FullSet:
-    """One component's checks in all of its surroundings."""
+    """One component's checks in all of its variants."""
 
     KIND = "conformance"
     TITLE = f"Full sets of checks of one component, of which each has a limit of {LIMIT:g} seconds."

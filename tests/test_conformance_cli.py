@@ -17,8 +17,8 @@ from nanotrain_core.errors import Exit, NanotrainError
 from nanotrain_core.layout.grid import Grid
 from nanotrain_core.testing import Case
 from nanotrain_core.testing.campaign import Result, Verdict
-from nanotrain_core.testing.surroundings import Skip, surroundings_of
 from nanotrain_core.testing.trial_process import described
+from nanotrain_core.testing.variants import Skip, variants_of
 
 TWINS, FLAT, FOUR = (
     str(Path(__file__).with_name(f"{name}.py"))
@@ -332,12 +332,10 @@ def test_a_wrapper_is_tested_along_a_dimension_of_its_own_where_the_topology_has
     path.write_text(OWN_DIMENSION)
     flat = Path(__file__).with_name("flat_topology.py")
     case = Case("parallel", use="own", plugins=[path, flat])
-    told = {each.name: each.reason for each in surroundings_of(case) if isinstance(each, Skip)}
+    told = {each.name: each.reason for each in variants_of(case) if isinstance(each, Skip)}
     reason = "copies: topology 'grid' has none; expected one that has, with --with topology.use=NAME"
     assert told["copies2"] == reason
-    found = {
-        s.name: s for s in surroundings_of(attrs.evolve(case, overrides={"topology": {"use": "hybrid"}}))
-    }
+    found = {s.name: s for s in variants_of(attrs.evolve(case, overrides={"topology": {"use": "hybrid"}}))}
     (copies,) = [each for name, each in found.items() if name == "copies2"]
     assert (copies.case.world_size, dict(copies.case.topology)) == (2, {"copies": 2})
     assert copies.has("parallel", "gradients_equal", "gradients_equal[fp64]")

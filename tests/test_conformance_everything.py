@@ -14,7 +14,7 @@ from nanotrain_core.registry.registry import load_plugins
 from nanotrain_core.testing import Case, planned
 from nanotrain_core.testing.case import CORPUS
 from nanotrain_core.testing.disaster import writes
-from nanotrain_core.testing.surroundings import filled, surroundings_of
+from nanotrain_core.testing.variants import filled, variants_of
 
 COMPONENTS = [
     f"{kind}:{component.name}" for plugin in load_plugins().plugins for kind, component in plugin.components
@@ -91,13 +91,13 @@ def test_a_component_that_requires_a_capability_is_tested_beside_one_that_provid
         "    register(Component(name='watches', config=ConsoleConfig, requires={'bubbles'},\n"
         "        factory='nanotrain_core.monitors.console:Console'))\n"
     )
-    first = next(surroundings_of(Case("monitor", use="watches", plugins=[plugin]), quick=quick))
+    first = next(variants_of(Case("monitor", use="watches", plugins=[plugin]), quick=quick))
     assert first.case.recipe().schedule.use == "bubbly"
 
 
 def test_expert_and_context_parallelism_are_tried_with_few_tokens_and_with_tensor_parallelism():
-    experts = {each.name for each in surroundings_of(Case("parallel", use="ep_deepseek"))}
-    context = {each.name for each in surroundings_of(Case("parallel", use="cp"))}
+    experts = {each.name for each in variants_of(Case("parallel", use="ep_deepseek"))}
+    context = {each.name for each in variants_of(Case("parallel", use="cp"))}
     assert {"ep2-uneven", "ep2-no_tokens", "etp2-uneven", "etp2-no_tokens"} <= experts
     assert {"cp2-tp2", "cp2-tp2-sp", "cp2-uneven"} <= context
 

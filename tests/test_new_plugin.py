@@ -154,7 +154,7 @@ def test_one_file_of_every_kind_passes_every_check(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", [kind for kind in OFFERS if kind != "command"])
-def test_the_first_command_that_tests_it_leaves_no_surrounding_to_the_author(kind):
+def test_the_first_command_that_tests_it_leaves_nothing_around_it_to_the_author(kind):
     offered = OFFERS[kind].kind
     told = NewPlugin("new_one", kind, True).tests()[0]
     assert told == f"nanotrain conformance {offered}:new_one --plugin nanotrain-new-one"
@@ -171,7 +171,7 @@ def test_a_new_parallel_wrapper_is_not_tried_with_what_it_refuses(tmp_path):
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", [kind for kind in OFFERS if kind != "command"])
-def test_one_file_of_every_kind_passes_in_every_surrounding(tmp_path, monkeypatch, kind):
+def test_one_file_of_every_kind_passes_in_every_variant(tmp_path, monkeypatch, kind):
     monkeypatch.chdir(tmp_path)
     plugin = NewPlugin("new_one", kind, False)
     write(tmp_path, plugin)

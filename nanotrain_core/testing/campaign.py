@@ -249,7 +249,7 @@ class Campaign:
 def _unexpected_last(results: Iterator[Result]) -> Iterator[Result]:
     """Yield results; those that pass against expectation last, as passed if the check failed elsewhere.
 
-    A fault may show in some surroundings alone.
+    A fault may show in some variants alone.
     """
     held: list[Result] = []
     failed: set[str] = set()
@@ -267,7 +267,7 @@ def _unexpected_last(results: Iterator[Result]) -> Iterator[Result]:
 def certify(
     arguments: Mapping[str, Any], options: Options, *, on_listed: Callable[[Listing], None] | None = None
 ) -> Iterator[Result]:
-    """Check a component: yield a result for each check and each skipped surrounding.
+    """Check a component: yield a result for each check and each skipped variant.
 
     Args:
         arguments: of :class:`~nanotrain_core.testing.case.Case`.

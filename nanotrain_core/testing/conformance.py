@@ -13,7 +13,7 @@ from nanotrain_core.errors import NanotrainError, did_you_mean
 from nanotrain_core.testing.case import Case
 from nanotrain_core.testing.checks import Check, checks_of, every_check
 from nanotrain_core.testing.pool import COLLECTIVE_CHECKS
-from nanotrain_core.testing.surroundings import Skip, Surrounding, surroundings_of
+from nanotrain_core.testing.variants import Skip, Variant, variants_of
 
 
 @attrs.define(frozen=True)
@@ -68,7 +68,7 @@ def trials(case: Case) -> Iterator[Trial]:
 
 
 def planned(case: Case, *, quick: bool = False) -> tuple[list[Trial], list[Skip]]:
-    """Return what is checked about a component in all surroundings that it admits, and those skipped.
+    """Return what is checked about a component in all variants that it admits, and those skipped.
 
     Args:
         case: the component, and what its author puts around it.
@@ -76,7 +76,7 @@ def planned(case: Case, *, quick: bool = False) -> tuple[list[Trial], list[Skip]
     """
     listed: list[Trial] = []
     skipped: list[Skip] = []
-    for each in surroundings_of(case, quick=quick):
+    for each in variants_of(case, quick=quick):
         if isinstance(each, Skip):
             skipped.append(each)
             continue
@@ -91,8 +91,8 @@ def planned(case: Case, *, quick: bool = False) -> tuple[list[Trial], list[Skip]
     return listed, skipped
 
 
-def _unpromised(each: Surrounding) -> Iterator[Skip]:
-    """Yield the checks of a surrounding to which its component is not held."""
+def _unpromised(each: Variant) -> Iterator[Skip]:
+    """Yield the checks of a variant to which its component is not held."""
     for check in every_check():
         mine = check.kind == each.case.kind and each.has(check.kind, check.name, check.name)
         if mine and (check.promise or check.limit) and check.applies(each.case):
@@ -176,7 +176,7 @@ def conformance(
             second tier, ``marks={"killed_rank_leaves_the_last[last]": pytest.mark.slow}``.
         slow: a mark for the checks of a kind that take longest. A repository with several components of
             a kind may leave them to a second tier for all but one.
-        everywhere: run each case in all surroundings that its component admits, as ``nanotrain
+        everywhere: run each case in all variants that its component admits, as ``nanotrain
             conformance`` does, and not only as it is.
 
     Raises:

@@ -44,7 +44,7 @@ class Listing:
 
     trials: Sequence[Listed]
     skipped: Sequence[tuple[str, str]]
-    """(surrounding, why)."""
+    """(variant, why)."""
 
 
 @attrs.define(frozen=True)
@@ -76,7 +76,7 @@ class TrialProcess:
         """Make the list."""
         from nanotrain_core.testing.case import Case
         from nanotrain_core.testing.conformance import planned
-        from nanotrain_core.testing.surroundings import filled
+        from nanotrain_core.testing.variants import filled
 
         try:
             case = Case(**self.arguments)

@@ -4,7 +4,7 @@ import pytest
 from nanotrain_deepseek.samples import V2, V3
 
 from nanotrain_core.testing import Case, conformance
-from nanotrain_core.testing.surroundings import Surrounding, filled, surroundings_of
+from nanotrain_core.testing.variants import Variant, filled, variants_of
 
 test_conformance = conformance(Case("model", use="deepseek", config=V3, name="v3"))
 
@@ -13,7 +13,7 @@ def test_the_harness_has_an_example_of_it_where_keys_are_missing():
     assert filled(Case("model", use="deepseek")).settings().mtp == V3["mtp"]
     assert filled(Case("model", use="deepseek", config={"mtp": 0})).config == {**V3, "mtp": 0}
     assert filled(Case("model", use="deepseek", config=V2)).config == V2
-    found = [each for each in surroundings_of(Case("model", use="deepseek")) if isinstance(each, Surrounding)]
+    found = [each for each in variants_of(Case("model", use="deepseek")) if isinstance(each, Variant)]
     configs = {each.name: each.case.config for each in found}
     assert configs[""] == V3
     assert configs["tied=true"] == {**V3, "tied": True}

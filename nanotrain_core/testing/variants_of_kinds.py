@@ -47,7 +47,7 @@ SKIPPING: Tables = {"precision": {"use": "fp16", "initial_scale": 2.0**24}, "opt
 
 
 class Scope(Enum):
-    """Which checks run in a surrounding."""
+    """Which checks run in a variant."""
 
     ALL = "all"
     FEW = "few"
@@ -55,12 +55,12 @@ class Scope(Enum):
 
 
 @attrs.define(frozen=True)
-class Wanted:
-    """The definition of a surrounding: merged over the author's case, if the component admits it."""
+class Spec:
+    """The definition of a variant: merged over the author's case, if the component admits it."""
 
     name: str
     topology: Mapping[str, int] = attrs.field(factory=dict)
-    around: Tables = attrs.field(factory=dict)
+    overrides: Tables = attrs.field(factory=dict)
     config: Tables = attrs.field(factory=dict)
     world: int = 0
     """Of a topology, which makes the degrees itself: how many ranks it lays out."""
@@ -82,94 +82,96 @@ OF_OWN = frozenset({"its_dimensions_are_used", "any_number_of_microbatches"})
 OF_SYNC = frozenset({MORE_LAYERS, "any_number_of_microbatches"})
 
 
-def _parallel(component: Component) -> Iterator[Wanted]:
+def _parallel(component: Component) -> Iterator[Spec]:
     own = [dim for dim in KNOWN_DIMS if dim in component.mesh_dims]
     here = {"use": component.name}
     if "gradient_sync" in component.provides:
         yield from _sync("parallel", [here], OF_SYNC)
         if "dp_shard" in component.mesh_dims:
             hybrid = {"dp": 4, "dp_shard": 2}
-            yield Wanted("dp4-dp_shard2", hybrid, {"parallel": [here]}, extra=OF_SYNC, needs=("dp_shard",))
+            yield Spec("dp4-dp_shard2", hybrid, {"parallel": [here]}, extra=OF_SYNC, needs=("dp_shard",))
     elif own:
         for dim in own:
             data, model = ({"dp": 2}, EXPERTS) if dim in ("ep", "etp") else ({}, {})
             two = {**data, dim: 2}
-            around = {**model, "parallel": [here, SUMMED]}
-            yield Wanted(f"{dim}2", two, around, scope=Scope.ALL, needs=(dim,))
-            yield Wanted(f"dp2-{dim}2", {"dp": 4 if data else 2, dim: 2}, around, extra=OF_SYNC, needs=(dim,))
+            overrides = {**model, "parallel": [here, SUMMED]}
+            yield Spec(f"{dim}2", two, overrides, scope=Scope.ALL, needs=(dim,))
+            yield Spec(
+                f"dp2-{dim}2", {"dp": 4 if data else 2, dim: 2}, overrides, extra=OF_SYNC, needs=(dim,)
+            )
             four = {**({"dp": 4} if data else {}), dim: 4}
-            yield Wanted(f"{dim}4", four, around, extra=frozenset({MORE_LAYERS}), needs=(dim,))
+            yield Spec(f"{dim}4", four, overrides, extra=frozenset({MORE_LAYERS}), needs=(dim,))
             if model:
                 uneven = {**UNEVEN_EXPERTS, "parallel": [here, SUMMED]}
-                yield Wanted(f"{dim}2-uneven", two, uneven, needs=(dim, "uneven"))
+                yield Spec(f"{dim}2-uneven", two, uneven, needs=(dim, "uneven"))
                 empty = {**NO_TOKENS, "parallel": [here, SUMMED]}
-                yield Wanted(f"{dim}2-no_tokens", two, empty, needs=(dim,))
+                yield Spec(f"{dim}2-no_tokens", two, empty, needs=(dim,))
             else:
                 yield from _models(f"{dim}2", two, {"parallel": [here, SUMMED]})
             if dim == "cp":
                 both = {"cp": 2, "tp": 2}
                 for name, cut in (("cp2-tp2", SLICED), ("cp2-tp2-sp", SLICED_TOKENS)):
-                    yield Wanted(name, both, {"parallel": [cut, here, SUMMED]}, needs=("cp", "tp"))
-            staged = merge_tables(STAGED, {**around, "model": {**model.get("model", {}), "layers": 4}})
-            yield Wanted(f"{dim}2-pp2", {**two, "pp": 2}, staged, needs=(dim, "pp"))
+                    yield Spec(name, both, {"parallel": [cut, here, SUMMED]}, needs=("cp", "tp"))
+            staged = merge_tables(STAGED, {**overrides, "model": {**model.get("model", {}), "layers": 4}})
+            yield Spec(f"{dim}2-pp2", {**two, "pp": 2}, staged, needs=(dim, "pp"))
     else:
-        yield Wanted("dp2", {"dp": 2}, {"parallel": [here, SUMMED]}, scope=Scope.ALL)
-        yield Wanted("tp2", {"tp": 2}, {"parallel": [SLICED, here, SUMMED]})
-        yield Wanted("tp2-sp", {"tp": 2}, {"parallel": [SLICED_TOKENS, here, SUMMED]})
-        yield Wanted("pp2", {"pp": 2}, {**STAGED, "parallel": [here, SUMMED]}, needs=("pp",))
+        yield Spec("dp2", {"dp": 2}, {"parallel": [here, SUMMED]}, scope=Scope.ALL)
+        yield Spec("tp2", {"tp": 2}, {"parallel": [SLICED, here, SUMMED]})
+        yield Spec("tp2-sp", {"tp": 2}, {"parallel": [SLICED_TOKENS, here, SUMMED]})
+        yield Spec("pp2", {"pp": 2}, {**STAGED, "parallel": [here, SUMMED]}, needs=("pp",))
         yield from _models("dp2", {"dp": 2}, {"parallel": [here, SUMMED]})
     for dim in sorted(component.mesh_dims.difference(KNOWN_DIMS, ("dp", "edp", "dp_shard"))):
-        around = {"parallel": [here, SUMMED]}
+        overrides = {"parallel": [here, SUMMED]}
         # Not all checks: some know what a rank has of a layer only along the dimensions above.
         for name, degrees in ((f"{dim}2", {dim: 2}), (f"dp2-{dim}2", {"dp": 2, dim: 2})):
-            yield Wanted(name, degrees, around, extra=OF_OWN, needs=(dim,), own=dim)
+            yield Spec(name, degrees, overrides, extra=OF_OWN, needs=(dim,), own=dim)
 
 
-def _sync(kind: str, wrappers: Sequence[Tables], extra: frozenset[str] = frozenset()) -> Iterator[Wanted]:
+def _sync(kind: str, wrappers: Sequence[Tables], extra: frozenset[str] = frozenset()) -> Iterator[Spec]:
     """Yield the layouts whose gradients a gradient sync must sum."""
-    around: Tables = {"parallel": [*wrappers]}
+    overrides: Tables = {"parallel": [*wrappers]}
     cut = {"parallel": [SLICED, *wrappers]}
     tied, spread = _tied(wrappers), {**EXPERTS, "parallel": [SPREAD, *wrappers]}
-    yield Wanted("dp2", {"dp": 2}, around, scope=Scope.ALL, needs=("dp",))
-    yield Wanted("dp4", {"dp": 4}, around, needs=("dp",))
-    yield Wanted("tp2", {"tp": 2}, cut, extra=extra, needs=("tp",))
+    yield Spec("dp2", {"dp": 2}, overrides, scope=Scope.ALL, needs=("dp",))
+    yield Spec("dp4", {"dp": 4}, overrides, needs=("dp",))
+    yield Spec("tp2", {"tp": 2}, cut, extra=extra, needs=("tp",))
     yield _sequence_parallel(wrappers, extra)
-    yield Wanted("pp2-tied", {"pp": 2}, tied, needs=("pp",))
+    yield Spec("pp2-tied", {"pp": 2}, tied, needs=("pp",))
     yield from _of_four_ranks(wrappers, extra)
-    yield Wanted("dp4-ep2", {"dp": 4, "ep": 2}, spread, needs=("dp", "ep"))
-    yield from _models("dp2", {"dp": 2}, around)
+    yield Spec("dp4-ep2", {"dp": 4, "ep": 2}, spread, needs=("dp", "ep"))
+    yield from _models("dp2", {"dp": 2}, overrides)
     mixed = frozenset({"mixed_dtypes"} if kind == "parallel" else ())
     if not mixed:
-        yield Wanted("dp2-wide_norms", {"dp": 2}, {**around, **MIXED}, needs=("dp", "wide_norms"))
+        yield Spec("dp2-wide_norms", {"dp": 2}, {**overrides, **MIXED}, needs=("dp", "wide_norms"))
 
 
-def _sequence_parallel(wrappers: Sequence[Tables] = (SUMMED,), extra: frozenset[str] = frozenset()) -> Wanted:
+def _sequence_parallel(wrappers: Sequence[Tables] = (SUMMED,), extra: frozenset[str] = frozenset()) -> Spec:
     """Return the layout in which gradients of all that is not sharded are partial over ``tp``."""
-    around: Tables = {"parallel": [SLICED_TOKENS, *wrappers]}
-    return Wanted("tp2-sp", {"tp": 2}, around, extra=extra, needs=("tp", "sequence_parallel"))
+    overrides: Tables = {"parallel": [SLICED_TOKENS, *wrappers]}
+    return Spec("tp2-sp", {"tp": 2}, overrides, extra=extra, needs=("tp", "sequence_parallel"))
 
 
 def _of_four_ranks(
     wrappers: Sequence[Tables] = (SUMMED,), extra: frozenset[str] = frozenset()
-) -> Iterator[Wanted]:
+) -> Iterator[Spec]:
     """Yield layouts in which replicas, and parts of a layer, stages or experts, are on several ranks."""
     cut, spread = ({"parallel": [SLICED, *wrappers]}, {**EXPERTS, "parallel": [SPREAD, *wrappers]})
-    yield Wanted("dp2-tp2", {"dp": 2, "tp": 2}, cut, extra=extra, needs=("dp", "tp"))
-    yield Wanted("dp2-pp2-tied", {"dp": 2, "pp": 2}, _tied(wrappers), needs=("dp", "pp"))
-    yield Wanted("dp2-ep2", {"dp": 2, "ep": 2}, spread, needs=("dp", "ep"))
+    yield Spec("dp2-tp2", {"dp": 2, "tp": 2}, cut, extra=extra, needs=("dp", "tp"))
+    yield Spec("dp2-pp2-tied", {"dp": 2, "pp": 2}, _tied(wrappers), needs=("dp", "pp"))
+    yield Spec("dp2-ep2", {"dp": 2, "ep": 2}, spread, needs=("dp", "ep"))
 
 
 def _tied(wrappers: Sequence[Tables]) -> Tables:
     return merge_tables(STAGED, {"parallel": [*wrappers], "model": {"tied": True}})
 
 
-def _models(layout: str, topology: Mapping[str, int], around: Tables) -> Iterator[Wanted]:
+def _models(layout: str, topology: Mapping[str, int], overrides: Tables) -> Iterator[Spec]:
     models = {"biased": BIASED, "uneven": UNEVEN, "experts": EXPERTS}
     for name, model in models.items():
-        yield Wanted(f"{layout}-{name}", topology, {**around, **model}, needs=(name,))
+        yield Spec(f"{layout}-{name}", topology, {**overrides, **model}, needs=(name,))
 
 
-def _optimizer(component: Component) -> Iterator[Wanted]:
+def _optimizer(component: Component) -> Iterator[Spec]:
     sync = "gradient_sync" in component.provides
     yield from _sync("optimizer", [] if sync else [SUMMED], OF_SYNC if sync else frozenset())
     if not sync:  # one that completes gradients itself knows who updates what
@@ -177,87 +179,85 @@ def _optimizer(component: Component) -> Iterator[Wanted]:
             ("dp2-ranges", {"dp": 2}, [RANGED]),
             ("dp2-tp2-ranges", {"dp": 2, "tp": 2}, [SLICED, RANGED]),
         ):
-            yield Wanted(name, topology, {"parallel": wrappers}, needs=(*topology, "ranges"))
+            yield Spec(name, topology, {"parallel": wrappers}, needs=(*topology, "ranges"))
         both = {"dp": 2, "pp": 2}
-        yield Wanted("dp2-pp2-tied-ranges", both, _tied([RANGED]), needs=(*both, "ranges"))
-    yield Wanted("experts", {}, EXPERTS, needs=("experts",))
-    yield Wanted("uneven", {}, UNEVEN, needs=("uneven",))
+        yield Spec("dp2-pp2-tied-ranges", both, _tied([RANGED]), needs=(*both, "ranges"))
+    yield Spec("experts", {}, EXPERTS, needs=("experts",))
+    yield Spec("uneven", {}, UNEVEN, needs=("uneven",))
 
 
-def _precision(component: Component) -> Iterator[Wanted]:
-    yield Wanted("dp2", {"dp": 2}, {"parallel": [SUMMED]}, needs=("dp",))
-    yield Wanted("tp2", {"tp": 2}, {"parallel": [SLICED, SUMMED]}, needs=("tp",))
+def _precision(component: Component) -> Iterator[Spec]:
+    yield Spec("dp2", {"dp": 2}, {"parallel": [SUMMED]}, needs=("dp",))
+    yield Spec("tp2", {"tp": 2}, {"parallel": [SLICED, SUMMED]}, needs=("tp",))
     yield _sequence_parallel()
     yield from _of_four_ranks()
-    yield Wanted("dp2-ranges", {"dp": 2}, {"parallel": [RANGED]}, needs=("dp", "ranges"))
-    yield Wanted("experts", {}, EXPERTS, needs=("experts",))
-    yield Wanted("biased", {}, BIASED, needs=("biased",))
-    yield Wanted("uneven", {}, UNEVEN, needs=("uneven",))
+    yield Spec("dp2-ranges", {"dp": 2}, {"parallel": [RANGED]}, needs=("dp", "ranges"))
+    yield Spec("experts", {}, EXPERTS, needs=("experts",))
+    yield Spec("biased", {}, BIASED, needs=("biased",))
+    yield Spec("uneven", {}, UNEVEN, needs=("uneven",))
 
 
-def _checkpoint(component: Component) -> Iterator[Wanted]:
-    yield Wanted("dp2", {"dp": 2}, {"parallel": [SUMMED]}, scope=Scope.ALL, needs=("dp",))
+def _checkpoint(component: Component) -> Iterator[Spec]:
+    yield Spec("dp2", {"dp": 2}, {"parallel": [SUMMED]}, scope=Scope.ALL, needs=("dp",))
     cut = {"parallel": [SLICED, SUMMED]}
-    yield Wanted("dp2-tp2", {"dp": 2, "tp": 2}, cut, needs=("tp",))
-    yield Wanted("pp2-tied", {"pp": 2}, _tied([SUMMED]), needs=("pp",))
-    yield Wanted("dp2-ep2", {"dp": 2, "ep": 2}, {**EXPERTS, "parallel": [SPREAD, SUMMED]}, needs=("ep",))
-    yield Wanted("uneven", {}, UNEVEN, needs=("uneven",))
-    yield Wanted("bf16", {}, NARROW, needs=("bf16",))
+    yield Spec("dp2-tp2", {"dp": 2, "tp": 2}, cut, needs=("tp",))
+    yield Spec("pp2-tied", {"pp": 2}, _tied([SUMMED]), needs=("pp",))
+    yield Spec("dp2-ep2", {"dp": 2, "ep": 2}, {**EXPERTS, "parallel": [SPREAD, SUMMED]}, needs=("ep",))
+    yield Spec("uneven", {}, UNEVEN, needs=("uneven",))
+    yield Spec("bf16", {}, NARROW, needs=("bf16",))
 
 
-def _schedule(component: Component) -> Iterator[Wanted]:
-    around: Tables = {"parallel": [SUMMED], "model": {"layers": 12}}
+def _schedule(component: Component) -> Iterator[Spec]:
+    overrides: Tables = {"parallel": [SUMMED], "model": {"layers": 12}}
     if "pp" not in component.mesh_dims:
-        yield Wanted("dp2", {"dp": 2}, {"parallel": [SUMMED]}, scope=Scope.ALL)
+        yield Spec("dp2", {"dp": 2}, {"parallel": [SUMMED]}, scope=Scope.ALL)
         return
-    yield Wanted("pp2", {"pp": 2}, around, scope=Scope.ALL, needs=("pp",))
-    yield Wanted("pp4", {"pp": 4}, around, scope=Scope.ALL, needs=("pp",))
+    yield Spec("pp2", {"pp": 2}, overrides, scope=Scope.ALL, needs=("pp",))
+    yield Spec("pp4", {"pp": 4}, overrides, scope=Scope.ALL, needs=("pp",))
     both = {"dp": 2, "pp": 2}
-    tied = merge_tables(around, {"model": {"tied": True}})
-    yield Wanted("dp2-pp2-tied", both, tied, needs=("pp", "tied"))
-    yield Wanted(
-        "pp2-biased", {"pp": 2}, merge_tables(merge_tables(around, BIASED), {"model": {"layers": 12}})
+    tied = merge_tables(overrides, {"model": {"tied": True}})
+    yield Spec("dp2-pp2-tied", both, tied, needs=("pp", "tied"))
+    yield Spec(
+        "pp2-biased", {"pp": 2}, merge_tables(merge_tables(overrides, BIASED), {"model": {"layers": 12}})
     )
-    yield Wanted("pp2-experts", {"pp": 2}, {**around, "model": {"use": "routed", "layers": 12}})
+    yield Spec("pp2-experts", {"pp": 2}, {**overrides, "model": {"use": "routed", "layers": 12}})
 
 
-def _monitor(component: Component) -> Iterator[Wanted]:
-    yield Wanted("dp2", {"dp": 2}, {"parallel": [SUMMED]}, scope=Scope.ALL, needs=("dp",))
-    yield Wanted("tp2", {"tp": 2}, {"parallel": [SLICED, SUMMED]}, needs=("tp",))
+def _monitor(component: Component) -> Iterator[Spec]:
+    yield Spec("dp2", {"dp": 2}, {"parallel": [SUMMED]}, scope=Scope.ALL, needs=("dp",))
+    yield Spec("tp2", {"tp": 2}, {"parallel": [SLICED, SUMMED]}, needs=("tp",))
     yield _sequence_parallel()
-    yield Wanted("pp2", {"pp": 2}, {**STAGED, "parallel": [SUMMED]}, needs=("pp",))
+    yield Spec("pp2", {"pp": 2}, {**STAGED, "parallel": [SUMMED]}, needs=("pp",))
     yield from _of_four_ranks()
-    yield Wanted("experts", {}, EXPERTS, needs=("experts",))
-    yield Wanted("skipped_steps", {}, SKIPPING, needs=("skipped_steps",))
-    yield Wanted("every_third_step_logged", {}, {"run": {"log_every": 3}})
+    yield Spec("experts", {}, EXPERTS, needs=("experts",))
+    yield Spec("skipped_steps", {}, SKIPPING, needs=("skipped_steps",))
+    yield Spec("every_third_step_logged", {}, {"run": {"log_every": 3}})
 
 
-def _model(component: Component) -> Iterator[Wanted]:
+def _model(component: Component) -> Iterator[Spec]:
     lengths = {"short": 6, "odd": 19}
-    yield from (Wanted(name, {}, {"batch": {"length": length}}) for name, length in lengths.items())
+    yield from (Spec(name, {}, {"batch": {"length": length}}) for name, length in lengths.items())
     names = [field.name for field in attrs.fields(component.config)]
     for name in names:
         if name in ("kv_heads", "key_value_heads", "num_key_value_heads", "n_kv_heads", "num_kv_heads"):
-            yield from (Wanted(f"{name}={n}", config={name: n}, needs=(name,)) for n in (2, 1))
+            yield from (Spec(f"{name}={n}", config={name: n}, needs=(name,)) for n in (2, 1))
 
 
-def _data(component: Component) -> Iterator[Wanted]:
-    yield from (Wanted(f"length{n}", {}, {"batch": {"length": n}}) for n in (5, 33))
+def _data(component: Component) -> Iterator[Spec]:
+    yield from (Spec(f"length{n}", {}, {"batch": {"length": n}}) for n in (5, 33))
 
 
-def _topology(component: Component) -> Iterator[Wanted]:
+def _topology(component: Component) -> Iterator[Spec]:
     dims = [f.name for f in attrs.fields(component.config) if f.name in ("pp", "cp", "tp", "ep", "etp", "dp")]
     for world in (2, 4):
-        yield Wanted(f"world{world}", world=world)
-        yield from (
-            Wanted(f"{dim}2-world{world}", world=world, config={dim: 2}, needs=(dim,)) for dim in dims
-        )
+        yield Spec(f"world{world}", world=world)
+        yield from (Spec(f"{dim}2-world{world}", world=world, config={dim: 2}, needs=(dim,)) for dim in dims)
     for one, other in (("pp", "tp"), ("tp", "ep"), ("cp", "tp"), ("pp", "ep")):
         if one in dims and other in dims:
-            yield Wanted(f"{one}2-{other}2-world4", world=4, config={one: 2, other: 2}, needs=(one, other))
+            yield Spec(f"{one}2-{other}2-world4", world=4, config={one: 2, other: 2}, needs=(one, other))
 
 
-OF_KIND: Mapping[str, Callable[[Component], Iterator[Wanted]]] = {
+OF_KIND: Mapping[str, Callable[[Component], Iterator[Spec]]] = {
     "parallel": _parallel,
     "optimizer": _optimizer,
     "precision": _precision,

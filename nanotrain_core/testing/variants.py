@@ -1,6 +1,6 @@
-"""The surroundings of a component under test: every layout, model and precision that it claims to support.
+"""The variants of a component under test: every layout, model and precision that it claims to support.
 
-The author names a component and nothing else. ``surroundings_of`` reads its description and yields cases; a
+The author names a component and nothing else. ``variants_of`` reads its description and yields cases; a
 case that the component declares not to be made for is left out by name, with the reason.
 """
 
@@ -18,7 +18,7 @@ from nanotrain_core.component import LISTED_KINDS, Component, Support
 from nanotrain_core.errors import NanotrainError, RecipeError
 from nanotrain_core.recipe.merge import merge_tables
 from nanotrain_core.testing.case import CORPUS, TINY, Case, Tables
-from nanotrain_core.testing.surroundings_of_kinds import EXPERTS, OF_KIND, Scope, Wanted
+from nanotrain_core.testing.variants_of_kinds import EXPERTS, OF_KIND, Scope, Spec
 
 TEXT: Tables = {"model": {"vocab": 256}, "data": {"use": "text", "paths": [CORPUS]}}
 
@@ -33,7 +33,7 @@ BASES: tuple[Tables, ...] = (
 )
 
 
-#: Labels of checks, or their names: what runs in surroundings beside the first of each number of ranks.
+#: Labels of checks, or their names: what runs in variants beside the first of each number of ranks.
 FEW: Mapping[str, frozenset[str]] = {
     kind: frozenset(names.split())
     for kind, names in {
@@ -51,7 +51,7 @@ FEW: Mapping[str, frozenset[str]] = {
 
 
 @attrs.define(frozen=True)
-class Surrounding:
+class Variant:
     """One case of a component, and which checks run in it."""
 
     name: str
@@ -70,17 +70,17 @@ class Surrounding:
 
 @attrs.define(frozen=True)
 class Skip:
-    """A surrounding that is skipped for a component, by name."""
+    """A variant that is skipped for a component, by name."""
 
     name: str
     reason: str
 
 
-def surroundings_of(case: Case, *, quick: bool = False) -> Iterator[Surrounding | Skip]:
-    """Yield the surroundings in which a component is tested, the plainest first.
+def variants_of(case: Case, *, quick: bool = False) -> Iterator[Variant | Skip]:
+    """Yield the variants in which a component is tested, the plainest first.
 
     Args:
-        case: the component, and what its author puts around it, which is in every surrounding.
+        case: the component, and what its author puts around it, which is in every variant.
         quick: only the author's case as it is, beside whatever it requires.
     """
     given = case.config
@@ -90,29 +90,29 @@ def surroundings_of(case: Case, *, quick: bool = False) -> Iterator[Surrounding 
     component = base.component()
     fixed = bool(case.topology)  # the author names the layout: there are no others
     twice = base.kind == "checkpoint" and not quick and not fixed  # all of it runs on two ranks
-    yield Surrounding("", base, Scope.FEW if twice else Scope.ALL)
+    yield Variant("", base, Scope.FEW if twice else Scope.ALL)
     if quick:
         return
     known = [*OF_KIND.get(case.kind, lambda component: ())(component)]
-    on_ranks = next((wanted for wanted in known if wanted.scope is Scope.ALL and wanted.topology), Wanted(""))
-    options = [*_own_options(base, given, Wanted("") if fixed else on_ranks)]
-    for wanted in [*known, *options]:
-        if fixed and (wanted.topology or wanted.world):
+    on_ranks = next((spec for spec in known if spec.scope is Scope.ALL and spec.topology), Spec(""))
+    options = [*_own_options(base, given, Spec("") if fixed else on_ranks)]
+    for spec in [*known, *options]:
+        if fixed and (spec.topology or spec.world):
             continue
-        if reason := _declined(component, wanted.needs):
-            yield Skip(wanted.name, reason)
+        if reason := _declined(component, spec.needs):
+            yield Skip(spec.name, reason)
             continue
-        made = _made(base, wanted, given)
-        if wanted.own and (none := _has_none(base, wanted.own)):
-            yield Skip(wanted.name, none)
+        made = _made(base, spec, given)
+        if spec.own and (none := _has_none(base, spec.own)):
+            yield Skip(spec.name, none)
             continue
         refused = None if case.kind == "topology" else _refusal(made)
-        if refused is None and wanted in options and case.kind != "data":  # whose checks compose no run
+        if refused is None and spec in options and case.kind != "data":  # whose checks compose no run
             refused = _not_here(made)
         yield (
-            Skip(wanted.name, f"refused: {refused}")
+            Skip(spec.name, f"refused: {refused}")
             if refused
-            else Surrounding(wanted.name, made, wanted.scope, wanted.extra)
+            else Variant(spec.name, made, spec.scope, spec.extra)
         )
 
 
@@ -153,13 +153,15 @@ def _example_of_text(component: Component) -> Mapping[str, Any]:
 
 
 def _base(case: Case) -> Case:
-    """Return the case with the smallest surrounding that makes a recipe; unchanged if nothing does.
+    """Return the case with the fewest overrides that make a recipe; unchanged if nothing does.
 
     Around a monitor there is text, of which it may read or write some.
     """
-    for around in (TEXT, *BASES) if case.kind == "monitor" else BASES:
+    for overrides in (TEXT, *BASES) if case.kind == "monitor" else BASES:
         for beside in _beside(case):
-            tried = attrs.evolve(case, overrides=merge_tables(merge_tables(around, beside), case.overrides))
+            tried = attrs.evolve(
+                case, overrides=merge_tables(merge_tables(overrides, beside), case.overrides)
+            )
             if _refusal(tried) is None:
                 return tried
     return case
@@ -220,23 +222,23 @@ def _declined(component: Component, needs: Iterable[str]) -> str | None:
     return None
 
 
-def _made(base: Case, wanted: Wanted, given: Mapping[str, Any]) -> Case:
-    """Return the case in a surrounding: the author's values in its own table are kept."""
-    around = {key: value for key, value in wanted.around.items() if key != base.kind or base.listed}
-    listed = [*around.get("parallel", ())]
+def _made(base: Case, spec: Spec, given: Mapping[str, Any]) -> Case:
+    """Return the case of a variant: the author's values in its own table are kept."""
+    overrides = {key: value for key, value in spec.overrides.items() if key != base.kind or base.listed}
+    listed = [*overrides.get("parallel", ())]
     theirs = base.overrides.get("parallel", ())
     if theirs:  # what the author puts around it stays; the layout's wrappers come before
         names = {table["use"] for table in theirs}
-        around["parallel"] = [*(table for table in listed if table["use"] not in names), *theirs]
+        overrides["parallel"] = [*(table for table in listed if table["use"] not in names), *theirs]
     own = {key: value for key, value in base.overrides.items() if key != "parallel"}
-    ranks: Any = {} if wanted.topology else {"world_size": wanted.world or base.world_size}
+    ranks: Any = {} if spec.topology else {"world_size": spec.world or base.world_size}
     return Case(
         base.kind,
         use=base.use,
-        topology={**base.topology, **wanted.topology},
-        overrides=merge_tables(around, own),
-        config={**base.config, **wanted.config, **given},
-        name=f"{base.name or base.use}-{wanted.name}",
+        topology={**base.topology, **spec.topology},
+        overrides=merge_tables(overrides, own),
+        config={**base.config, **spec.config, **given},
+        name=f"{base.name or base.use}-{spec.name}",
         plugins=base.plugins,
         **ranks,
     )
@@ -245,7 +247,7 @@ def _made(base: Case, wanted: Wanted, given: Mapping[str, Any]) -> Case:
 # --- a component's own options ---------------------------------------------------------------------
 
 
-def _own_options(base: Case, given: Mapping[str, Any], where: Wanted) -> Iterator[Wanted]:
+def _own_options(base: Case, given: Mapping[str, Any], where: Spec) -> Iterator[Spec]:
     """Yield every other value of each field with few values: a bool, or one of several words.
 
     Other than in ``base``, whose config has the component's example. On as many ranks as the kind is tested
