@@ -56,7 +56,7 @@ class Block:
 
 
 @attrs.define(eq=False)
-class Around:
+class StepOverhead:
     """What a rank does around the actions of a step: :attr:`RankStep.around`."""
 
     work: Work
@@ -77,7 +77,7 @@ class Blocks:
     """What a stage between others does beside its layers."""
     message: float
     """Bytes that a stage sends to another for a microbatch."""
-    around: Mapping[str, Around]
+    around: Mapping[str, StepOverhead]
     owned: Mapping[tuple[str, ...], Owned]
     """Of the probe's ranks together."""
     held: Mapping[tuple[str, ...], Share]
@@ -196,10 +196,10 @@ def together(several: Sequence[Blocks]) -> Blocks:
     return first
 
 
-def around_of(step: RankStep, probe: Probe) -> dict[str, Around]:
+def around_of(step: RankStep, probe: Probe) -> dict[str, StepOverhead]:
     """Return what a rank of a probe does around its actions."""
     axis = probe.axis
-    return {name: Around(Work.of(p, axis), p.transient, p.lasting) for name, p in step.around.items()}
+    return {name: StepOverhead(Work.of(p, axis), p.transient, p.lasting) for name, p in step.around.items()}
 
 
 def stage_of(step: RankStep, probe: Probe, stage: int) -> Block:

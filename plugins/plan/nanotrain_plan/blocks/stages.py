@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import attrs
 
 from nanotrain_core.api import Costs, Layout, Part
-from nanotrain_plan.blocks.measured import Around, Block, Blocks, add_shares, layers_of
+from nanotrain_plan.blocks.measured import Block, Blocks, StepOverhead, add_shares, layers_of
 from nanotrain_plan.blocks.probe import NotComposable
 from nanotrain_plan.blocks.sync import Pass
 from nanotrain_plan.blocks.work import Work
@@ -283,7 +283,7 @@ def _saved(
 
 def _around(
     blocks: Blocks,
-    found: Around,
+    found: StepOverhead,
     held: Mapping[tuple[str, ...], Share],
     own: Mapping[tuple[str, ...], float],
     seconds: Seconds,
