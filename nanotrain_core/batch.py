@@ -8,7 +8,7 @@ import attrs
 import torch
 import torch.nn.functional as F
 
-from nanotrain_core.layout.ranges import share_of
+from nanotrain_core.layout.ranges import shard_range
 from nanotrain_core.models.cache import Cache, LayerCache
 
 #: A target with this value is neither predicted nor counted.
@@ -105,7 +105,7 @@ class Batch:
         """
         if count == 1:
             return self
-        begin, end = share_of(self.tokens.shape[1], index, count)
+        begin, end = shard_range(self.tokens.shape[1], index, count)
 
         def cut(whole_BS: torch.Tensor) -> torch.Tensor:
             return whole_BS[:, begin:end].contiguous()
@@ -180,4 +180,4 @@ class Shard:
 
     def rows(self, sequences: int) -> range:
         """Return this shard's rows of a global batch of ``sequences``: shard sizes differ by at most one."""
-        return range(*share_of(sequences, self.index, self.count))
+        return range(*shard_range(sequences, self.index, self.count))

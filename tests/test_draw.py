@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nanotrain_core.models.sampling import draw
+from nanotrain_core.models.sampling import sample_token
 
 #: Probabilities 1/2, 1/8, 1/4, 1/8, 0.
 LOGITS = torch.tensor([0.5, 0.125, 0.25, 0.125, 0.0]).log()
@@ -12,7 +12,7 @@ LOGITS = torch.tensor([0.5, 0.125, 0.25, 0.125, 0.0]).log()
 def shares(count=1000, **options):
     """Return how often each token is drawn."""
     generator = torch.Generator().manual_seed(0)
-    drawn = [draw(LOGITS, generator, **options) for _ in range(count)]
+    drawn = [sample_token(LOGITS, generator, **options) for _ in range(count)]
     return torch.bincount(torch.tensor(drawn), minlength=5) / count
 
 
@@ -44,14 +44,14 @@ def test_rounding_draws_the_same_tokens():
     other = logits * (1 + 1e-7 * torch.randn(5000, generator=torch.Generator().manual_seed(2)))
     one, two = (torch.Generator().manual_seed(3) for _ in range(2))
     options = {"temperature": 0.9, "top_p": 0.95}
-    assert [draw(logits, one, **options) for _ in range(50)] == [
-        draw(other, two, **options) for _ in range(50)
+    assert [sample_token(logits, one, **options) for _ in range(50)] == [
+        sample_token(other, two, **options) for _ in range(50)
     ]
 
 
 def test_each_token_takes_one_number_of_the_generator():
     """So what is drawn next does not depend on what was left to draw from."""
     one, two = (torch.Generator().manual_seed(5) for _ in range(2))
-    draw(LOGITS, one, top_k=1)
-    draw(LOGITS, two)
+    sample_token(LOGITS, one, top_k=1)
+    sample_token(LOGITS, two)
     assert torch.equal(one.get_state(), two.get_state())

@@ -1,7 +1,7 @@
 """Schedules: actions, parts of a model, and the simulator."""
 
 from nanotrain_core.pipeline.actions import Action, Costs, Part, parts_between
-from nanotrain_core.pipeline.simulator import Durations, TimedAction, Timeline, needs, simulate
+from nanotrain_core.pipeline.simulator import Durations, TimedAction, Timeline, dependencies, simulate
 
 __all__ = [
     "Action",
@@ -10,7 +10,7 @@ __all__ = [
     "Part",
     "TimedAction",
     "Timeline",
-    "needs",
+    "dependencies",
     "parts_between",
     "simulate",
 ]

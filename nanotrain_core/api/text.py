@@ -1,6 +1,6 @@
 """The names for data components and commands that convert text to tokens and tokens to text.
 
-Torch-free, except :func:`draw`. Files of the core may move; these names stay.
+Torch-free, except :func:`sample_token`. Files of the core may move; these names stay.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ from nanotrain_core.data.tokenizers import END_OF_TEXT, Tokenizer, make_tokenize
 from nanotrain_core.deprecated import attribute_of
 
 if TYPE_CHECKING:
-    from nanotrain_core.models.sampling import draw
+    from nanotrain_core.models.sampling import sample_token
 
 __all__ = [
     "END_OF_TEXT",
@@ -31,20 +31,20 @@ __all__ = [
     "TextSource",
     "Tokenizer",
     "Tokens",
-    "draw",
     "held_out",
     "make_tokenizer",
     "missing_path",
     "open_tokenizer_file",
     "piece_hashes",
+    "sample_token",
 ]
 
 _deprecated = attribute_of(__name__)
 
 
 def __getattr__(name: str) -> Any:
-    if name == "draw":  # the only one that needs torch, which readers of tokens do not import
-        from nanotrain_core.models.sampling import draw
+    if name == "sample_token":  # the only one that needs torch, which readers of tokens do not import
+        from nanotrain_core.models.sampling import sample_token
 
-        return draw
+        return sample_token
     return _deprecated(name)

@@ -84,7 +84,7 @@ def materialize(parts: Iterable[nn.Module], placements: Placements, seed: int, d
                     "survive materialization: lend the other module's weight in forward"
                 )
             if name in seen:
-                hold(part, name, seen[name])
+                replace_parameter(part, name, seen[name])
                 continue
             if device.type != "meta":
                 local_of(parameter).copy_(initial_block(_initializer(part, name), seed, placements[name]))
@@ -120,7 +120,7 @@ def changed_buffers(parts: Iterable[nn.Module], placements: Placements) -> list[
     ]
 
 
-def hold(part: nn.Module, name: str, parameter: nn.Parameter) -> None:
+def replace_parameter(part: nn.Module, name: str, parameter: nn.Parameter) -> None:
     """Replace a parameter of ``part`` by ``parameter``, under the existing name."""
     owner, _, last = name.rpartition(".")
     setattr(part.get_submodule(owner), last, parameter)

@@ -14,7 +14,7 @@ import attrs
 from nanotrain_core.checkpoint.tensor_boxes import Shape, index_of
 from nanotrain_core.layout.layout import Layout, Span
 from nanotrain_core.layout.ranges import RANGE as RANGE  # noqa: PLC0414 others take it from here
-from nanotrain_core.layout.ranges import share_of as share_of  # noqa: PLC0414
+from nanotrain_core.layout.ranges import shard_range as shard_range  # noqa: PLC0414
 from nanotrain_core.layout.roles import Role, tagged
 
 if TYPE_CHECKING:
@@ -61,12 +61,12 @@ class Placement:
     def split(self, axis: int, dim: str, index: int, count: int, *, uneven: bool = False) -> Placement:
         """Return the ``index``-th of ``count`` equal blocks along tensor axis ``axis``.
 
-        ``uneven``: block lengths may differ by one, see :func:`share_of`.
+        ``uneven``: block lengths may differ by one, see :func:`shard_range`.
 
         Raises:
             ValueError: the axis is not divisible, ``dim`` already shards this tensor, or is not of its view.
         """
-        found = self.cut(axis, dim, *share_of(self.shape[axis], index, count))
+        found = self.cut(axis, dim, *shard_range(self.shape[axis], index, count))
         if self.shape[axis] % count and not uneven:
             raise ValueError(f"{self.name}: axis {axis} of {self.shape} does not divide by {dim} = {count}")
         return found

@@ -5,10 +5,10 @@
 RANGE = 64
 
 
-def share_of(length: int, index: int, count: int) -> tuple[int, int]:
+def shard_range(length: int, index: int, count: int) -> tuple[int, int]:
     """Return first and one past the last of the ``index``-th of ``count`` shards, equal to within one.
 
-    >>> [share_of(7, index, 3) for index in range(3)]
+    >>> [shard_range(7, index, 3) for index in range(3)]
     [(0, 2), (2, 4), (4, 7)]
     """
     return length * index // count, length * (index + 1) // count

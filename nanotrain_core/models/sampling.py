@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 
-def draw(
+def sample_token(
     logits_V: torch.Tensor,
     generator: torch.Generator,
     *,

@@ -13,7 +13,7 @@ from nanotrain_core.builtin.configs import SampleConfig
 from nanotrain_core.contracts import EndReport, Monitor, RunInfo, StepReport
 from nanotrain_core.data.codec import HasTokenizer
 from nanotrain_core.errors import DataError
-from nanotrain_core.models.sampling import draw
+from nanotrain_core.models.sampling import sample_token
 from nanotrain_core.run.files import append_line
 
 log = structlog.get_logger("nanotrain.sample")
@@ -80,7 +80,7 @@ class Sample(Monitor):
             context = (tokens[-window:] + [0] * window)[:window]  # causal: padding does not affect it
             logits = self.run.logits(torch.tensor([context], device=device))
             last = logits[0, min(len(tokens), window) - 1]
-            token = draw(last, generator, temperature=self.config.temperature)
+            token = sample_token(last, generator, temperature=self.config.temperature)
             if token == self.end:
                 break
             tokens.append(token)

@@ -140,7 +140,7 @@ def simulate(lists: Sequence[Sequence[Action]], durations: Durations | None = No
     return Timeline(tuple(map(tuple, rows)))
 
 
-def needs(action: Action, final: int) -> tuple[Action, ...]:
+def dependencies(action: Action, final: int) -> tuple[Action, ...]:
     """Return the actions that ``action`` depends on; ``final``: number of the last stage."""
     return tuple(Action(*need) for need in _needed(action.kind, action.stage, action.microbatch, final))
 

@@ -3,10 +3,10 @@
 from nanotrain_core.layout.buckets import BucketExchange, BucketQueue, Pending, Write
 from nanotrain_core.layout.exchange import Buffer, Exchange, GlooExchange
 from nanotrain_core.layout.gradients import AllReduceGradients, LocalGradients
-from nanotrain_core.layout.initialization import hold
+from nanotrain_core.layout.initialization import replace_parameter
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.messages import WAYS, EdgeMessages, MessageKey, Messages
-from nanotrain_core.layout.placement import RANGE, Piece, PlacedParameter, Placement, Placements, share_of
+from nanotrain_core.layout.placement import RANGE, Piece, PlacedParameter, Placement, Placements, shard_range
 from nanotrain_core.layout.transport import Transport
 from nanotrain_core.pipeline.p2p import describe as describe_message
 
@@ -32,6 +32,6 @@ __all__ = [
     "Transport",
     "Write",
     "describe_message",
-    "hold",
-    "share_of",
+    "replace_parameter",
+    "shard_range",
 ]

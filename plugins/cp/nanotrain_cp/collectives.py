@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from nanotrain_core.api.torch import Mesh, Pending, share_of
+from nanotrain_core.api.torch import Mesh, Pending, shard_range
 
 
 class Ranks:
@@ -27,7 +27,7 @@ class Ranks:
 
     def edges(self, length: int) -> list[tuple[int, int]]:
         """Return the first token, and one past the last, of each rank's part of ``length`` tokens."""
-        return [share_of(length, index, self.size) for index in range(self.size)]
+        return [shard_range(length, index, self.size) for index in range(self.size)]
 
     def parts(self, length: int) -> list[int]:
         """Return how many tokens each rank has."""

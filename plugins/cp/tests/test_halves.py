@@ -5,7 +5,7 @@ from itertools import chain
 import pytest
 from nanotrain_cp.all_gather import Halves
 
-from nanotrain_core.api.torch import share_of
+from nanotrain_core.api.torch import shard_range
 
 
 class Ranks:
@@ -15,7 +15,7 @@ class Ranks:
         self.size, self.index = size, index
 
     def edges(self, length):
-        return [share_of(length, index, self.size) for index in range(self.size)]
+        return [shard_range(length, index, self.size) for index in range(self.size)]
 
 
 def computed(size, length):

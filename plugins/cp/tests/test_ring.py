@@ -12,7 +12,7 @@ from nanotrain_cp.collectives import Ranks
 from nanotrain_cp.ring import Ring, attend
 
 from nanotrain_core.api import NanotrainError, RecipeError
-from nanotrain_core.api.torch import GlooExchange, attention, share_of
+from nanotrain_core.api.torch import GlooExchange, attention, shard_range
 from nanotrain_core.testing import Case, run_ranks
 
 CPU = torch.device("cpu")
@@ -64,7 +64,7 @@ def error_of(S, H, G, K, V, documents):
         begins[0, S // 3 :], begins[1, 1:] = S // 3, 1
         begins[0, S // 2 :] = S // 2
     ranks = world()
-    own = slice(*share_of(S, ranks.index, ranks.size))
+    own = slice(*shard_range(S, ranks.index, ranks.size))
     parts = [x[:, own].detach().requires_grad_() for x in given]
     whole, part = attention(*given, 0.3, begins), attend(ranks, S, attention, *parts, 0.3, begins)
     wanted, found = torch.autograd.grad(whole, given, d_y), torch.autograd.grad(part, parts, d_y[:, own])

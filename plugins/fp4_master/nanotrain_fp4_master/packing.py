@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.functional import pad
 
 from nanotrain_core.api import NanotrainError
-from nanotrain_core.api.torch import RANGE, PackedWeight, hold
+from nanotrain_core.api.torch import RANGE, PackedWeight, replace_parameter
 from nanotrain_fp4_master.blocks import Format, in_triton, nonzero, on_grid, to_nearest
 from nanotrain_fp4_master.noise import chunks
 from nanotrain_fp4_master.pack import pack, unpack
@@ -124,4 +124,4 @@ def pack_parameters(parts: Iterable[nn.Module], names: Set[str], packing: FourBi
         trained = parameter.requires_grad
         packed = nn.Parameter(PackedWeight.of(parameter, packing, trained=trained), trained)
         for part, name in places:
-            hold(part, name, packed)
+            replace_parameter(part, name, packed)

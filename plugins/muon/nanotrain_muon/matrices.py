@@ -14,7 +14,7 @@ import attrs
 import torch
 
 from nanotrain_core.api import Layout, NanotrainError, Shape, Span
-from nanotrain_core.api.torch import Block, Mesh, Piece, Placement, share_of
+from nanotrain_core.api.torch import Block, Mesh, Piece, Placement, shard_range
 
 #: First row, first column, rows, columns of a part of a matrix.
 Box = tuple[int, int, int, int]
@@ -218,7 +218,7 @@ class Survey:
             span, (rows, columns) = Span(several(dims, block.view, self.layout)), block.global_shape[-2:]
             for expert, _ in matrices_at(block.offset, block.shape):
                 for number, rank in enumerate(self.layout.members(self.mesh.rank, span)):
-                    first, last = share_of(rows, number % len(divided), len(divided))
+                    first, last = shard_range(rows, number % len(divided), len(divided))
                     boxes = [(first, 0, last - first, columns)] if last > first else []
                     self._note(span, rank, Matrix(name, expert), boxes)
                     if rank == self.mesh.rank:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import attrs
 import torch
 
-from nanotrain_core.api import Action, Durations, needs, simulate
+from nanotrain_core.api import Action, Durations, dependencies, simulate
 from nanotrain_plan.goodput import percentile
 
 #: Numbers that are drawn at once.
@@ -101,10 +101,10 @@ def makespans(
     done: dict[Action, tuple[torch.Tensor, int]] = {}
     while any(waiting):
         for rank, queue in enumerate(waiting):
-            while queue and all(need in done for need in needs(queue[-1], final)):
+            while queue and all(need in done for need in dependencies(queue[-1], final)):
                 action = queue.pop()
                 start = clock[rank]
-                for need in needs(action, final):
+                for need in dependencies(action, final):
                     end, source = done[need]
                     if source != rank:
                         start = torch.maximum(start, end + durations.p2p)

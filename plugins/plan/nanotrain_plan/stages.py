@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 
 from nanotrain_core.api import Action, Costs, Layout, Part, Recipe, Registry, Selection
-from nanotrain_core.api.torch import Model, Run, Schedule, Shard, share_of
+from nanotrain_core.api.torch import Model, Run, Schedule, Shard, shard_range
 from nanotrain_plan.dry.phase import Phase
 from nanotrain_plan.dry.rank import RankStep, Sort, dry_rank, dry_recipe, sorts_of, survey
 from nanotrain_plan.dry.values import Values
@@ -181,7 +181,7 @@ def pipeline_of_most_tokens(layout: Layout, pp: int, length: int, sequences: int
 
     def tokens(rank: int) -> tuple[int, int]:
         rows = Shard(layout.coordinate(rank, *split), dp).rows(dp if sequences is None else sequences)
-        first, end = share_of(length, layout.coordinate(rank, *shared), layout.size(*shared))
+        first, end = shard_range(length, layout.coordinate(rank, *shared), layout.size(*shared))
         return len(rows), end - first
 
     start = max(layout.ranks(0, *split, *shared), key=tokens)

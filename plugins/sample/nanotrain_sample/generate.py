@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from nanotrain_core.api import NanotrainError
-from nanotrain_core.api.text import draw
+from nanotrain_core.api.text import sample_token
 from nanotrain_core.api.torch import Batch, Cache, Executor, Run, stream_seed
 from nanotrain_sample.replica import Replica
 
@@ -183,7 +183,9 @@ class Writer:
                 raise NanotrainError(
                     "the model's logits are not all finite numbers: its weights have diverged"
                 )
-            chosen = draw(known_V, generator, temperature=how.temperature, top_k=how.top_k, top_p=how.top_p)
+            chosen = sample_token(
+                known_V, generator, temperature=how.temperature, top_k=how.top_k, top_p=how.top_p
+            )
             token.fill_(chosen)
         if self.replica.group is not None:
             with self.mesh.waits.collectives:

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from nanotrain_core.api import NanotrainError
-from nanotrain_core.api.torch import Exchange, Mesh, Pending, share_of
+from nanotrain_core.api.torch import Exchange, Mesh, Pending, shard_range
 
 
 class SplitError(NanotrainError, ValueError):
@@ -49,7 +49,7 @@ class Ranks:
 
     def own(self, x: torch.Tensor, dim: int) -> torch.Tensor:
         """Return this rank's share of a whole ``x``, a view."""
-        begin, end = share_of(x.shape[dim], self.index, self.size)
+        begin, end = shard_range(x.shape[dim], self.index, self.size)
         return x.narrow(dim, begin, end - begin)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
@@ -100,7 +100,7 @@ class Ranks:
 
     def sizes(self, length: int) -> list[int]:
         """Return how much of ``length`` each rank has; sizes differ by at most one."""
-        shares = (share_of(length, index, self.size) for index in range(self.size))
+        shares = (shard_range(length, index, self.size) for index in range(self.size))
         return [end - begin for begin, end in shares]
 
     def reduce_scatter(self, x: torch.Tensor, dim: int) -> torch.Tensor:

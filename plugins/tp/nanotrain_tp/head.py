@@ -20,7 +20,7 @@ import attrs
 import torch
 import torch.nn.functional as F
 
-from nanotrain_core.api.torch import IGNORE, TORCH, Ops, Placement, SplitVocabulary, share_of
+from nanotrain_core.api.torch import IGNORE, TORCH, Ops, Placement, SplitVocabulary, shard_range
 from nanotrain_tp.collectives import Ranks
 
 
@@ -48,7 +48,7 @@ class Rows:
     def join(self, padded: torch.Tensor, ranks: Ranks) -> torch.Tensor:
         """Return all ranks' padded logits concatenated, as those of the whole vocabulary."""
         most = self.most(ranks)
-        shares = [share_of(self.vocabulary, index, ranks.size) for index in range(ranks.size)]
+        shares = [shard_range(self.vocabulary, index, ranks.size) for index in range(ranks.size)]
         kept = [padded.narrow(-1, most * index, end - begin) for index, (begin, end) in enumerate(shares)]
         return torch.cat(kept, dim=-1)
 

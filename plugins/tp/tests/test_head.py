@@ -12,7 +12,7 @@ from nanotrain_tp.head import Rows, split_cross_entropy
 from nanotrain_core.batch import IGNORE
 from nanotrain_core.layout.layout import Layout, View
 from nanotrain_core.layout.mesh import Mesh
-from nanotrain_core.layout.placement import share_of
+from nanotrain_core.layout.placement import shard_range
 from nanotrain_core.models.cross_entropy import Chunks, linear_cross_entropy
 from nanotrain_core.models.ops import TORCH
 from nanotrain_core.testing import RankFailure, run_ranks
@@ -46,7 +46,7 @@ def split(chunk, dtype=torch.float64, *, wrong=None):
         target[3] = wrong
     team = ranks()
     hidden = hidden.to(dtype).requires_grad_()
-    first, end = share_of(VOCAB, team.index, team.size)
+    first, end = shard_range(VOCAB, team.index, team.size)
     rows, part = Rows(first, VOCAB), weight[first:end].to(dtype).requires_grad_()
     with torch.no_grad():
         silent = split_cross_entropy(hidden, part, target, rows, team, ops)

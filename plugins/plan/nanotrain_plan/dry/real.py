@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from nanotrain_core.api import Action, Layout, PhaseTimeline, Recipe, Registry, Role, Selection, tagged
-from nanotrain_core.api.torch import Routing, Run, RuntimeEngine, share_of
+from nanotrain_core.api.torch import Routing, Run, RuntimeEngine, shard_range
 from nanotrain_plan.dry.collectives import Collective
 from nanotrain_plan.dry.held import held_by
 from nanotrain_plan.dry.phase import Phase
@@ -186,9 +186,9 @@ def _choose_evenly(experts: int, module: nn.Module, args: Any, routing: Routing)
 
 
 def evenly(chosen_BSK: torch.Tensor, experts: int) -> torch.Tensor:
-    """Return other choices of the same shape: each expert's number is that of :func:`share_of`."""
+    """Return other choices of the same shape: each expert's number is that of :func:`shard_range`."""
     total, K = chosen_BSK.numel(), chosen_BSK.shape[-1]
-    bounds = [share_of(total, expert, experts) for expert in range(experts)]
+    bounds = [shard_range(total, expert, experts) for expert in range(experts)]
     sizes = torch.tensor([end - begin for begin, end in bounds])
     flat = torch.arange(experts).repeat_interleave(sizes)
     return flat.view(K, -1).T.reshape(chosen_BSK.shape).to(chosen_BSK.device)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.weak import WeakIdKeyDictionary
 
-from nanotrain_core.api.torch import describe_message, share_of
+from nanotrain_core.api.torch import describe_message, shard_range
 
 #: Elements of a tensor whose numbers are followed.
 MOST = 2**16
@@ -85,7 +85,7 @@ class Values:
         if before is None or before.dim() != 1 or self.of(index) is not None:
             return None
         total = added.numel()
-        bounds = [share_of(total, expert, len(before)) for expert in range(len(before))]
+        bounds = [shard_range(total, expert, len(before)) for expert in range(len(before))]
         return before + torch.tensor([stop - start for start, stop in bounds], dtype=before.dtype)
 
     def _computed(self, func: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
