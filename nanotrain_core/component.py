@@ -169,8 +169,8 @@ class Component:
     nearest name suggested."""
 
     reads_modules: ModulePatterns | None = None
-    """Yields the modules that a monitor's or wrapper's config names, likewise: ``modules.0``,
-    ``layers.*.attn``. One that matches no module or parameter of the recipe's model is rejected before ranks
+    """Yields the modules or parameters that the config of a monitor, wrapper or precision names, likewise:
+    ``modules.0``, ``layers.*.attn``. One that matches none of the recipe's model is rejected before ranks
     start, likewise."""
 
     hf: str | None = None

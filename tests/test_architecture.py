@@ -234,7 +234,7 @@ SMALL = {
     "contracts": 728,
     "data": 895,
     "hf": 1190,
-    "launch": 2460,
+    "launch": 2465,
     "layout": 1282,
     "models": 892,
     "moe": 513,
@@ -246,7 +246,7 @@ SMALL = {
     "precision": 700,
     "recipe": 1865,
     "registry": 785,
-    "run": 3202,
+    "run": 3210,
     "script": 818,
     "watch": 454,
 }

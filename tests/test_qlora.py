@@ -196,3 +196,12 @@ test_conformance = pytest.mark.full(
         )
     )
 )
+
+
+@pytest.mark.parametrize(("pattern", "exit_code"), [("*.lora_a", 0), ("*.q.weight", 0), ("*.lora_c", 2)])
+def test_a_kept_pattern_may_name_what_a_wrapper_adds(pattern, exit_code, tmp_path):
+    recipe = tmp_path / "recipe.toml"
+    made = case_of({})
+    made.overrides["precision"]["keep"] = ["layers.0.*", pattern]
+    recipe.write_text(write_resolved(made.recipe()))
+    assert main(["check", str(recipe)]) == exit_code

@@ -1,11 +1,13 @@
-"""Checks the modules that wrappers and monitors name against those of the recipe's model.
+"""Checks the modules that wrappers, the precision and monitors name against those of the recipe's model.
 
 The model is built without storage. Imports torch only if a component of the recipe names modules.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from fnmatch import fnmatchcase
+from itertools import chain
 
 from nanotrain_core.errors import Problem, did_you_mean
 from nanotrain_core.hf.mapping import HFMapping
@@ -23,18 +25,22 @@ def check_modules(found: Resolution) -> None:
     asked = list(patterns_in_configs(found.recipe, found.registry, "reads_modules"))
     if any(pattern != "*" for _, pattern in asked):
         from nanotrain_core.hf.open_weights import shapes_of
+        from nanotrain_core.run.added_parameters import added_by
 
-        names = [*shapes_of(found.recipe.model, found.registry)]
+        recipe, registry = found.recipe, found.registry
+        adding = [each for each in recipe.parallel if registry.get("parallel", each.use).added]
+        names = chain(shapes_of(recipe.model, registry), *added_by(recipe.model, adding, registry))
         refuse(found.merged, _unknown(asked, names, found))
 
 
-def _unknown(asked: list[tuple[str, str]], parameters: list[str], resolved: Resolution) -> list[Problem]:
+def _unknown(asked: list[tuple[str, str]], parameters: Iterable[str], resolved: Resolution) -> list[Problem]:
     split = [name.split(".") for name in parameters]
     known = [*dict.fromkeys(".".join(words[:n]) for words in split for n in range(1, len(words) + 1))]
     return [
         Problem(
             key,
-            f"the model has no module '{pattern}'{_theirs(pattern, resolved) or _nearest(pattern, known)}",
+            f"the model has no module or parameter '{pattern}'"
+            f"{_theirs(pattern, resolved) or _nearest(pattern, known)}",
         )
         for key, pattern in asked
         if not any(fnmatchcase(name, pattern) for name in known)

@@ -62,16 +62,21 @@ def call_declared(
 def patterns_in_configs(
     recipe: Recipe, registry: Registry, name: Literal["reads_metrics", "reads_modules"]
 ) -> Iterator[tuple[str, str]]:
-    """Yield what the configs of wrappers and monitors name, each name or pattern after its recipe key.
+    """Yield what the configs of components name, each name or pattern after its recipe key.
+
+    Of wrappers, the precision and monitors.
 
     Raises:
         PluginError: the function ``name`` of a component is wrong.
     """
-    for number, selection in (*enumerate(recipe.parallel), *enumerate(recipe.monitor)):
+    selected = [(f"{each.kind}.{number}", each) for number, each in enumerate(recipe.parallel)]
+    selected += [("precision", recipe.precision)]
+    selected += [(f"{each.kind}.{number}", each) for number, each in enumerate(recipe.monitor)]
+    for table, selection in selected:
         reads = getattr(registry.get(selection.kind, selection.use), name)
         try:
             for key, pattern in reads(selection.config) if reads is not None else ():
-                yield f"{selection.kind}.{number}.{key}", str(pattern)
+                yield f"{table}.{key}", str(pattern)
         except Exception as error:
             raise PluginError(
                 f"{selection.kind} '{selection.use}': {name} raised {describe(error)}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tomli
@@ -12,6 +12,7 @@ from nanotrain_core.checkpoint.tensor_boxes import Shape
 from nanotrain_core.errors import NanotrainError, PluginError, describe
 from nanotrain_core.layout.layout import Layout, View
 from nanotrain_core.recipe.model_table import model_table, refuse_other_model
+from nanotrain_core.recipe.tree import Selection
 from nanotrain_core.registry.registry import Registry
 
 
@@ -62,34 +63,42 @@ def _weights(saved: CheckpointInfo) -> dict[str, Shape]:
 
 
 def _added(saved: CheckpointInfo, registry: Registry) -> Iterator[tuple[int, Mapping[str, Shape]]]:
-    """Yield the place of each wrapper in the recipe, and the shapes of the parameters that it adds.
+    """Yield the place of each wrapper in the recipe, and the shapes of the parameters that it adds."""
+    from nanotrain_core.hf.open_weights import select
+
+    meta = saved.describe()["meta"]
+    tables: Sequence[Mapping[str, Any]] = tomli.loads(meta["recipe"]).get("parallel", ())
+    wrappers = [select(table, registry, saved.path, kind="parallel") for table in tables]
+    yield from enumerate(added_by(select(meta["model"], registry, saved.path), wrappers, registry))
+
+
+def added_by(
+    selection: Selection, wrappers: Iterable[Selection], registry: Registry
+) -> Iterator[Mapping[str, Shape]]:
+    """Yield, for each wrapper, the shapes of the parameters that it adds to a model.
 
     They are applied on one rank: what they split over several is whole there.
     """
-    from nanotrain_core.hf.open_weights import select
     from nanotrain_core.layout.mesh import Mesh
     from nanotrain_core.layout.meta_device import meta_device
     from nanotrain_core.layout.placement import place
     from nanotrain_core.pipeline.actions import Part
     from nanotrain_core.run.wrapping import wrap
 
-    meta = saved.describe()["meta"]
-    tables: Sequence[Mapping[str, Any]] = tomli.loads(meta["recipe"]).get("parallel", ())
-    selections = [select(table, registry, saved.path, kind="parallel") for table in tables]
-    model = registry.build(select(meta["model"], registry, saved.path))
+    model = registry.build(selection)
     mesh = Mesh(Layout({"dense": View(("dp",), (1,))}))
     with meta_device():
         stages = {0: model.build(Part.whole(model.layers))}
     placements = place(stages.values(), mesh.layout)
-    for number, selection in enumerate(selections):
+    for each in wrappers:
         before = set(placements)
-        wrapper = registry.build(selection)
+        wrapper = registry.build(each)
         try:
-            stages = wrap(stages, placements, mesh, [(selection, wrapper)])
+            stages = wrap(stages, placements, mesh, [(each, wrapper)])
         except NanotrainError:
             raise
         except Exception as error:  # such as one that needs a process group, which only a run has
-            what = f"parallel '{selection.use}' cannot be applied on one rank, to find what it adds"
+            what = f"parallel '{each.use}' cannot be applied on one rank, to find what it adds"
             raise PluginError(f"{what}: its apply raised {describe(error)}") from error
         parameters = {name for name, _ in stages[0].named_parameters()} - before
-        yield number, {name: placements[name].global_shape for name in parameters}
+        yield {name: placements[name].global_shape for name in parameters}

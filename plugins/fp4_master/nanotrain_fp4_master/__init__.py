@@ -90,6 +90,11 @@ class QLoRAConfig:
     routers are kept in any case."""
 
 
+def kept(config: FP4MasterConfig | QLoRAConfig) -> Iterator[tuple[str, str]]:
+    """Yield the patterns of ``keep``."""
+    return ((f"keep.{number}", pattern) for number, pattern in enumerate(config.keep))
+
+
 def check(recipe: Recipe, config: FP4MasterConfig, layout: Layout) -> Iterator[Problem]:
     """Reject unsupported formats and block sizes, an empty ``roles``, and ``eco`` without momentum."""
     sizes = BLOCKS[config.form]
@@ -150,6 +155,7 @@ def nanotrain_register_precision(register: Register) -> None:
             # Losses of weights in four bits are a few percent from float32's, with any master.
             supports={"follows_float32": Support.PARTIAL},
             supports_for=supports_for,
+            reads_modules=kept,
         )
     )
     register(
@@ -162,6 +168,7 @@ def nanotrain_register_precision(register: Register) -> None:
             # A wrapper cannot shard the rows of packed weights; weights in four bits lose some percent.
             supports={"dtensors": Support.UNSUPPORTED, "follows_float32": Support.PARTIAL},
             example={"block_size": 16},
+            reads_modules=kept,
             cuda_graphs=always_captured,
         )
     )

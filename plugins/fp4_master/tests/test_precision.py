@@ -1,6 +1,7 @@
 """Which parameters get what, what a recipe may ask for, and what all that costs."""
 
 import gc
+import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -9,8 +10,10 @@ import torch
 from nanotrain_fp4_master import FP4MasterConfig
 from nanotrain_fp4_master.precision import FP4Master
 
-from nanotrain_core.errors import CheckpointError, Diverged, NanotrainError, RecipeError
+from nanotrain_core.cli import main
+from nanotrain_core.errors import CheckpointError, Diverged, Exit, NanotrainError, RecipeError
 from nanotrain_core.precision.quantized_storage import PackedWeight, storage_of
+from nanotrain_core.recipe import write_resolved
 from nanotrain_core.testing import Case
 from nanotrain_core.testing.probe import make_engine, make_run, push
 
@@ -99,6 +102,13 @@ def test_a_pattern_that_keeps_nothing_is_refused_with_the_nearest_name():
         NanotrainError, match=r"precision\.keep: 'layer\.0\.attn\.q\.weight' .*'layers\.0\.attn"
     ):
         make_run(case(keep=["layer.0.attn.q.weight"]), {})
+
+
+def test_such_a_pattern_is_refused_before_ranks_start(tmp_path, capsys):
+    (tmp_path / "recipe.toml").write_text(write_resolved(case(keep=["layers.0.*", "*.q.weigth"]).recipe()))
+    assert main(["check", str(tmp_path / "recipe.toml")]) == Exit.USER
+    wrong = r"recipe\.toml:\d+: precision\.keep\.1: .* no module or parameter '\*\.q\.weigth' \(did you mean "
+    assert re.search(wrong, capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(

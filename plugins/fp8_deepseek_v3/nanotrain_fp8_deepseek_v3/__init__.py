@@ -134,6 +134,19 @@ METRICS = (
 )
 
 
+def patterns(config: ModuleFormats) -> dict[str, tuple[str, ...]]:
+    """Return the patterns that must match something, by key: those that the user wrote, not the defaults."""
+    default = type(config)()
+    keys = [key for key in ("fp8", "bf16", "fp32", "power_of_two") if hasattr(config, key)]
+    return {key: getattr(config, key) for key in keys if getattr(config, key) != getattr(default, key)}
+
+
+def read_modules(config: ModuleFormats) -> Iterator[tuple[str, str]]:
+    """Yield each of these patterns."""
+    for key, found in patterns(config).items():
+        yield from ((f"{key}.{number}", pattern) for number, pattern in enumerate(found))
+
+
 def stays_eager(recipe: Recipe, config: ModuleFormats, layout: Layout) -> Iterator[StaysEager]:
     """Yield products that no graph can contain: all of Transformer Engine's, those of experts by ``torch``.
 
@@ -164,6 +177,7 @@ def nanotrain_register_precision(register: Register) -> None:
             summary="bf16 with all GEMMs of linear layers in E4M3, scaled in tiles, as DeepSeek-V3",
             provides={"fp8_products"},
             stays_eager=stays_eager,
+            reads_modules=read_modules,
         )
     )
     register(
@@ -174,6 +188,7 @@ def nanotrain_register_precision(register: Register) -> None:
             summary="bf16 with GEMMs in E4M3 and gradients in E5M2, one scale per tensor",
             provides={"fp8_products"},
             stays_eager=stays_eager,
+            reads_modules=read_modules,
         )
     )
     register(
@@ -184,6 +199,7 @@ def nanotrain_register_precision(register: Register) -> None:
             summary="bf16 with all GEMMs of linear layers in E4M3, in blocks of 32 with power-of-two scales",
             provides={"fp8_products"},
             stays_eager=stays_eager,
+            reads_modules=read_modules,
         )
     )
 

@@ -20,7 +20,7 @@ from nanotrain_core.api.torch import (
     use_dispatch_codec,
     use_gemm,
 )
-from nanotrain_fp8_deepseek_v3 import FP8DeepSeekV3Config, ModuleFormats, MXFP8Config
+from nanotrain_fp8_deepseek_v3 import FP8DeepSeekV3Config, ModuleFormats, MXFP8Config, patterns
 from nanotrain_fp8_deepseek_v3.backends import choose
 from nanotrain_fp8_deepseek_v3.formats import E4M3, E5M2, TILE, dequantize, quantize
 from nanotrain_fp8_deepseek_v3.gemm import FP8Recipe
@@ -53,11 +53,6 @@ class ByModule(Uniform):
         """Return the rounding of the operands around one parameter."""
         raise NotImplementedError
 
-    def patterns(self) -> dict[str, Sequence[str]]:
-        """Return the patterns that must match something, by key."""
-        written = {key: getattr(self.config, key) for key in ("fp8", "bf16", "fp32")}
-        return {key: found for key, found in written.items() if found != ("*",)}
-
     def check_parts(self, parts: Sequence[nn.Module], mesh: Mesh) -> None:
         """Give every linear layer its backend. Gathers the table of all stages over pp.
 
@@ -67,7 +62,7 @@ class ByModule(Uniform):
         own = [row for part in parts for row in rows_of(part, self.config)]
         stages = mesh.gather(own, "pp") if "pp" in mesh.layout.dims else [own]
         rows: list[Row] = sorted({row for stage in stages for row in stage}, key=lambda row: row.name)
-        check_patterns(rows, self.patterns())
+        check_patterns(rows, patterns(self.config))
         backend = choose(self.config.backend, mesh.device, self.recipe("", Tag(Role.COLUMN), "weight"))
         for part in parts:
             for name, module, tag in tagged(part):
@@ -122,12 +117,6 @@ class FP8DeepSeekV3(ByModule):
             return attrs.evolve(recipe, input_power_of_two=matches(name, self.config.power_of_two))
         reads_input = tag.split.get(parameter) == 1
         return attrs.evolve(recipe, input_power_of_two=reads_input, gradient_power_of_two=not reads_input)
-
-    def patterns(self) -> dict[str, Sequence[str]]:
-        """Return the patterns that must match something; the default for attention need not."""
-        found, own = super().patterns(), self.config.power_of_two
-        default = attrs.fields(FP8DeepSeekV3Config).power_of_two.default
-        return found if own == default else {**found, "power_of_two": own}
 
 
 class FP8Hybrid(ByModule):

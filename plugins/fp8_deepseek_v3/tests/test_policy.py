@@ -12,9 +12,11 @@ from nanotrain_fp8_deepseek_v3.gemm import EmulatedFP8, Float32GEMM, FP8Recipe
 from nanotrain_fp8_deepseek_v3.policy import Row, format_of, rows_of
 from nanotrain_fp8_deepseek_v3.precision import Codec
 
-from nanotrain_core.errors import NanotrainError, RecipeError
+from nanotrain_core.cli import main
+from nanotrain_core.errors import Exit, NanotrainError, RecipeError
 from nanotrain_core.layout.roles import Role, tag, tagged
 from nanotrain_core.precision.gemm import gemms_of
+from nanotrain_core.recipe import write_resolved
 from nanotrain_core.testing import Case
 from nanotrain_core.testing.probe import make_run
 
@@ -143,6 +145,15 @@ def test_a_min_size_that_is_no_number_of_numbers_is_refused(wrong):
 def test_a_pattern_that_matches_nothing_is_refused_with_the_nearest_name(config, text):
     with pytest.raises(NanotrainError, match=re.escape(text)):
         run_of(**config)
+
+
+@pytest.mark.parametrize("key", ["fp8", "bf16", "fp32", "power_of_two"])
+def test_such_a_pattern_is_refused_before_ranks_start(key, tmp_path, capsys):
+    found = Case("precision", use="fp8_deepseek_v3", config={key: ["*.attn.o", "layers.0.atn.q"]})
+    (tmp_path / "recipe.toml").write_text(write_resolved(found.recipe()))
+    assert main(["check", str(tmp_path / "recipe.toml")]) == Exit.USER
+    wrong = f"precision.{key}.1: the model has no module or parameter 'layers.0.atn.q' (did you mean "
+    assert wrong in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("wanted", ["torch", "triton", "te"])

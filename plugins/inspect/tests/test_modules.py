@@ -31,8 +31,11 @@ modules = [{modules}]
     ("modules", "says"),
     [
         ('"layers.*.attn", "layers.1.attn.q.weight", "head"', None),
-        ('"head", "layers.0.atn"', ": monitor.0.modules.1: the model has no module 'layers.0.atn'"),
-        ('"layers.2.*"', "the model has no module 'layers.2.*' (did you mean 'layers."),
+        (
+            '"head", "layers.0.atn"',
+            ": monitor.0.modules.1: the model has no module or parameter 'layers.0.atn'",
+        ),
+        ('"layers.2.*"', "the model has no module or parameter 'layers.2.*' (did you mean 'layers."),
     ],
 )
 def test_a_module_that_the_model_has_not_is_named_with_the_nearest(tmp_path, capsys, modules, says):

@@ -236,11 +236,23 @@ def test_keys_of_other_libraries_are_explained(key, text):
 @pytest.mark.parametrize(
     ("target", "text"),
     [
-        ("q_proj", "targets.1: the model has no module '*.q_proj': what transformers calls q_proj is q here"),
+        (
+            "q_proj",
+            "no module or parameter '*.q_proj': what transformers calls q_proj is q here",
+        ),
         ("layers.*.o_proj", "calls o_proj is o here"),
-        ("query", "parallel.0.targets.1: the model has no module '*.query'; modules have the names"),
-        ("dwn", "parallel.0.targets.1: the model has no module '*.dwn' (did you mean '*.down'?)"),
-        ("layers.0.atn", "the model has no module 'layers.0.atn' (did you mean 'layers.0.attn'?)"),
+        (
+            "query",
+            "parallel.0.targets.1: the model has no module or parameter '*.query'; modules have the names",
+        ),
+        (
+            "dwn",
+            "parallel.0.targets.1: the model has no module or parameter '*.dwn' (did you mean '*.down'?)",
+        ),
+        (
+            "layers.0.atn",
+            "the model has no module or parameter 'layers.0.atn' (did you mean 'layers.0.attn'?)",
+        ),
     ],
 )
 def test_a_target_that_names_no_module_is_refused_before_ranks_start(target, text, tmp_path, capsys):
