@@ -67,13 +67,15 @@ def test_each_rank_holds_its_share_of_weights_and_of_their_state():
 
 
 PACKED = ["--set", 'precision={use="fp4_master"}']
+QLORA = ["--set", 'parallel=[{use="fsdp2"},{use="lora"}]', "--set", 'precision={use="qlora"}']
 DEFERRED = ["--set", 'schedule={use="zb_h1"}', "--set", "topology.pp=2"]
 
 
 @pytest.mark.parametrize(
     ("more", "text"),
     [
-        (PACKED, r"precision: fsdp2: .* DTensors, which 'fp4_master' .*: .* set packed = false, .*"),
+        (PACKED, r"precision: fsdp2: .* DTensors, which 'fp4_master' .*: set packed = false, or take zero12"),
+        (QLORA, r"precision: fsdp2: .* which 'qlora' .*, as packed weights cannot be: take zero12 in place"),
         (DEFERRED, "schedule: 'zb_h1' has W passes, which parallel 'fsdp2' .*; expected .* such as 1F1B"),
     ],
 )

@@ -37,11 +37,12 @@ def check(recipe: Recipe, config: FSDP2Config, layout: Layout) -> Iterator[Probl
             "fsdp2: dp_shard = 1 shards nothing; expected 2 or more, none to shard over all of dp, or ddp",
         )
     if layout.degree("dp") > 1 and "dtensors" in recipe.precision.unsupported:
+        unpacked = "set packed = false, or " if getattr(recipe.precision.config, "packed", False) else ""
         yield Problem(
             "precision",
             f"fsdp2: shards of weights are DTensors, which '{recipe.precision.use}' with these keys declares "
-            "that it does not support, as packed weights cannot be: with fp4_master set packed = false, or "
-            "take zero12 in place of fsdp2, or another precision",
+            f"that it does not support, as packed weights cannot be: {unpacked}take zero12 in place of "
+            "fsdp2, or another precision",
         )
     try:
         found = version("torch")
