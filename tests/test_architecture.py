@@ -233,7 +233,7 @@ SMALL = {
     "compile": 789,
     "contracts": 728,
     "data": 895,
-    "hf": 1190,
+    "hf": 1198,
     "launch": 2465,
     "layout": 1282,
     "models": 892,

@@ -25,6 +25,7 @@ from nanotrain_core.run.files import write_text_atomically
 class Addition:
     """What one wrapper of a run added to the model."""
 
+    use: str
     to: AddedWeights
     config: Any
 
@@ -38,13 +39,13 @@ def additions(recipe: str, registry: Registry, path: Path) -> list[Addition]:
     found = []
     for table in tomli.loads(recipe).get("parallel", ()):
         rest = dict(without_none(table))
-        component = registry.get("parallel", rest.pop("use"))
+        component = registry.get("parallel", use := rest.pop("use"))
         added = component.load_optional("added")
         if added is not None:
             config, problems = structure(rest, component.config, "parallel")
             if problems:
                 raise CheckpointError("\n".join(f"{path}: {p.key}: {p.message}" for p in problems))
-            found.append(Addition(added, config))
+            found.append(Addition(use, added, config))
     return found
 
 

@@ -65,6 +65,13 @@ def load_weights(
     added_shapes = _shapes_of_added(selection, registry, placed, mesh)
     weights = open_weights(path, registry, added_shapes, wrappers)
     refuse_other_model(model_table(weights.selection), selection, what=f"{path} has weights")
+    if weights.added and mesh.rank == 0:
+        structlog.get_logger("nanotrain.weights").warning(
+            "what a wrapper of the saved run had added is merged into the model's weights, and rounded as "
+            "this run holds them: none of this run's wrappers has the same keys",
+            merged=[each.use for each in weights.added],
+            weights=str(path),
+        )
     with show_progress("verifying weights"):
         damage = mesh.gather(tuple(weights.reader.damage()) if mesh.rank == 0 else ())[0]
     if damage:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from nanotrain_lora import LoRAConfig
+from structlog.testing import capture_logs
 
 from nanotrain_core.batch import Batch
 from nanotrain_core.cli import main
@@ -126,7 +127,10 @@ def test_a_run_goes_on_with_adapters_of_the_same_config_and_merges_others(tmp_pa
     trained = engine(folder=tmp_path, **around)
     trained.fit()
     other = case({**CONFIG, **changes}, **around)
-    started = weights(compose(other.recipe(), other.registry(), weights=str(tmp_path)))
+    with capture_logs() as logs:
+        started = weights(compose(other.recipe(), other.registry(), weights=str(tmp_path)))
+    told = [log["merged"] for log in logs if "is merged into the model's weights" in log["event"]]
+    assert told == ([["lora"]] if changes else [])
     saved = {name: value.double() for name, value in weights(trained.run).items()}
     if not changes:
         assert all(torch.equal(started[name], value) for name, value in saved.items())
