@@ -209,7 +209,11 @@ class SimpleCheckpoint:
         if not path.is_file():
             known = ", ".join(map(str, self.steps())) or "none"
             problem = f"no checkpoint at {path}; steps saved in {self.folder}: {known}"
-        self._agree(problem)
+        lacking = [(rank, text) for rank, text in enumerate(self.mesh.gather(problem)) if text]
+        if lacking:  # on all ranks, or on those of a host that has a disk of its own
+            rank, text = lacking[0]
+            where = "" if len(lacking) == self.mesh.world_size else f"rank {rank}, unlike others: "
+            raise CheckpointError(f"{where}{text}")
         return path
 
     def verify(self, step: int) -> Sequence[str]:
