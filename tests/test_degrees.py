@@ -160,8 +160,8 @@ REFUSED = {
         3,
         ["batch.microbatch=1"],
         [
-            "recipe.toml:4: batch.sequences: 8 leave some of dp = 3 ranks without a sequence in the last of "
-            "3 microbatches, in which all take part; nearest: 6 or 9, or batch.microbatch = 2"
+            "recipe.toml:4: batch.sequences: 8 would leave some of dp = 3 ranks without a sequence in the "
+            "last of 3 microbatches, in which all take part; nearest: 6 or 9, or batch.microbatch = 2"
         ],
     ),
     "ranks": (

@@ -88,7 +88,7 @@ def test_a_batch_that_so_many_ranks_do_not_share_is_told_with_both_ways_out(run)
     assert (code, launched) == (Exit.USER, [])
     assert err.splitlines() == [
         "nanotrain: 3 GPUs here, and the recipe, of 4 ranks, cannot run on 3 ranks:",
-        "nanotrain: recipes/laptop.toml:10: batch.sequences: 16 leave some of dp = 3 ranks without a "
+        "nanotrain: recipes/laptop.toml:10: batch.sequences: 16 would leave some of dp = 3 ranks without a "
         "sequence in the last of 6 microbatches, in which all take part; nearest: 15 "
         "or 18, or batch.microbatch = 2",
         "nanotrain: on 2 GPUs: nanotrain run recipes/laptop.toml --set batch.microbatch=1 --nproc 2",

@@ -153,10 +153,10 @@ WRONG = {
     "range": ("optimizer.lr = -1.0", "phase.0.optimizer.lr: expected a number above 0"),
     "ramp": ("optimizer.lr = { start = 1.0 }", "phase.0.optimizer.lr.end: missing"),
     "ramp's end": ("batch.sequences = { end = 0 }", "phase.0.batch.sequences.end: expected an integer"),
-    "too few": ("batch.sequences = 2", "phase.0.batch.sequences: 2 leave some of dp = 4 ranks without"),
+    "too few": ("batch.sequences = 2", "phase.0.batch.sequences: 2 would leave some of dp = 4 ranks without"),
     "on the way": (
         "batch.sequences = { start = 4, end = 8 }",
-        "phase.0.batch.sequences: 5 leave some of dp = 4 ranks without a sequence in the last",
+        "phase.0.batch.sequences: 5 would leave some of dp = 4 ranks without a sequence in the last",
     ),
     "decay": (
         "optimizer.lr = 1e-4",

@@ -71,7 +71,7 @@ def test_ranks_that_the_degrees_do_not_divide_are_refused(tmp_path):
 
 def test_batch_with_less_than_a_sequence_for_each_rank_names_the_nearest(tmp_path):
     (line,) = reasons(tmp_path, "syncs", ranks=9)
-    text = "batch.sequences: 8 leave some of dp = 9 ranks without a sequence; nearest: 9"
+    text = "batch.sequences: 8 would leave some of dp = 9 ranks without a sequence; nearest: 9"
     assert line == f"recipe.toml:5: {text}"
 
 

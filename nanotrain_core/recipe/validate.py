@@ -312,7 +312,7 @@ def _batch(recipe: Recipe, layout: Layout) -> Iterator[Problem]:
     batch, nearest = recipe.batch, either(multiples_near(recipe.batch.sequences, dp))
     fewest, microbatches = batch.sequences // dp, batch.microbatches(dp)
     if fewest == 0:
-        text = f"{batch.sequences} leave some of {rows} ranks without a sequence; nearest: {nearest}"
+        text = f"{batch.sequences} would leave some of {rows} ranks without a sequence; nearest: {nearest}"
         yield Problem("batch.sequences", text)
     elif microbatches > MOST_MICROBATCHES:
         text = (
@@ -322,7 +322,7 @@ def _batch(recipe: Recipe, layout: Layout) -> Iterator[Problem]:
         yield Problem("batch.sequences", text)
     elif fewest < microbatches:  # with one sequence each: larger microbatches always leave one for the last
         text = (
-            f"{batch.sequences} leave some of {rows} ranks without a sequence in the last of "
+            f"{batch.sequences} would leave some of {rows} ranks without a sequence in the last of "
             f"{microbatches} microbatches, in which all take part; nearest: {nearest}, or "
             "batch.microbatch = 2"
         )
