@@ -170,7 +170,11 @@ def test_schema_is_draft_07_and_accepts_a_recipe(capsys):
 def test_recipes_are_listed_and_copied_but_never_over_a_file(capsys, tmp_path):
     code, out, _ = call(capsys, "recipes")
     assert code == 0
-    assert {"laptop", "capstone"} <= {line.split()[0] for line in out.splitlines()}
+    names = [line.split()[0] for line in out.splitlines()]
+    assert {"laptop", "capstone"} <= {*names}
+    parts = [line.split()[0] for line in out.splitlines() if "  [model] to extend: " in line]
+    assert [*parts] == names[-len(parts) :] == [name for name in names if name.startswith("fragments/")]
+    assert call(capsys, "check", parts[0])[0] == Exit.USER  # such a file is no run
     assert all(line.endswith(".") for line in out.splitlines())  # a whole sentence
     code, out, err = call(capsys, "recipes", "cp", "laptop", tmp_path)
     assert (code, out.strip()) == (0, str(tmp_path / "laptop.toml"))

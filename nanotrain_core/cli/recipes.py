@@ -30,9 +30,16 @@ def run(args: argparse.Namespace) -> int:
         # A name without .toml would be that of the recipe shipped.
         print(f"nanotrain: run it with: nanotrain run {shlex.quote(str(target))}", file=sys.stderr)
         return Exit.DONE
-    for name, path in shipped_recipes().items():
-        print(f"{name.removesuffix('.toml'):28} {_first_comment(path)}".rstrip())
+    recipes = shipped_recipes()
+    for name in sorted(recipes, key=lambda name: (_is_fragment(name), name)):
+        what = "[model] to extend: " if _is_fragment(name) else ""
+        print(f"{name.removesuffix('.toml'):28} {what}{_first_comment(recipes[name])}".rstrip())
     return Exit.DONE
+
+
+def _is_fragment(name: str) -> bool:
+    """Return whether a file has a table for other recipes, and is no run."""
+    return name.startswith("fragments/")
 
 
 def _first_comment(path: Path) -> str:
