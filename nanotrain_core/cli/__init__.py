@@ -40,7 +40,8 @@ def _end_on_signals(*, interrupts: bool) -> None:
         if os.getpid() != own:  # a worker, which its pool terminates
             signal.signal(number, signal.SIG_DFL if number != signal.SIGINT else signal.default_int_handler)
             signal.raise_signal(number)
-        os.write(2, f"nanotrain: ended by {signal.Signals(number).name} before training began\n".encode())
+        told = f"ended by {signal.Signals(number).name} before training began: nothing was saved"
+        os.write(2, f"nanotrain: {told}\n".encode())
         os._exit(INTERRUPTED if number == signal.SIGINT else PREEMPTED)
 
     if threading.current_thread() is not threading.main_thread():  # it may set no handlers

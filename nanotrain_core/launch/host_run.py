@@ -111,8 +111,11 @@ class HostRun:
         assert self.agent is not None
         cause = self.agent.ended_by
         assert cause is not None
-        if self.forwarder.received is not None and not (cause.mistake and cause.code != Exit.PREEMPTED):
-            return EXIT_OF[SIGNALS[self.forwarder.received]]
+        received = self.forwarder.received
+        if received is not None and not (cause.mistake and cause.code != Exit.PREEMPTED):
+            if self.job.saves:  # before training began, or killed during the last step or checkpoint
+                log.say(f"ended by {received.name} without a last checkpoint: complete ones remain")
+            return EXIT_OF[SIGNALS[received]]
         # After a signal: for example a last checkpoint that could not be saved.
         return end(cause, self.watch.hang)
 

@@ -108,7 +108,9 @@ def end_on_sigterm(before: Callable[[Preempted], object], *, interrupts: bool = 
         if interrupts:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         name = signal.Signals(number).name
-        text = f"ended by {name} outside of a training step: only complete checkpoints remain"
+        text = (
+            f"ended by {name} outside of a training step: nothing was saved, only complete checkpoints remain"
+        )
         try:
             before(Preempted(text))
         finally:
