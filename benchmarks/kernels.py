@@ -30,7 +30,7 @@ from benchmarks.report import spread
 from nanotrain_core.component import Component
 from nanotrain_core.contracts import Kernels
 from nanotrain_core.engine import RuntimeEngine
-from nanotrain_core.models.ops import TORCH, Ops
+from nanotrain_core.models.ops import TORCH_OPS, Ops
 from nanotrain_core.pipeline.passes import Passes
 from nanotrain_core.recipe.tree import Selection
 from nanotrain_core.registry.discovery import PluginInfo
@@ -83,7 +83,7 @@ class Alone(Kernels):
 
     def ops(self, device: torch.device) -> Ops:
         """Return plain PyTorch but for these."""
-        return replace(TORCH, **self.functions)
+        return replace(TORCH_OPS, **self.functions)
 
     def apply(self, part: nn.Module, passes: Passes) -> None:
         """Change what these change."""

@@ -34,7 +34,7 @@ from nanotrain_core.layout.placement import PlacedParameter, Placement, Placemen
 from nanotrain_core.layout.roles import Role, tagged
 from nanotrain_core.layout.staging import StagedTransport
 from nanotrain_core.layout.transport import Transport
-from nanotrain_core.models.ops import TORCH, Ops, wrap_ops
+from nanotrain_core.models.ops import TORCH_OPS, Ops, wrap_ops
 from nanotrain_core.moe.routing import any_routers
 from nanotrain_core.optim.gathering import GatheringOptimizer
 from nanotrain_core.phases.in_run import RunPhases
@@ -294,7 +294,9 @@ def _wrapped_stages(
     return wrap(stages, placements, mesh, built.wrappers), placements
 
 
-def build_stages(model: Model, parts: Sequence[Part], mesh: Mesh, ops: Ops = TORCH) -> dict[int, nn.Module]:
+def build_stages(
+    model: Model, parts: Sequence[Part], mesh: Mesh, ops: Ops = TORCH_OPS
+) -> dict[int, nn.Module]:
     """Build this rank's parts of the model on ``meta``, numbered along the model."""
     rank = pipeline_rank(mesh)
     with meta_device():

@@ -16,7 +16,7 @@ from nanotrain_core.compile.captured_executor import CapturingExecutor
 from nanotrain_core.compose import Run, compose
 from nanotrain_core.contracts import EndReport, Monitor, StepEnd, StepStats, UpdateReport
 from nanotrain_core.layout.parameters_in_flight import install_ready_hooks
-from nanotrain_core.moe.routing import balance, counting_routers
+from nanotrain_core.moe.routing import balance_routers, counting_routers
 from nanotrain_core.optim.lr_schedule import Scheduler, lr_scheduler
 from nanotrain_core.phases.in_run import begin_step, scheduled_rate
 from nanotrain_core.pipeline.executor import Executor, Losses
@@ -314,7 +314,7 @@ class RuntimeEngine:
         stats = run.optimizer.step(loss_scale=scale)
         flags = self.readback.after(self.step + 1, stop_flags, stats)  # on a GPU those of the step before
         run.gradients.zero()
-        self.loads = balance(run.stages.values(), run.mesh, skipped=stats.skipped)
+        self.loads = balance_routers(run.stages.values(), run.mesh, skipped=stats.skipped)
         run.loss_scale.update(stats.skipped)
         update.loads.update(self.loads)
         self.events.after_update(update)

@@ -15,7 +15,7 @@ from nanotrain_core.contracts import Kernels
 from nanotrain_core.layout.exchange import GlooExchange
 from nanotrain_core.layout.roles import Role, tagged
 from nanotrain_core.layout.transport import Transport
-from nanotrain_core.models.ops import TORCH
+from nanotrain_core.models.ops import TORCH_OPS
 from nanotrain_core.precision.gemm import TorchGEMM, gemm_parameters, use_gemm
 
 
@@ -28,7 +28,7 @@ class Replacing(Kernels):
         self.config = config
 
     def ops(self, device):
-        return replace(TORCH, **{self.function: getattr(type(self), self.function)})
+        return replace(TORCH_OPS, **{self.function: getattr(type(self), self.function)})
 
 
 class IgnoresTheScale(Replacing):
@@ -36,7 +36,7 @@ class IgnoresTheScale(Replacing):
 
     @staticmethod
     def attention(q, k, v, scale=None, begins_BT=None, window=None):
-        return TORCH.attention(q, k, v, begins_BT=begins_BT, window=window)
+        return TORCH_OPS.attention(q, k, v, begins_BT=begins_BT, window=window)
 
 
 class SeesLaterBlocks(Replacing):
@@ -47,8 +47,8 @@ class SeesLaterBlocks(Replacing):
     @staticmethod
     def attention(q, k, v, scale=None, begins_BT=None, window=None):
         if begins_BT is not None or window is not None:
-            return TORCH.attention(q, k, v, scale, begins_BT, window)
-        first = TORCH.attention(q[:, :256], k[:, :256], v[:, :256], scale)
+            return TORCH_OPS.attention(q, k, v, scale, begins_BT, window)
+        first = TORCH_OPS.attention(q[:, :256], k[:, :256], v[:, :256], scale)
         if q.shape[1] <= 256:
             return first
         late, keys, values = (x.transpose(1, 2) for x in (q[:, 256:], k, v))
@@ -107,7 +107,9 @@ class CountsIgnoredTargets(Replacing):
 
     @staticmethod
     def linear_cross_entropy(hidden, weight, target, split=None, **options):
-        return TORCH.linear_cross_entropy(hidden, weight, target.where(target != IGNORE, 0), split, **options)
+        return TORCH_OPS.linear_cross_entropy(
+            hidden, weight, target.where(target != IGNORE, 0), split, **options
+        )
 
 
 class IgnoresOtherRanks(Replacing):
@@ -120,7 +122,7 @@ class IgnoresOtherRanks(Replacing):
         if split is not None:
             own = target - split.first
             target = own.where((own >= 0) & (own < len(weight)) & (target != IGNORE), IGNORE)
-        return TORCH.linear_cross_entropy(hidden, weight, target, **options)
+        return TORCH_OPS.linear_cross_entropy(hidden, weight, target, **options)
 
 
 class DropsTheLastRow(Replacing):
@@ -130,7 +132,7 @@ class DropsTheLastRow(Replacing):
 
     @staticmethod
     def experts(rows, counts, *weights):
-        outputs = TORCH.experts(rows, counts, *weights)
+        outputs = TORCH_OPS.experts(rows, counts, *weights)
         last = counts.cumsum(0)[counts > 3] - 1
         return outputs.index_fill(0, last, 0.0)
 
@@ -142,7 +144,7 @@ class ForgetsTheirWeights(Replacing):
 
     @staticmethod
     def unpermute(outputs, order, back, weights):
-        return TORCH.unpermute(outputs, order, back, weights.detach())
+        return TORCH_OPS.unpermute(outputs, order, back, weights.detach())
 
 
 class TurnsInPlace(Replacing):
@@ -150,7 +152,7 @@ class TurnsInPlace(Replacing):
 
     @staticmethod
     def rope(x, cos, sin):
-        turned = TORCH.rope(x, cos, sin)
+        turned = TORCH_OPS.rope(x, cos, sin)
         x.data.copy_(turned)
         return turned
 
@@ -162,19 +164,19 @@ class ComputesInFloat32(Replacing):
 
     @staticmethod
     def rms_norm(x, weight, eps):
-        return TORCH.rms_norm(x.float(), weight.float(), eps).to(x.dtype)
+        return TORCH_OPS.rms_norm(x.float(), weight.float(), eps).to(x.dtype)
 
 
 class MakesItsTableAnew(Replacing):
     """Equal functions that are not the same: ``torch.compile`` would compile for each."""
 
     def ops(self, device):
-        return replace(TORCH, swiglu=partial(TORCH.swiglu))
+        return replace(TORCH_OPS, swiglu=partial(TORCH_OPS.swiglu))
 
 
 class ReplacesParameters(Replacing):
     def ops(self, device):
-        return TORCH
+        return TORCH_OPS
 
     def apply(self, part, passes):
         for module in part.modules():
@@ -190,7 +192,7 @@ class TransposedGradient(TorchGEMM):
 
 class TransposesSquareWeights(Replacing):
     def ops(self, device):
-        return TORCH
+        return TORCH_OPS
 
     def gemm(self):
         return TransposedGradient()
@@ -217,7 +219,7 @@ class TrustsTheVersionCounter(Replacing):
     """The fused kernel of AdamW writes to a weight without advancing its counter."""
 
     def ops(self, device):
-        return TORCH
+        return TORCH_OPS
 
     def apply(self, part, passes):
         for _, module, found in tagged(part):
@@ -234,7 +236,7 @@ class BufferedLoss(torch.autograd.Function):
     def forward(ctx, hidden, weight, target):
         with torch.enable_grad():
             leaves = [x.detach().requires_grad_() for x in (hidden, weight)]
-            loss = TORCH.linear_cross_entropy(*leaves, target)
+            loss = TORCH_OPS.linear_cross_entropy(*leaves, target)
         d_hidden, d_weight = torch.autograd.grad(loss, leaves)
         key = (weight.shape, weight.dtype)
         ctx.buffer = BufferedLoss.buffers.setdefault(key, torch.empty_like(d_weight)).copy_(d_weight)
@@ -255,7 +257,7 @@ class KeepsOneBuffer(Replacing):
     @staticmethod
     def linear_cross_entropy(hidden, weight, target, split=None, **options):
         if split is not None or not torch.is_grad_enabled():
-            return TORCH.linear_cross_entropy(hidden, weight, target, split, **options)
+            return TORCH_OPS.linear_cross_entropy(hidden, weight, target, split, **options)
         return BufferedLoss.apply(hidden, weight, target)
 
 
@@ -269,7 +271,7 @@ class CountsRuns(Replacing):
 
     @staticmethod
     def rms_norm(x, weight, eps):
-        return TORCH.rms_norm(x, weight * (1 + 1e-14 * CountsRuns.runs), eps)
+        return TORCH_OPS.rms_norm(x, weight * (1 + 1e-14 * CountsRuns.runs), eps)
 
 
 class RoundsAtRandom(Replacing):
@@ -279,7 +281,7 @@ class RoundsAtRandom(Replacing):
 
     @staticmethod
     def swiglu(gate, up):
-        y = TORCH.swiglu(gate, up)
+        y = TORCH_OPS.swiglu(gate, up)
         return y if y.dtype != torch.bfloat16 else (y.float() * (1 + torch.rand(y.shape) * 2**-7)).to(y.dtype)
 
 

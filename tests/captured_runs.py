@@ -9,7 +9,7 @@ from compiled import MODELS
 from recorded_graph import recorded_graphs
 
 from nanotrain_core.contracts import kernels
-from nanotrain_core.models.ops import TORCH
+from nanotrain_core.models.ops import TORCH_OPS
 from nanotrain_core.testing import probe
 from nanotrain_core.testing.case import Case
 
@@ -41,7 +41,7 @@ def experts_on_the_device(rows_ND, counts_E, gate_EFD, up_EFD, down_EDF):
 
 
 on_the_device = mock.patch.object(
-    kernels, "plain_ops", return_value=replace(TORCH, experts=experts_on_the_device)
+    kernels, "plain_ops", return_value=replace(TORCH_OPS, experts=experts_on_the_device)
 )
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch._dynamo.backends.debugging import aot_eager
 
 from nanotrain_core.compose import Run
-from nanotrain_core.layout.roles import Role, tagged, take_over, taken_over_by
+from nanotrain_core.layout.roles import Role, overridden_by, override_forward, tagged
 from nanotrain_core.models.activation_checkpointing import recompute
 from nanotrain_core.testing import probe
 from nanotrain_core.testing.case import Case
@@ -139,11 +139,11 @@ def compile_modules(run: Run, backend: Callable[..., Any], *, around: bool) -> l
     for part in run.stages.values():
         for name, module, tag in tagged(part):
             if tag.role in (Role.BLOCK, Role.HEAD):
-                forward = own_function(taken_over_by(module) or type(module).forward)
-                take_over(module, torch.compile(forward, fullgraph=True, backend=backend))
+                forward = own_function(overridden_by(module) or type(module).forward)
+                override_forward(module, torch.compile(forward, fullgraph=True, backend=backend))
                 names.append(name)
             if tag.role is Role.BLOCK and around:
-                take_over(module, partial(recompute, taken_over_by(module)))
+                override_forward(module, partial(recompute, overridden_by(module)))
     return names
 
 

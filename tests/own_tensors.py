@@ -96,7 +96,7 @@ def weighted(config):
     from torch import nn
 
     from nanotrain_core.api import Costs, Role, tag
-    from nanotrain_core.api.torch import IGNORE, TORCH, Initializer, ModelPart, PartOutput
+    from nanotrain_core.api.torch import IGNORE, TORCH_OPS, Initializer, ModelPart, PartOutput
 
     class Layer(nn.Module):
         def __init__(self):
@@ -146,7 +146,7 @@ def weighted(config):
         def __init__(self):
             self.loss_weights = {"reward": 0.5} if config.reward else {"lm": 0.0, "weighted": 1.0}
 
-        def build(self, part, ops=TORCH):
+        def build(self, part, ops=TORCH_OPS):
             with torch.device("meta"):
                 return WeightedPart(part)
 

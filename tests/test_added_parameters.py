@@ -18,7 +18,7 @@ from nanotrain_core.engine import RuntimeEngine
 from nanotrain_core.errors import CheckpointError, PluginError
 from nanotrain_core.layout.layout import Layout, View
 from nanotrain_core.layout.placement import Placement, place
-from nanotrain_core.layout.roles import Role, tagged, take_over
+from nanotrain_core.layout.roles import Role, override_forward, tagged
 from nanotrain_core.models.transformer import Transformer
 from nanotrain_core.pipeline.actions import Part
 from nanotrain_core.recipe import write_resolved
@@ -275,7 +275,7 @@ def test_what_a_hook_of_a_split_layers_input_reads_is_summed_with_shares_of_toke
 def test_a_layer_is_not_split_whose_forward_another_wrapper_took_over(name):
     """Weight standardization of a ROW took norms of a block."""
     layers = Layers()
-    take_over(layers.part.get_submodule(name), lambda module, x: x)
+    override_forward(layers.part.get_submodule(name), lambda module, x: x)
     layers.check("standardizes")
     text = f"splits {name} over tp, and 'standardizes' has taken over its .* it splits it in `shard`"
     with pytest.raises(PluginError, match=text):
@@ -285,7 +285,7 @@ def test_a_layer_is_not_split_whose_forward_another_wrapper_took_over(name):
 def test_gradients_that_are_summed_are_no_blocks_of_a_layer_whose_forward_was_taken_over():
     """Context parallelism was refused after a wrapper that computes a COLUMN in another way."""
     layers = Layers()
-    take_over(layers.part.get_submodule(QUERY), lambda module, x: x)
+    override_forward(layers.part.get_submodule(QUERY), lambda module, x: x)
     layers.check("computes")
     placed = layers.placements[f"{QUERY}.weight"]
     layers.placements[placed.name] = placed.sum_over("tp")
@@ -328,7 +328,7 @@ def test_what_is_added_inside_a_split_layer_says_how_its_gradient_is_summed(name
         layers.add(name, BEFORE)
     layers = Layers()
     layers.split()
-    take_over(layers.part.get_submodule(name), lambda module, x: x)
+    override_forward(layers.part.get_submodule(name), lambda module, x: x)
     with pytest.raises(PluginError, match="its gradient on each rank is partial"):
         layers.add(name, None)
 

@@ -166,7 +166,7 @@ def test_long_lists_of_fields_are_on_the_page_of_objects_alone():
 
 
 @pytest.mark.parametrize(
-    "name", ["Parallel", "Block", "open_simple_weights", "sample_token", "Pending", "WAYS"]
+    "name", ["Parallel", "Block", "open_simple_weights", "sample_token", "Pending", "DIRECTIONS"]
 )
 def test_a_name_is_led_to_the_file_that_defines_it(name):
     """Of a class or function as Python says; of aliases and constants, where they are assigned."""

@@ -8,7 +8,7 @@ from nanotrain_core.batch import Batch
 from nanotrain_core.builtin.transformer_config import RopeScalingConfig
 from nanotrain_core.contracts import caches_context
 from nanotrain_core.models.cache import Cache
-from nanotrain_core.models.ops import TORCH
+from nanotrain_core.models.ops import TORCH_OPS
 from nanotrain_core.models.transformer import Transformer
 from nanotrain_core.pipeline.actions import Part
 
@@ -98,4 +98,4 @@ def test_queries_are_those_of_the_last_tokens(queries):
     scores = torch.einsum("bshk,bthk->bhst", q, k.repeat_interleave(3, 2)) * 5**-0.5
     weights = scores.masked_fill(later, float("-inf")).softmax(-1)
     expected = torch.einsum("bhst,bthk->bshk", weights, v.repeat_interleave(3, 2))
-    torch.testing.assert_close(TORCH.attention(q, k, v), expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(TORCH_OPS.attention(q, k, v), expected, rtol=0, atol=1e-12)

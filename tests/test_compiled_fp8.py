@@ -23,7 +23,7 @@ from torch import nn
 from nanotrain_core.compile.blocks import compile_blocks
 from nanotrain_core.compile.eager import kept_eager
 from nanotrain_core.layout.roles import Role, tag
-from nanotrain_core.models.ops import TORCH
+from nanotrain_core.models.ops import TORCH_OPS
 from nanotrain_core.pipeline.passes import Passes
 from nanotrain_core.precision.gemm import use_gemm
 from nanotrain_core.precision.quantized_swiglu import quantize_swiglu
@@ -220,7 +220,7 @@ class Layer(nn.Module):
         self.q, self.k, self.v = (tag(nn.Linear(128, 128), Role.COLUMN) for _ in range(3))
         self.gate, self.up = (tag(nn.Linear(128, 256, bias=False), Role.COLUMN) for _ in range(2))
         self.down = tag(nn.Linear(256, 128, bias=False), Role.ROW)
-        self.ops = TORCH
+        self.ops = TORCH_OPS
         tag(self, Role.BLOCK)
 
     def forward(self, x):

@@ -13,7 +13,7 @@ from nanotrain_core.compile.loss import CompiledLoss, compile_losses
 from nanotrain_core.layout.roles import Role, tag
 from nanotrain_core.models.cross_entropy import Chunks, SplitVocabulary, cross_entropy, linear_cross_entropy
 from nanotrain_core.models.head import Head
-from nanotrain_core.models.ops import TORCH, Ops
+from nanotrain_core.models.ops import TORCH_OPS, Ops
 
 V = 13
 CHUNKS = Chunks(logits=0, tokens=4)
@@ -124,7 +124,7 @@ def test_statistics_and_gradient_are_of_one_size_with_columns_that_are_no_logits
 
 def test_kernels_with_a_loss_of_their_own_keep_it():
     own = Ops(linear_cross_entropy=lambda *_: torch.zeros(()))
-    heads = torch.nn.ModuleList(tag(Head(V, 6, tied=False, ops=ops), Role.HEAD) for ops in (own, TORCH))
+    heads = torch.nn.ModuleList(tag(Head(V, 6, tied=False, ops=ops), Role.HEAD) for ops in (own, TORCH_OPS))
     assert compile_losses([heads], "aot_eager", log=False) == ["1"]
     assert heads[0].ops is own
 

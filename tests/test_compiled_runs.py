@@ -20,7 +20,7 @@ from nanotrain_core.compile.blocks import compile_blocks
 from nanotrain_core.compile.function import CompiledFunction
 from nanotrain_core.component import StaysEager
 from nanotrain_core.errors import NanotrainError, PluginError, RecipeError
-from nanotrain_core.layout.roles import Role, tag, take_over, taken_over_by
+from nanotrain_core.layout.roles import Role, overridden_by, override_forward, tag
 from nanotrain_core.pipeline.weight_gradients import DeferredGradients
 from nanotrain_core.recipe.validate import check_combination
 from nanotrain_core.testing import probe, run_ranks
@@ -128,7 +128,7 @@ def test_layers_whose_forward_is_given_different_things_do_not_share_a_graph(giv
         made = {"module": nn.Linear(3, 3), "long tensor": tensor, "list": [nn.Linear(3, 3)]}
         return made.get(given, 1.0 + number)
 
-    layers = [take_over(Layer(), partial(forward, extra=extra(number))) for number in range(2)]
+    layers = [override_forward(Layer(), partial(forward, extra=extra(number))) for number in range(2)]
     part, x = nn.ModuleList(layers), torch.randn(2, 3)
     expected = [layer(x) for layer in layers]
     compile_blocks([part], "aot_eager")
@@ -227,7 +227,7 @@ def test_what_cannot_be_traced_names_the_layer_and_the_way_out():
 def modules_compiled(plain):
     run = probe.make_run(plain, {"run": {**plain.overrides["run"], **COMPILED}})
     named = (each for part in run.stages.values() for each in part.named_modules())
-    compiled = [name for name, each in named if isinstance(taken_over_by(each), CompiledFunction)]
+    compiled = [name for name, each in named if isinstance(overridden_by(each), CompiledFunction)]
     return compiled, [line for line in run.described if line.startswith("torch.compile")]
 
 
@@ -246,7 +246,7 @@ def count_deferred(plain, changes, gpu):
     def on_a_gpu(parts, recipe, registry, mesh, placements, passes):
         stands = SimpleNamespace(device=torch.device("cuda"), layout=mesh.layout, rank=mesh.rank)
         lines = real(parts, recipe, registry, stands if gpu else mesh, placements, passes)
-        found = (taken_over_by(each) for part in parts for each in part.modules())
+        found = (overridden_by(each) for part in parts for each in part.modules())
         compiled.extend(each for each in found if isinstance(each, CompiledFunction))
         return lines
 
@@ -278,7 +278,7 @@ def test_w_passes_get_as_many_weight_gradients_as_in_an_eager_run():
 
 def test_on_a_cpu_auto_compiles_nothing():
     run = probe.make_run(case(), {})
-    assert not any(isinstance(taken_over_by(m), CompiledFunction) for m in run.stages[0].modules())
+    assert not any(isinstance(overridden_by(m), CompiledFunction) for m in run.stages[0].modules())
     assert not [line for line in run.described if "torch.compile" in line]
 
 

@@ -12,7 +12,7 @@ from nanotrain_core.builtin.configs import TorchKernelsConfig
 from nanotrain_core.models import gpu_ops
 from nanotrain_core.models.cross_entropy import Chunks, linear_cross_entropy, matmul, times
 from nanotrain_core.models.kernels import TorchKernels
-from nanotrain_core.models.ops import TORCH
+from nanotrain_core.models.ops import TORCH_OPS
 
 
 @pytest.mark.parametrize("fewest", [1, 3, 4, 100])
@@ -62,7 +62,7 @@ def test_padded_columns_of_logits_change_neither_loss_nor_gradients(dtype):
 
 def test_only_a_gpus_loss_is_padded():
     kernels = TorchKernels(TorchKernelsConfig())
-    assert kernels.ops(torch.device("cpu")) is TORCH
+    assert kernels.ops(torch.device("cpu")) is TORCH_OPS
     padded = kernels.ops(torch.device("cuda")).linear_cross_entropy
     assert padded.keywords == {"multiple": 128, "matmul": gpu_ops.matmul}
 

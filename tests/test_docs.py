@@ -128,7 +128,7 @@ def test_a_wrapper_whose_work_a_precision_would_undo_is_found(tmp_path):
     case = Case("parallel", use="mini_tp", topology={"tp": 2}, plugins=plugins)
     found = failed(case, "gradients_equal[fp64]", "a_precision_may_replace_modules")
     assert set(found) == {"a_precision_may_replace_modules"}
-    assert "must be a hook: see nanotrain_core.api.replace" in found["a_precision_may_replace_modules"]
+    assert "must be a hook: see nanotrain_core.api.replace_module" in found["a_precision_may_replace_modules"]
 
 
 @pytest.mark.full_cases("shared")

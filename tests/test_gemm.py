@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from nanotrain_core.compose import split_linear_layers
 from nanotrain_core.errors import PluginError
-from nanotrain_core.layout.roles import Role, tag, take_over
+from nanotrain_core.layout.roles import Role, override_forward, tag
 from nanotrain_core.models.ops import ops_of
 from nanotrain_core.pipeline.passes import Passes
 from nanotrain_core.pipeline.weight_gradients import DeferredGradients
@@ -89,7 +89,7 @@ def test_plain_products_are_those_of_each_group_by_itself(backend, counts, dtype
 
 
 def test_a_layer_that_a_wrapper_computes_takes_no_backend():
-    layer = take_over(tag(nn.Linear(2, 2), Role.COLUMN), lambda module, x: x)
+    layer = override_forward(tag(nn.Linear(2, 2), Role.COLUMN), lambda module, x: x)
     assert gemm_parameters(layer) == ()
     assert gemm_parameters(nn.Linear(2, 2)) == ()
     assert gemms_of(layer) is None

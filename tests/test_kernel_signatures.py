@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 
-from nanotrain_core.models.ops import TORCH
+from nanotrain_core.models.ops import TORCH_OPS
 from nanotrain_core.testing.checks.kernels import assert_takes_the_arguments
 
 
@@ -17,7 +17,7 @@ def test_a_function_without_an_optional_argument_is_named_with_what_is_missing()
         r"models may call attention\(.*, scale=\.\.\., begins_BT=\.\.\., window=\.\.\.\)$"
     )
     with pytest.raises(AssertionError, match=expected):
-        assert_takes_the_arguments("attention", attention, TORCH.attention)
+        assert_takes_the_arguments("attention", attention, TORCH_OPS.attention)
 
 
 def test_a_function_that_asks_for_more_is_named():
@@ -25,17 +25,17 @@ def test_a_function_that_asks_for_more_is_named():
         raise AssertionError("it is not called")
 
     with pytest.raises(AssertionError, match=r"^swiglu\(gate, up, limit\): .*'limit'"):
-        assert_takes_the_arguments("swiglu", swiglu, TORCH.swiglu)
+        assert_takes_the_arguments("swiglu", swiglu, TORCH_OPS.swiglu)
 
 
 @pytest.mark.parametrize(
     "function",
     [
-        partial(TORCH.linear_cross_entropy, multiple=128),
+        partial(TORCH_OPS.linear_cross_entropy, multiple=128),
         lambda *args, **options: None,
         lambda hidden, weight, target, split=None, chunks=None, matmul=None, multiple=1, loss=None: None,
     ],
     ids=["partial", "anything", "names of its own"],
 )
 def test_other_names_and_defaults_are_the_functions_own(function):
-    assert_takes_the_arguments("linear_cross_entropy", function, TORCH.linear_cross_entropy)
+    assert_takes_the_arguments("linear_cross_entropy", function, TORCH_OPS.linear_cross_entropy)

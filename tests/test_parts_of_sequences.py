@@ -5,7 +5,7 @@ import torch
 
 from nanotrain_core.batch import IGNORE, Batch
 from nanotrain_core.errors import PluginError
-from nanotrain_core.models.ops import TORCH, wrap_ops
+from nanotrain_core.models.ops import TORCH_OPS, wrap_ops
 
 
 def whole(sequences=3, length=7):
@@ -62,7 +62,9 @@ def test_the_last_function_is_outermost_and_an_unknown_one_is_refused():
         return {"swiglu": outer}
 
     x = torch.ones(3)
-    assert torch.equal(wrap_ops(TORCH, stands("first"), stands("last")).swiglu(x, x), TORCH.swiglu(x, x))
+    assert torch.equal(
+        wrap_ops(TORCH_OPS, stands("first"), stands("last")).swiglu(x, x), TORCH_OPS.swiglu(x, x)
+    )
     assert order == ["last", "first"]
     with pytest.raises(PluginError, match=r"models call no function 'atention' .did you mean 'attention'"):
-        wrap_ops(TORCH, {"atention": max})
+        wrap_ops(TORCH_OPS, {"atention": max})

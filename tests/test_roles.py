@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from nanotrain_core.layout.roles import Role, replace, tag, tag_of, take_over, taken_over_by
+from nanotrain_core.layout.roles import Role, overridden_by, override_forward, replace_module, tag, tag_of
 
 
 def test_a_replacement_has_the_tag_and_runs_the_hooks_of_both_in_order():
@@ -12,7 +12,7 @@ def test_a_replacement_has_the_tag_and_runs_the_hooks_of_both_in_order():
     old.register_forward_pre_hook(lambda module, args: seen.append("old before"))
     handle = old.register_forward_hook(lambda module, args, out: seen.append("old after"))
     new.register_forward_hook(lambda module, args, out: seen.append("new after"))
-    assert replace(old, new) is new
+    assert replace_module(old, new) is new
     assert tag_of(new) == tag_of(old)
     new(torch.zeros(2))
     assert seen == ["old before", "old after", "new after"]
@@ -27,7 +27,7 @@ def test_hooks_with_keywords_and_of_backward_move_too():
     seen = []
     old.register_forward_pre_hook(lambda module, args, kwargs: seen.append("forward"), with_kwargs=True)
     old.register_full_backward_hook(lambda module, inputs, outputs: seen.append("backward"))
-    replace(old, new)(torch.zeros(2, requires_grad=True)).sum().backward()
+    replace_module(old, new)(torch.zeros(2, requires_grad=True)).sum().backward()
     assert seen == ["forward", "backward"]
 
 
@@ -38,10 +38,10 @@ def test_a_forward_that_was_taken_over_stays_inside_the_hooks_of_a_replacement()
     def double(module, x):
         return x * 2, module
 
-    take_over(old, double)
-    assert taken_over_by(old) is double
-    assert taken_over_by(new) is None
-    replace(old, new)
+    override_forward(old, double)
+    assert overridden_by(old) is double
+    assert overridden_by(new) is None
+    replace_module(old, new)
     result, module = new(torch.tensor(3.0))
     assert result == 8
     assert module is new

@@ -12,7 +12,7 @@ from nanotrain_core.builtin.transformer_config import TransformerConfig
 from nanotrain_core.contracts import Initializer
 from nanotrain_core.layout.roles import Role, tagged
 from nanotrain_core.models.norms import RMSNorm
-from nanotrain_core.models.ops import TORCH
+from nanotrain_core.models.ops import TORCH_OPS
 from nanotrain_core.models.rope import rope_frequencies, rope_rotation
 from nanotrain_core.models.transformer import Transformer
 from nanotrain_core.pipeline.actions import Part
@@ -192,7 +192,7 @@ def turn_of(length, theta, like):
 def test_rope_makes_scores_depend_on_the_distance_alone():
     q, k = draw("q", (8,)), draw("k", (8,))
     turn = turn_of(32, 100.0, q)
-    q_SK, k_SK = (TORCH.rope(x.expand(1, 32, 1, 8), *turn)[0, :, 0] for x in (q, k))
+    q_SK, k_SK = (TORCH_OPS.rope(x.expand(1, 32, 1, 8), *turn)[0, :, 0] for x in (q, k))
     scores = q_SK @ k_SK.T
     for distance in range(-31, 32):
         diagonal = scores.diagonal(distance)
@@ -202,14 +202,14 @@ def test_rope_makes_scores_depend_on_the_distance_alone():
 
 def test_rope_keeps_norms():
     x = draw("x", (2, 32, 3, 8))
-    turned = TORCH.rope(x, *turn_of(32, 10000.0, x))
+    turned = TORCH_OPS.rope(x, *turn_of(32, 10000.0, x))
     torch.testing.assert_close(turned.norm(dim=-1), x.norm(dim=-1), rtol=1e-13, atol=0)
 
 
 def test_rope_of_a_bfloat16_model_turns_in_float32():
     x = draw("x", (1, 512, 1, 8)).bfloat16()
-    turned = TORCH.rope(x, *turn_of(512, 10000.0, x))
-    exact = TORCH.rope(x.double(), *turn_of(512, 10000.0, x.double()))
+    turned = TORCH_OPS.rope(x, *turn_of(512, 10000.0, x))
+    exact = TORCH_OPS.rope(x.double(), *turn_of(512, 10000.0, x.double()))
     # One rounding of the result, half a unit in the last of bfloat16's 8 bits, and nothing more.
     torch.testing.assert_close(turned.double(), exact, rtol=1.001 * 2**-8, atol=1e-7)
 

@@ -17,7 +17,7 @@ from nanotrain_core.contracts import Monitor
 from nanotrain_core.errors import PluginError, RecipeError
 from nanotrain_core.models.cache import Cache
 from nanotrain_core.models.gpu_ops import window_attention
-from nanotrain_core.models.ops import TORCH, attention, wrap_ops
+from nanotrain_core.models.ops import TORCH_OPS, attention, wrap_ops
 from nanotrain_core.models.transformer import Transformer
 from nanotrain_core.models.window import SMALLEST_BLOCK, tokens_seen
 from nanotrain_core.pipeline.actions import Part
@@ -263,10 +263,10 @@ def around_old(inner, q, k, v, scale=None, begins_BT=None):
 @pytest.mark.parametrize(
     ("ops", "told"),
     [
-        (replace(TORCH, attention=old), r"old\(q, .*use = 'torch' has it$"),
-        (wrap_ops(TORCH, {"attention": around_old}), r"around_old\(inner, .*sliding-window attention$"),
+        (replace(TORCH_OPS, attention=old), r"old\(q, .*use = 'torch' has it$"),
+        (wrap_ops(TORCH_OPS, {"attention": around_old}), r"around_old\(inner, .*sliding-window attention$"),
         (
-            wrap_ops(replace(TORCH, attention=old), {"attention": lambda f, *args: f(*args)}),
+            wrap_ops(replace(TORCH_OPS, attention=old), {"attention": lambda f, *args: f(*args)}),
             r"old\(q, .*use = 'torch' has it$",
         ),
     ],

@@ -13,7 +13,7 @@ from nanotrain_core import hookimpl
 from nanotrain_core.api import Component, Part
 from nanotrain_core.api.torch import Batch, Initializer, Ops, PartOutput
 from nanotrain_core.builtin.transformer_config import TransformerConfig
-from nanotrain_core.models.ops import TORCH
+from nanotrain_core.models.ops import TORCH_OPS
 from nanotrain_core.models.transformer import Transformer, TransformerPart
 
 
@@ -41,7 +41,7 @@ class Gain(nn.Module):
 class TwiceTied(Transformer):
     """A transformer, and ``gain`` at either end."""
 
-    def build(self, part: Part, ops: Ops = TORCH) -> nn.Module:
+    def build(self, part: Part, ops: Ops = TORCH_OPS) -> nn.Module:
         """Return the part on ``meta``."""
         with torch.device("meta"):
             return TwiceTiedPart(self.config, part, ops)

@@ -15,7 +15,7 @@ from nanotrain_cuda.top_k import choose_experts
 from benchmarks.gpu.records import Recorder
 from benchmarks.gpu.settings import Settings
 from benchmarks.gpu.turns import Call, turns
-from nanotrain_core.api.torch import TORCH, inverted
+from nanotrain_core.api.torch import TORCH_OPS, invert_permutation
 from nanotrain_core.moe.routing import sort_by_expert
 from nanotrain_core.moe.top_k import choose_experts as plain
 
@@ -85,7 +85,7 @@ def run(settings: Settings) -> None:
 def ways(device: str, T: int, D: int, C: int, E: int) -> Iterator[Way]:
     """Yield permutation and weighted sum, forward, and backward alone."""
     order, _ = sort_by_expert(torch.rand(T, E, device=device).topk(C).indices, E)
-    back = inverted(order)
+    back = invert_permutation(order)
     x, outputs = (torch.randn(n, D, device=device, dtype=torch.bfloat16).requires_grad_() for n in (T, T * C))
     weights = torch.rand(T, C, device=device).requires_grad_()
     row = 2 * T * D
@@ -97,13 +97,13 @@ def ways(device: str, T: int, D: int, C: int, E: int) -> Iterator[Way]:
 
     pairs = [
         calls(lambda f=f: f(x, order, back, C), (x,))  # type: ignore[misc]
-        for f in (permute, TORCH.permute)
+        for f in (permute, TORCH_OPS.permute)
     ]
     yield Way("permute", pairs[0][0], pairs[1][0], row * (C + 1))
     yield Way("permute, backward", pairs[0][1], pairs[1][1], row * (C + 1))
     pairs = [
         calls(lambda f=f: f(outputs, order, back, weights), (outputs, weights))  # type: ignore[misc]
-        for f in (unpermute, TORCH.unpermute)
+        for f in (unpermute, TORCH_OPS.unpermute)
     ]
     yield Way("unpermute", pairs[0][0], pairs[1][0], row * (C + 1))
     yield Way("unpermute, backward", pairs[0][1], pairs[1][1], row * (2 * C + 1))

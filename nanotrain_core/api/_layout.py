@@ -1,17 +1,17 @@
 """The layout of ranks, and roles of a model's modules."""
 
-from nanotrain_core.layout.layout import Layout, Span, View, above_one
+from nanotrain_core.layout.layout import Layout, Span, View, nontrivial_views
 from nanotrain_core.layout.roles import (
     Role,
     Tag,
     added_by,
     main_layers,
     natural_sort_key,
-    replace,
+    override_forward,
+    replace_module,
     share_tokens,
     tag,
     tagged,
-    take_over,
 )
 
 __all__ = [
@@ -20,13 +20,13 @@ __all__ = [
     "Span",
     "Tag",
     "View",
-    "above_one",
     "added_by",
     "main_layers",
     "natural_sort_key",
-    "replace",
+    "nontrivial_views",
+    "override_forward",
+    "replace_module",
     "share_tokens",
     "tag",
     "tagged",
-    "take_over",
 ]

@@ -8,15 +8,15 @@ from nanotrain_core.deprecated import attribute_of
 from nanotrain_core.models.activation_checkpointing import outside_of_layers
 from nanotrain_core.models.transformer import Block as TransformerBlock
 from nanotrain_core.models.transformer import Transformer, TransformerPart
-from nanotrain_core.moe.experts import Experts, Once
+from nanotrain_core.moe.experts import CallOnce, Experts
 from nanotrain_core.moe.grouped_mm import has_one_kernel
 from nanotrain_core.moe.load_balancing import expert_share, load_balancing_loss
 from nanotrain_core.moe.router import TopKRouter
 from nanotrain_core.moe.routing import Routed, count_routed
 
 __all__ = [
+    "CallOnce",
     "Experts",
-    "Once",
     "Routed",
     "TopKRouter",
     "Transformer",

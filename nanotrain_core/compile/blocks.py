@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from nanotrain_core.compile.function import CompiledFunction
-from nanotrain_core.layout.roles import Role, tag_of, tagged, take_over, taken_over_by
+from nanotrain_core.layout.roles import Role, overridden_by, override_forward, tag_of, tagged
 from nanotrain_core.models.activation_checkpointing import blocks
 from nanotrain_core.pipeline.passes import Passes
 
@@ -59,7 +59,7 @@ def compile_blocks(
             for module in pieces(block, eager):
                 kind = _kind(module)
                 if kind not in shared:
-                    forward = taken_over_by(module) or type(module).forward
+                    forward = overridden_by(module) or type(module).forward
                     shared[kind] = CompiledFunction(
                         forward,
                         backend,
@@ -70,7 +70,7 @@ def compile_blocks(
                         passes=passes,
                     )
                 shared[kind].modules += 1
-                take_over(module, shared[kind])
+                override_forward(module, shared[kind])
                 names.append(known[module])
     return names
 
@@ -91,7 +91,7 @@ def pieces(module: nn.Module, eager: Collection[Role]) -> Iterator[nn.Module]:
 def _kind(module: nn.Module) -> Any:
     """Return a key that is equal for modules that can share graphs."""
     return (
-        _function(taken_over_by(module) or type(module).forward),
+        _function(overridden_by(module) or type(module).forward),
         tuple((name, type(each), tag_of(each), _hooks(each)) for name, each in module.named_modules()),
         tuple((name, each.shape, each.dtype, each.requires_grad) for name, each in module.named_parameters()),
     )

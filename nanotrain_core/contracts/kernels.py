@@ -31,7 +31,7 @@ class Kernels:
         """Return the functions that the model calls: :class:`~nanotrain_core.models.ops.Ops`, some replaced.
 
         Each must have the values and gradients of the function of the same name in
-        :data:`~nanotrain_core.models.ops.TORCH`, to the rounding of the tensors' dtype.
+        :data:`~nanotrain_core.models.ops.TORCH_OPS`, to the rounding of the tensors' dtype.
         """
         return plain_ops(device)
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from nanotrain_core.batch import Batch
 from nanotrain_core.errors import PluginError
-from nanotrain_core.models.ops import TORCH, Ops
+from nanotrain_core.models.ops import TORCH_OPS, Ops
 from nanotrain_core.pipeline.actions import Costs, Part
 
 
@@ -103,7 +103,7 @@ class Model(Protocol):
     evaluation reports. A model that computes none, such as a reward model, has no such term: evaluation
     reports the weighted sum of its terms."""
 
-    def build(self, part: Part, ops: Ops = TORCH) -> nn.Module:
+    def build(self, part: Part, ops: Ops = TORCH_OPS) -> nn.Module:
         """Return a :class:`ModelPart`. Parameters need no values: they are initialized by name.
 
         Args:

@@ -100,7 +100,7 @@ class Layout:
     @property
     def degrees(self) -> dict[str, dict[str, int]]:
         """What distinguishes layouts: :attr:`sizes`, without dimensions of size 1."""
-        return above_one(self.sizes)
+        return nontrivial_views(self.sizes)
 
     @property
     def dims(self) -> tuple[str, ...]:
@@ -173,7 +173,7 @@ class Layout:
         return tuple(member for twin in twins for member in view.ranks(twin, span.dims))
 
 
-def above_one(views: Mapping[str, Mapping[str, int]]) -> dict[str, dict[str, int]]:
+def nontrivial_views(views: Mapping[str, Mapping[str, int]]) -> dict[str, dict[str, int]]:
     """Return ``views`` without dimensions of size 1, and without views that have no others."""
     kept = {name: {dim: n for dim, n in sizes.items() if n > 1} for name, sizes in views.items()}
     return {name: sizes for name, sizes in kept.items() if sizes}

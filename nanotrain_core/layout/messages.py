@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 Way = Literal["forward", "backward"]
 #: Directions of a message between stages: activations go forward, gradients backward.
-WAYS: tuple[Way, ...] = ("forward", "backward")
+DIRECTIONS: tuple[Way, ...] = ("forward", "backward")
 
 #: Direction, edge and number of a message.
 MessageKey = tuple[Way, int, int]
@@ -44,7 +44,7 @@ class Messages:
 
     def _make_groups(self) -> None:
         group = self.mesh.new_group(self.mesh.ranks("pp"), "p2p")
-        self._groups = {(way, edge): group for edge in self.crossing for way in WAYS}
+        self._groups = {(way, edge): group for edge in self.crossing for way in DIRECTIONS}
 
     def begin(self, microbatches: int) -> None:
         """Begin a step with these numbers, and discard what an interrupted step left behind. Collective."""
@@ -106,10 +106,10 @@ class EdgeMessages(Messages):
             ends = self.owners[edge : edge + 2]
             self._keep_in_step(made, ends, max(made[end] for end in ends))
             if rank in ends:
-                for way in WAYS:
+                for way in DIRECTIONS:
                     self._groups[way, edge] = self._connect(ends, way, f"p2p-{way}-{edge}")
             for end in ends:
-                made[end] += len(WAYS)
+                made[end] += len(DIRECTIONS)
         self._keep_in_step(made, range(len(made)), max(made))
 
     def _keep_in_step(self, made: list[int], ranks: Sequence[int], number: int) -> None:

@@ -132,18 +132,18 @@ def tag_of(module: nn.Module) -> Tag | None:
     return getattr(module, _ATTRIBUTE, None)
 
 
-def take_over(module: M, forward: Callable[..., Any]) -> M:
+def override_forward(module: M, forward: Callable[..., Any]) -> M:
     """Make ``forward(module, *args)`` run instead of the module's own forward, inside all its hooks.
 
     For a wrapper for which hooks are not enough: one that computes on other rows than the module receives.
-    :func:`replace` keeps it, with the new module as the first argument.
+    :func:`replace_module` keeps it, with the new module as the first argument.
     """
     module.forward = MethodType(forward, module)
     return module
 
 
-def taken_over_by(module: nn.Module) -> Callable[..., Any] | None:
-    """Return the function passed to :func:`take_over` for ``module``, or None."""
+def overridden_by(module: nn.Module) -> Callable[..., Any] | None:
+    """Return the function passed to :func:`override_forward` for ``module``, or None."""
     found = vars(module).get("forward")
     return found.__func__ if isinstance(found, MethodType) else None
 
@@ -176,7 +176,7 @@ def added_by(parameter: nn.Parameter) -> str:
     return found
 
 
-def replace(old: nn.Module, new: M) -> M:
+def replace_module(old: nn.Module, new: M) -> M:
     """Return ``new`` as a replacement of ``old``: with its tag, and its hooks before its own.
 
     A precision that replaces modules runs after the wrappers, whose collectives are hooks of tagged
@@ -185,9 +185,9 @@ def replace(old: nn.Module, new: M) -> M:
     found = tag_of(old)
     if found is not None:
         setattr(new, _ATTRIBUTE, found)
-    forward = taken_over_by(old)
+    forward = overridden_by(old)
     if forward is not None:
-        take_over(new, forward)
+        override_forward(new, forward)
     for name in _HOOKS:
         hooks = getattr(old, name)
         hooks.update(getattr(new, name))

@@ -33,7 +33,7 @@ from nanotrain_core.builtin.configs import RecomputeConfig
 from nanotrain_core.contracts import Parallel
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import Placements
-from nanotrain_core.layout.roles import Role, tagged, take_over, taken_over_by
+from nanotrain_core.layout.roles import Role, overridden_by, override_forward, tagged
 
 #: Operators whose results selective checkpointing stores, if this build of PyTorch has them. Batched products
 #: are not among them: they are parts of attention, with results quadratic in the sequence length.
@@ -89,7 +89,7 @@ def recompute_blocks(part: nn.Module, *, every: int = 1, selective: bool = False
     """Checkpoint the activations of the first module of role BLOCK and each ``every``-th after it."""
     for number, block in enumerate(blocks(part)):
         if number % every == 0:
-            take_over(block, partial(recompute, taken_over_by(block), selective=selective))
+            override_forward(block, partial(recompute, overridden_by(block), selective=selective))
 
 
 def blocks(part: nn.Module) -> Iterator[nn.Module]:

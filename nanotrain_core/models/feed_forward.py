@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 from nanotrain_core.layout.roles import Role, tag
-from nanotrain_core.models.ops import TORCH, Ops
+from nanotrain_core.models.ops import TORCH_OPS, Ops
 
 
 class SwiGLU(nn.Module):
     """Feed-forward layer with a gate. Source: Shazeer, arXiv 2002.05202, equation 6."""
 
-    def __init__(self, width: int, inner: int, ops: Ops = TORCH, *, bias: bool = False) -> None:
+    def __init__(self, width: int, inner: int, ops: Ops = TORCH_OPS, *, bias: bool = False) -> None:
         super().__init__()
         self.ops = ops
         self.gate = tag(nn.Linear(width, inner, bias=bias), Role.COLUMN)

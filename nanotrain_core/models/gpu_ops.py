@@ -15,15 +15,15 @@ import torch.nn.functional as F
 
 from nanotrain_core.models import cross_entropy, ops
 from nanotrain_core.models.document_attention import document_attention
-from nanotrain_core.models.ops import TORCH, Ops, Tensor
+from nanotrain_core.models.ops import TORCH_OPS, Ops, Tensor
 
 
 def plain_ops(device: torch.device) -> Ops:
     """Return plain PyTorch for a device: on a GPU the loss's products have a multiple of 128 columns."""
     if device.type != "cuda":
-        return TORCH
+        return TORCH_OPS
     loss = partial(cross_entropy.linear_cross_entropy, matmul=matmul, multiple=128)
-    return replace(TORCH, attention=attention, linear_cross_entropy=loss)
+    return replace(TORCH_OPS, attention=attention, linear_cross_entropy=loss)
 
 
 def attention(

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanotrain_core.models.ops import TORCH, Ops
+from nanotrain_core.models.ops import TORCH_OPS, Ops
 
 
 class Head(nn.Module):
@@ -20,7 +20,7 @@ class Head(nn.Module):
 
     weight: nn.Parameter | None
 
-    def __init__(self, vocab: int, width: int, *, tied: bool, ops: Ops = TORCH) -> None:
+    def __init__(self, vocab: int, width: int, *, tied: bool, ops: Ops = TORCH_OPS) -> None:
         super().__init__()
         self.ops = ops
         self.register_parameter("weight", None if tied else nn.Parameter(torch.empty(vocab, width)))

@@ -172,7 +172,7 @@ class Ops:
 
 
 #: The plain PyTorch table, for models that are built without a run's kernels.
-TORCH = Ops()
+TORCH_OPS = Ops()
 
 
 def wrap_ops(ops: Ops, *each: Mapping[str, Callable[..., Tensor]]) -> Ops:
@@ -217,6 +217,6 @@ def _expect_arguments(function: Callable[..., Tensor], count: int, remedy: str) 
 
 def ops_of(module: nn.Module) -> Ops:
     """Return the table that a module was built with: its attribute ``ops``, or plain PyTorch."""
-    found = vars(module).get("ops", TORCH)
+    found = vars(module).get("ops", TORCH_OPS)
     assert isinstance(found, Ops)
     return found

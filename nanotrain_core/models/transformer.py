@@ -24,7 +24,7 @@ from nanotrain_core.models.cache import LayerCache
 from nanotrain_core.models.feed_forward import SwiGLU
 from nanotrain_core.models.head import Head
 from nanotrain_core.models.norms import RMSNorm
-from nanotrain_core.models.ops import TORCH, Ops, expect_window
+from nanotrain_core.models.ops import TORCH_OPS, Ops, expect_window
 from nanotrain_core.models.rope import Rotation, rope_frequencies, rope_rotation
 from nanotrain_core.models.window import tokens_seen
 from nanotrain_core.pipeline.actions import Costs, Part
@@ -46,7 +46,7 @@ class Transformer:
         scaling = self.config.rope_scaling
         return scaling is None or scaling.type != "dynamic"
 
-    def build(self, part: Part, ops: Ops = TORCH) -> nn.Module:
+    def build(self, part: Part, ops: Ops = TORCH_OPS) -> nn.Module:
         """Return the layers of ``part`` on ``meta``, with embedding and head where it has them."""
         with torch.device("meta"):
             return TransformerPart(self.config, part, ops)

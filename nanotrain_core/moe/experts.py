@@ -10,14 +10,14 @@ import torch
 from torch import nn
 
 from nanotrain_core.layout.roles import Role, tag
-from nanotrain_core.models.ops import TORCH, Ops
+from nanotrain_core.models.ops import TORCH_OPS, Ops
 from nanotrain_core.moe.routing import Routing, run_locally
 
 
 class Experts(nn.Module):
     """SwiGLU experts of a layer, stacked. Wrappers call ``compute`` with rows that they have permuted."""
 
-    def __init__(self, experts: int, width: int, inner: int, ops: Ops = TORCH) -> None:
+    def __init__(self, experts: int, width: int, inner: int, ops: Ops = TORCH_OPS) -> None:
         super().__init__()
         self.experts, self.ops = experts, ops
         self.gate = nn.Parameter(torch.empty(experts, inner, width))
@@ -35,7 +35,7 @@ class Experts(nn.Module):
         return self.ops.experts(rows_ND, counts_E, self.gate, self.up, self.down)
 
 
-class Once:
+class CallOnce:
     """Calls a module once, at the first call: while rows are in flight to experts, or afterwards.
 
     For ``Routing.meanwhile``.

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanotrain_core.moe.routing import CountingRouter, Routing, count_of
+from nanotrain_core.moe.routing import CountingRouter, Routing, tokens_per_expert
 
 #: Prevents division by 0 when all chosen scores underflow.
 TINY = 1e-20
@@ -56,7 +56,7 @@ class TopKRouter(CountingRouter):
         weights_BSK = weights_BSK * self.scale
         if not self.training:
             return Routing(experts_BSK, weights_BSK)
-        losses, load = self.losses(scores_BSE, experts_BSK), count_of(experts_BSK, self.experts)
+        losses, load = self.losses(scores_BSE, experts_BSK), tokens_per_expert(experts_BSK, self.experts)
         return Routing(experts_BSK, weights_BSK, losses, load)
 
     def score(self, logits_BSE: torch.Tensor) -> torch.Tensor:

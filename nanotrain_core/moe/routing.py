@@ -21,8 +21,8 @@ from torch import nn
 
 from nanotrain_core.errors import PluginError
 from nanotrain_core.layout.mesh import Mesh
-from nanotrain_core.layout.roles import Role, tagged, taken_over_by
-from nanotrain_core.models.ops import TORCH, Ops
+from nanotrain_core.layout.roles import Role, overridden_by, tagged
+from nanotrain_core.models.ops import TORCH_OPS, Ops
 from nanotrain_core.moe.top_k import choose_experts
 
 M = TypeVar("M", bound=nn.Module)
@@ -66,16 +66,16 @@ def sort_by_expert(experts: torch.Tensor, count: int) -> tuple[torch.Tensor, tor
     A radix sort makes a pass for each byte of a key: eight for int64, two for int16.
     """
     keys = experts.flatten().to(torch.int16 if count <= 2**15 else experts.dtype)
-    return keys.argsort(stable=True), count_of(experts, count)
+    return keys.argsort(stable=True), tokens_per_expert(experts, count)
 
 
-def inverted(order: torch.Tensor) -> torch.Tensor:
+def invert_permutation(order: torch.Tensor) -> torch.Tensor:
     """Return the inverse [N] of the permutation ``order`` [N]."""
     return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
 
 
 def run_locally(
-    compute: Compute, x: torch.Tensor, routing: Routing, experts: int, ops: Ops = TORCH
+    compute: Compute, x: torch.Tensor, routing: Routing, experts: int, ops: Ops = TORCH_OPS
 ) -> torch.Tensor:
     """Run experts that are all on this rank: permute, compute, unpermute, weight and sum.
 
@@ -90,7 +90,7 @@ def run_locally(
         [..., D].
     """
     order, counts = sort_by_expert(routing.experts, experts)
-    back = inverted(order)
+    back = invert_permutation(order)
     outputs = compute(ops.permute(x.flatten(0, -2), order, back, routing.experts.shape[-1]), counts)
     return ops.unpermute(outputs, order, back, routing.weights.flatten(0, -2)).view_as(x)
 
@@ -163,7 +163,7 @@ def router_buffers(parts: Iterable[nn.Module]) -> dict[str, torch.Tensor]:
     return {f"{name}.{key}": each for name, router in routers for key, each in router.named_buffers()}
 
 
-def count_of(experts: torch.Tensor, number: int) -> torch.Tensor:
+def tokens_per_expert(experts: torch.Tensor, number: int) -> torch.Tensor:
     """Return how often each of ``number`` experts was chosen [E], int64: bfloat16 would lose counts."""
     choices = experts.flatten()
     none = torch.zeros(number, dtype=torch.int64, device=choices.device)
@@ -176,7 +176,7 @@ def any_routers(parts: Iterable[nn.Module], mesh: Mesh) -> bool:
     return any(mesh.gather(mine, "pp")) if "pp" in mesh.layout.dims else mine
 
 
-def balance(
+def balance_routers(
     parts: Iterable[nn.Module], mesh: Mesh, *, skipped: bool | torch.Tensor = False
 ) -> dict[str, torch.Tensor]:
     """Pass every router the tokens of each of its experts in this step, over the whole batch.
@@ -292,7 +292,7 @@ def bytes_sent(parts: Iterable[nn.Module]) -> dict[str, int]:
     Known only for experts sharded over ranks whose wrapper counts them: see :class:`CountsBytes`.
     """
     experts: list[tuple[str, object]] = [
-        (name, taken_over_by(module))
+        (name, overridden_by(module))
         for part in parts
         for name, module, tag in tagged(part)
         if tag.role is Role.EXPERTS
@@ -303,7 +303,7 @@ def bytes_sent(parts: Iterable[nn.Module]) -> dict[str, int]:
 @contextmanager
 def bytes_not_counted(parts: Iterable[nn.Module]) -> Iterator[None]:
     """Leave :func:`bytes_sent` as it was before the block."""
-    takers: list[object] = [taken_over_by(module) for part in parts for module in part.modules()]
+    takers: list[object] = [overridden_by(module) for part in parts for module in part.modules()]
     counting = [(each, each.bytes_sent) for each in takers if isinstance(each, CountsBytes)]
     try:
         yield

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from nanotrain_core.errors import PluginError
-from nanotrain_core.layout.roles import Role, tag_of, take_over, taken_over_by
+from nanotrain_core.layout.roles import Role, overridden_by, override_forward, tag_of
 from nanotrain_core.moe.expert_gemms import use_expert_gemms
 from nanotrain_core.pipeline.passes import Passes
 from nanotrain_core.precision.gemm_backend import (
@@ -55,7 +55,7 @@ __all__ = [
 ]
 
 #: Roles of layers that compute ``x @ weight.T + bias`` and nothing else.
-LINEAR = frozenset({Role.COLUMN, Role.ROW, Role.REPLICATED})
+LINEAR_ROLES = frozenset({Role.COLUMN, Role.ROW, Role.REPLICATED})
 
 
 class Offer(NamedTuple):
@@ -138,9 +138,10 @@ def gemm_parameters(module: nn.Module) -> tuple[str, ...]:
     """
     found = tag_of(module)
     own = isinstance(module, nn.Linear) and type(module).forward is not nn.Linear.forward
-    if found is None or (found.role in LINEAR and (own or taken_over_by(module) not in (None, _forward))):
+    own |= overridden_by(module) not in (None, _forward)
+    if found is None or (own and found.role in LINEAR_ROLES):
         return ()  # a wrapper computes on other rows than the module receives
-    return ("weight",) if found.role in LINEAR else tuple(found.gemm_weights)
+    return ("weight",) if found.role in LINEAR_ROLES else tuple(found.gemm_weights)
 
 
 def use_gemm(module: nn.Module, backends: Mapping[str, GEMMBackend], passes: Passes) -> None:
@@ -161,8 +162,8 @@ def use_gemm(module: nn.Module, backends: Mapping[str, GEMMBackend], passes: Pas
     setattr(module, _ATTRIBUTE, gemms)
     found = tag_of(module)
     if backends and found is not None:
-        if found.role in LINEAR:
-            take_over(module, _forward)
+        if found.role in LINEAR_ROLES:
+            override_forward(module, _forward)
         else:
             use_expert_gemms(module, gemms.backends, gemms.prepared, gemms.carriers, passes)
 

@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from nanotrain_core.compile.function import CompiledFunction
 from nanotrain_core.errors import PluginError, did_you_mean
 from nanotrain_core.layout.mesh import Mesh
-from nanotrain_core.layout.roles import Role, main_layers, natural_sort_key, tagged, taken_over_by
+from nanotrain_core.layout.roles import Role, main_layers, natural_sort_key, overridden_by, tagged
 from nanotrain_core.models.activation_checkpointing import outside_of_layers
 from nanotrain_core.models.ops import Ops
 from nanotrain_core.pipeline.passes import Passes
@@ -75,7 +75,7 @@ class ModuleObservers:
         self.inside_graphs = {
             f"{name}.{inner}": name
             for name, module in self.modules
-            if isinstance(taken_over_by(module), CompiledFunction)
+            if isinstance(overridden_by(module), CompiledFunction)
             for inner, _ in module.named_modules()
             if inner
         }

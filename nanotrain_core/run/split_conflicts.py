@@ -17,7 +17,7 @@ import attrs
 
 from nanotrain_core.errors import PluginError
 from nanotrain_core.layout.placement import Placement, Placements
-from nanotrain_core.layout.roles import Role, added_by, note_added, tagged, taken_over_by
+from nanotrain_core.layout.roles import Role, added_by, note_added, overridden_by, tagged
 
 if TYPE_CHECKING:
     from torch import nn
@@ -39,7 +39,7 @@ class Call:
     @classmethod
     def of(cls, module: nn.Module) -> Call:
         """Return what runs now."""
-        forward = (type(module), taken_over_by(module))
+        forward = (type(module), overridden_by(module))
         return cls(forward, tuple(module._forward_pre_hooks), tuple(module._forward_hooks))
 
 
@@ -71,7 +71,7 @@ class Splits:
 
     def __init__(self, parts: Parts, placements: Placements) -> None:
         self._before = dict(placements)
-        self._taken = {name: "" for name, module, _ in layers(parts) if taken_over_by(module)}
+        self._taken = {name: "" for name, module, _ in layers(parts) if overridden_by(module)}
         """Layers whose forward was taken over, and by which wrapper; empty: by the model."""
         self._calls = calls(parts)
         self._changes: dict[tuple[str, str], Change] = {}
@@ -142,7 +142,7 @@ class Splits:
                 if name not in self._before:
                     note_added(parameter, use)
         for name, module, _ in layers(parts):
-            if taken_over_by(module):
+            if overridden_by(module):
                 self._taken.setdefault(name, use)
         self._before = dict(placements)
 

@@ -17,7 +17,7 @@ from nanotrain_core.contracts.data import RESERVED_KEYS
 from nanotrain_core.errors import DataError, PluginError, did_you_mean
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import Piece, PlacedParameter, Placements, placed_parameters
-from nanotrain_core.layout.roles import Role, shared_tokens, tagged, taken_over_by
+from nanotrain_core.layout.roles import Role, overridden_by, shared_tokens, tagged
 from nanotrain_core.phases.timeline import PhaseTimeline
 from nanotrain_core.pipeline.actions import Costs
 from nanotrain_core.recipe.tree import Recipe, Selection
@@ -231,10 +231,10 @@ def check_routers(parts: Iterable[nn.Module], mesh: Mesh) -> None:
     dims = [dim for dim in mesh.layout.sequence_dims if mesh.size(dim) > 1]
     for part in parts if dims else ():
         for name, module, found in tagged(part):
-            if found.role is Role.ROUTER and taken_over_by(module) is None:
+            if found.role is Role.ROUTER and overridden_by(module) is None:
                 raise PluginError(
                     f"{name}: each rank along {dims[0]} would route its part of each sequence, and balance "
                     f"losses are of whole ones. The wrapper that handles {dims[0]} must make sequences whole "
-                    "for the router, with nanotrain_core.api.take_over, or refuse models with experts in "
-                    "Component.check"
+                    "for the router, with nanotrain_core.api.override_forward, or refuse models with "
+                    "experts in Component.check"
                 )

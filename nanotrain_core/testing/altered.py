@@ -15,7 +15,7 @@ from torch import nn
 from nanotrain_core import compose
 from nanotrain_core.contracts import Block, Initializer, Optimizer
 from nanotrain_core.layout.mesh import Mesh
-from nanotrain_core.layout.roles import Role, replace, tag, tagged
+from nanotrain_core.layout.roles import Role, replace_module, tag, tagged
 from nanotrain_core.pipeline.accumulate import Accumulate
 from nanotrain_core.pipeline.actions import Action
 from nanotrain_core.precision.uniform import Uniform
@@ -77,7 +77,7 @@ def train_with_replaced(case: Case, changes: Mapping[str, Any]) -> Trace:
         for name, module, found in list(tagged(part)):
             if found.role in (Role.COLUMN, Role.ROW, Role.REPLICATED):
                 parent, _, last = name.rpartition(".")
-                setattr(part.get_submodule(parent), last, replace(module, Replacement(module)))
+                setattr(part.get_submodule(parent), last, replace_module(module, Replacement(module)))
         return convert(precision, part)
 
     with mock.patch.object(Uniform, "convert", replace_all):

@@ -15,7 +15,7 @@ import torch
 from nanotrain_core.batch import IGNORE
 from nanotrain_core.models.cross_entropy import Chunks, SplitVocabulary, linear_cross_entropy
 from nanotrain_core.models.rope import rope_frequencies, rope_rotation
-from nanotrain_core.moe.routing import inverted, sort_by_expert
+from nanotrain_core.moe.routing import invert_permutation, sort_by_expert
 
 Tensors = Mapping[str, torch.Tensor]
 Function = Callable[..., torch.Tensor]
@@ -254,7 +254,7 @@ def _experts() -> Iterator[Sample]:
 def _order(tokens: int, chosen: int, experts: int = 8) -> Tensors:
     picked = torch.rand(tokens, experts).topk(chosen, dim=-1).indices
     order, _ = sort_by_expert(picked, experts)
-    return {"order": order, "back": inverted(order)}
+    return {"order": order, "back": invert_permutation(order)}
 
 
 def _permute() -> Iterator[Sample]:

@@ -39,7 +39,7 @@ def build(config):
     from torch import nn
 
     from nanotrain_core.api import Costs, tag
-    from nanotrain_core.api.torch import TORCH, Head, Initializer, ModelPart, PartOutput, RMSNorm
+    from nanotrain_core.api.torch import TORCH_OPS, Head, Initializer, ModelPart, PartOutput, RMSNorm
 
     size, width = config.head_size, config.heads * config.head_size
 
@@ -105,7 +105,7 @@ def build(config):
         layers, vocab_size, max_length = config.layers, config.vocab, None
         loss_weights = {"lm": 1.0}  # noqa: RUF012
 
-        def build(self, part, ops=TORCH):
+        def build(self, part, ops=TORCH_OPS):
             with torch.device("meta"):
                 return Part(part)
 

@@ -5,14 +5,14 @@ from nanotrain_core.layout.exchange import Buffer, Exchange, GlooExchange
 from nanotrain_core.layout.gradients import AllReduceGradients, LocalGradients
 from nanotrain_core.layout.initialization import replace_parameter
 from nanotrain_core.layout.mesh import Mesh
-from nanotrain_core.layout.messages import WAYS, EdgeMessages, MessageKey, Messages
+from nanotrain_core.layout.messages import DIRECTIONS, EdgeMessages, MessageKey, Messages
 from nanotrain_core.layout.placement import RANGE, Piece, PlacedParameter, Placement, Placements, shard_range
 from nanotrain_core.layout.transport import Transport
 from nanotrain_core.pipeline.p2p import describe as describe_message
 
 __all__ = [
+    "DIRECTIONS",
     "RANGE",
-    "WAYS",
     "AllReduceGradients",
     "BucketExchange",
     "BucketQueue",

@@ -8,11 +8,11 @@ from nanotrain_core.models.feed_forward import SwiGLU
 from nanotrain_core.models.gpu_ops import plain_ops
 from nanotrain_core.models.head import Head
 from nanotrain_core.models.norms import RMSNorm
-from nanotrain_core.models.ops import TORCH, Ops, attention, ops_of, rms_norm, rope, swiglu
+from nanotrain_core.models.ops import TORCH_OPS, Ops, attention, ops_of, rms_norm, rope, swiglu
 from nanotrain_core.models.rope import Rotation, rope_frequencies, rope_rotation, yarn_frequencies
 
 __all__ = [
-    "TORCH",
+    "TORCH_OPS",
     "Cache",
     "Chunks",
     "Head",

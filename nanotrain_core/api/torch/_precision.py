@@ -2,7 +2,7 @@
 
 from nanotrain_core.precision.dequantizing_gemm import DequantizingGEMM
 from nanotrain_core.precision.dtypes import cast, keep_dtype
-from nanotrain_core.precision.gemm import LINEAR, GEMMBackend, Kept, gemm_parameters, gemms_of, use_gemm
+from nanotrain_core.precision.gemm import LINEAR_ROLES, GEMMBackend, Kept, gemm_parameters, gemms_of, use_gemm
 from nanotrain_core.precision.gemm_backend import (
     Prepared,
     PreparesWeights,
@@ -30,7 +30,7 @@ from nanotrain_core.precision.quantized_swiglu import quantize_swiglu
 from nanotrain_core.precision.uniform import Float32Master, LiveMaster, Uniform
 
 __all__ = [
-    "LINEAR",
+    "LINEAR_ROLES",
     "Again",
     "DequantizingGEMM",
     "DynamicLossScale",

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from nanotrain_core.contracts import Kernels
-from nanotrain_core.models.ops import TORCH, Ops
+from nanotrain_core.models.ops import TORCH_OPS, Ops
 from nanotrain_core.testing.case import Case
 from nanotrain_core.testing.checks import check
 from nanotrain_core.testing.kernel_inputs import Function, Sample, samples
@@ -39,7 +39,7 @@ def functions(case: Case) -> Iterator[tuple[str, Function, Function]]:
     """
     table = kernels_of(case).ops(CPU)
     for field in fields(Ops):
-        function, plain = getattr(table, field.name), getattr(TORCH, field.name)
+        function, plain = getattr(table, field.name), getattr(TORCH_OPS, field.name)
         assert_takes_the_arguments(field.name, function, plain)
         yield field.name, function, plain
 

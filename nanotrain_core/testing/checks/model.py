@@ -19,7 +19,7 @@ from nanotrain_core.layout.parameters_in_flight import install_ready_hooks
 from nanotrain_core.layout.placement import place
 from nanotrain_core.layout.roles import Role, Tag, tag_of, tagged
 from nanotrain_core.models.activation_checkpointing import recompute_blocks
-from nanotrain_core.models.ops import TORCH
+from nanotrain_core.models.ops import TORCH_OPS
 from nanotrain_core.moe.routing import counting_routers
 from nanotrain_core.pipeline.actions import parts_between
 from nanotrain_core.recipe.divisibility import divisibility_of
@@ -47,7 +47,7 @@ def on_meta(case: Case, *bounds: int) -> list[nn.Module]:
     edges = [0, *bounds, model.layers]
     parts = parts_between(edges, [0] * (len(edges) - 1))
     with torch.device("meta"):
-        return [model.build(part, TORCH) for part in parts]
+        return [model.build(part, TORCH_OPS) for part in parts]
 
 
 def parts_of(case: Case, *bounds: int, seed: int = 7) -> list[nn.Module]:

@@ -14,7 +14,7 @@ from torch import nn
 from nanotrain_core.batch import IGNORE
 from nanotrain_core.layout.roles import Role, Tag, tagged
 from nanotrain_core.moe.routing import Routing, run_locally, sort_by_expert
-from nanotrain_core.precision.gemm import LINEAR
+from nanotrain_core.precision.gemm import LINEAR_ROLES
 from nanotrain_core.recipe.divisibility import divisors_near
 from nanotrain_core.testing.case import Case
 from nanotrain_core.testing.checks import check
@@ -113,7 +113,7 @@ def experts_may_be_anywhere(case: Case) -> None:
 def linear_layers_and_heads_add_nothing(case: Case) -> None:
     """COLUMN, ROW and REPLICATED are ``x @ weight.T + bias``, HEAD the cross-entropy of ``x @ weight.T``."""
     generator = torch.Generator().manual_seed(0)
-    for name, module, found, args in _calls(case, {*LINEAR, Role.HEAD}):
+    for name, module, found, args in _calls(case, {*LINEAR_ROLES, Role.HEAD}):
         # A bias that is zero at first, or a cap of small logits, shows with larger weights alone.
         for parameter in module.parameters():
             parameter.normal_(generator=generator)

@@ -113,7 +113,7 @@ def a_precision_may_replace_modules(case: Case) -> None:
     except AssertionError as error:
         hint = (
             "if gradients_equal passes: what `apply` changes of a tagged module must be a hook: see "
-            "nanotrain_core.api.replace"
+            "nanotrain_core.api.replace_module"
         )
         raise AssertionError(f"{error}; {hint}") from None
 

@@ -110,5 +110,5 @@ def _assert_as_near(got: Whole, alone: Whole, exact: Whole, scale: float) -> Non
         assert here <= FURTHER * there + BESIDES, (
             f"{name}: the gradient on several ranks is {here:.3g} of float32's away from it, in one process "
             f"{there:.3g}: what `convert` puts in the place of a module must keep its hooks and its tag "
-            "(nanotrain_core.api.replace)"
+            "(nanotrain_core.api.replace_module)"
         )

@@ -15,7 +15,7 @@ from torch import nn
 from nanotrain_core.contracts import Parallel
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import Placement, Placements
-from nanotrain_core.layout.roles import Role, tagged, take_over
+from nanotrain_core.layout.roles import Role, override_forward, tagged
 from nanotrain_core.moe.routing import Routing, run_locally
 
 
@@ -82,7 +82,7 @@ class Spread(Parallel):
             if found.role is Role.EXPERTS:
                 for key, parameter in list(module.named_parameters()):
                     _slice(module, key, parameter, f"{name}.{key}", placements, mesh)
-                take_over(module, forward)
+                override_forward(module, forward)
         return part
 
 

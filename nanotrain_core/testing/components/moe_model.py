@@ -18,7 +18,7 @@ from nanotrain_core.contracts import Initializer, ModelPart, PartOutput
 from nanotrain_core.layout.roles import Role, tag
 from nanotrain_core.models.head import Head
 from nanotrain_core.models.norms import RMSNorm
-from nanotrain_core.models.ops import TORCH, Ops
+from nanotrain_core.models.ops import TORCH_OPS, Ops
 from nanotrain_core.moe.routing import CountingRouter, Routing, run_locally
 from nanotrain_core.pipeline.actions import Costs, Part
 from nanotrain_core.precision.dtypes import keep_dtype
@@ -177,7 +177,7 @@ class Routed:
         self.max_length: int | None = None
         self.loss_weights = {"lm": 1.0, "balance": 0.1}
 
-    def build(self, part: Part, ops: Ops = TORCH) -> nn.Module:
+    def build(self, part: Part, ops: Ops = TORCH_OPS) -> nn.Module:
         """Return a part on ``meta``."""
         with torch.device("meta"):
             return RoutedPart(self.config, part, ops)

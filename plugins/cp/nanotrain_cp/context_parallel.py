@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from nanotrain_core.api import NanotrainError, Role, tagged, take_over
-from nanotrain_core.api.torch import Batch, Mesh, Parallel, Placements, Routing, count_of
+from nanotrain_core.api import NanotrainError, Role, override_forward, tagged
+from nanotrain_core.api.torch import Batch, Mesh, Parallel, Placements, Routing, tokens_per_expert
 from nanotrain_cp import ContextParallelConfig, all_gather, all_to_all, ring
 from nanotrain_cp.collectives import Gather, Ranks
 
@@ -45,7 +45,7 @@ class ContextParallel(Parallel):
             self.ranks, modules = Ranks(mesh), [(module, tag.role) for _, module, tag in tagged(part)]
             for module, role in modules:
                 if role is Role.ROUTER:
-                    take_over(module, self.route)
+                    override_forward(module, self.route)
             blocks = [role for _, role in modules].count(Role.BLOCK)
             part.register_forward_pre_hook(lambda part, args: self.begin(args[1]))
             part.register_forward_hook(lambda part, *_: self.end(blocks * part.training))
@@ -77,5 +77,5 @@ class ContextParallel(Parallel):
             return routing
         own = slice(*self.ranks.edges(self.length)[self.ranks.index])
         experts, weights = routing.experts[:, own], routing.weights[:, own]
-        load = None if routing.load is None else count_of(experts, len(routing.load))
+        load = None if routing.load is None else tokens_per_expert(experts, len(routing.load))
         return replace(routing, experts=experts, weights=weights, load=load)

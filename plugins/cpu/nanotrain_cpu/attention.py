@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from nanotrain_core.api.torch import TORCH
+from nanotrain_core.api.torch import TORCH_OPS
 
 #: Longest sequence whose probabilities are kept for the backward pass: S numbers per query.
 SHORT = 1024
@@ -38,10 +38,10 @@ def attention(
     for documents that do not attend to each other, and for windows.
     """
     if begins_BT is not None or window is not None:
-        return TORCH.attention(q_BSHK, k_BSGK, v_BSGV, scale, begins_BT, window)
+        return TORCH_OPS.attention(q_BSHK, k_BSGK, v_BSGV, scale, begins_BT, window)
     after_others = q_BSHK.shape[1] != k_BSGK.shape[1]
     if q_BSHK.shape[1] > SHORT or after_others or not q_BSHK.numel():
-        return TORCH.attention(q_BSHK, k_BSGK, v_BSGV, scale)
+        return TORCH_OPS.attention(q_BSHK, k_BSGK, v_BSGV, scale)
     scale = q_BSHK.shape[-1] ** -0.5 if scale is None else scale
     y: torch.Tensor = _Short.apply(q_BSHK, k_BSGK, v_BSGV, scale)  # type: ignore[no-untyped-call]
     return y

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from nanotrain_core.api.torch import TORCH
+from nanotrain_core.api.torch import TORCH_OPS
 
 #: Elements of a norm's input below which call overhead dominates memory traffic: autograd is faster there.
 FEW = 2**15
@@ -20,7 +20,7 @@ FEW = 2**15
 def rms_norm(x: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
     """Return what :func:`nanotrain_core.models.ops.rms_norm` does; of few numbers, that itself."""
     if x.numel() < FEW:
-        return TORCH.rms_norm(x, weight_D, eps)
+        return TORCH_OPS.rms_norm(x, weight_D, eps)
     y: torch.Tensor = _RMSNorm.apply(x, weight_D, eps)  # type: ignore[no-untyped-call]
     return y
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from nanotrain_core.api import tagged
 from nanotrain_core.api.torch import (
-    LINEAR,
+    LINEAR_ROLES,
     GEMMBackend,
     Kept,
     Passes,
@@ -95,6 +95,6 @@ def use_faster_products(part: nn.Module, passes: Passes) -> None:
         return
     backend = CPUGEMM()
     for _, module, tag in tagged(part):
-        mine = tag.role in LINEAR and bool(gemm_parameters(module)) and gemms_of(module) is None
+        mine = tag.role in LINEAR_ROLES and bool(gemm_parameters(module)) and gemms_of(module) is None
         if mine and module.weight.dtype == torch.float32:
             use_gemm(module, {"weight": backend}, passes)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from nanotrain_core.api.torch import (
-    TORCH,
+    TORCH_OPS,
     Chunks,
     GEMMBackend,
     Kernels,
@@ -32,7 +32,7 @@ IN_CACHE = Chunks(logits=2**20, tokens=256)
 
 #: Functions that make a training step on a CPU faster than plain PyTorch: the README has measurements.
 FASTER = replace(
-    TORCH,
+    TORCH_OPS,
     attention=attention,
     rms_norm=rms_norm,
     rope=rope,
@@ -57,7 +57,7 @@ class CPUKernels(Kernels):
 
     def ops(self, device: torch.device) -> Ops:
         """Return functions for a CPU; elsewhere plain PyTorch."""
-        return FASTER if device.type == "cpu" else TORCH
+        return FASTER if device.type == "cpu" else TORCH_OPS
 
     def gemm(self) -> GEMMBackend:
         """Return the products in the faster library."""

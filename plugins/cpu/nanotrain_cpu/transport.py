@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from nanotrain_core.api.torch import (
-    WAYS,
+    DIRECTIONS,
     BucketExchange,
     Buffer,
     Exchange,
@@ -163,7 +163,7 @@ class SharedMemoryMessages(Messages):
         pairs = {edge: self.owners[edge : edge + 2] for edge in self.crossing}
         ends: dict[tuple[str, int], Sequence[int]] = {("forward", edge): pair for edge, pair in pairs.items()}
         ends |= {("backward", edge): pair[::-1] for edge, pair in pairs.items()}
-        group = self._groups[WAYS[0], self.crossing[0]]
+        group = self._groups[DIRECTIONS[0], self.crossing[0]]
         self.channels = open_channels(ends, group, self.mesh.timeout.total_seconds())
 
     def _channel(self, key: MessageKey, tensor: torch.Tensor) -> Channel | None:

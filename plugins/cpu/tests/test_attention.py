@@ -4,7 +4,7 @@ import pytest
 import torch
 from nanotrain_cpu.attention import BLOCK, SHORT, attention
 
-from nanotrain_core.models.ops import TORCH
+from nanotrain_core.models.ops import TORCH_OPS
 
 
 def draw(length, heads, kv_heads, size, value_size, dtype, batch=2):
@@ -23,7 +23,7 @@ def all_of(function, inputs, *scale):
 
 
 def assert_same(inputs, *scale):
-    pairs = zip(all_of(attention, inputs, *scale), all_of(TORCH.attention, inputs, *scale), strict=True)
+    pairs = zip(all_of(attention, inputs, *scale), all_of(TORCH_OPS.attention, inputs, *scale), strict=True)
     for ours, theirs in pairs:
         assert ours.shape == theirs.shape
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
@@ -48,7 +48,7 @@ def test_a_key_that_all_heads_share_may_be_expanded_and_so_may_gradients():
     q, k, v = draw(70, 4, 4, 8, 8, torch.float64)
     shared = k[:, :, :1].detach().requires_grad_()
     found = []
-    for function in (attention, TORCH.attention):
+    for function in (attention, TORCH_OPS.attention):
         y = function(q, shared.expand(-1, -1, 4, -1), v)
         found.append([y, *torch.autograd.grad(y.sum(), (q, shared, v))])  # d_y has strides of 0
     for ours, theirs in zip(*found, strict=True):
@@ -57,8 +57,8 @@ def test_a_key_that_all_heads_share_may_be_expanded_and_so_may_gradients():
 
 def test_bfloat16_is_as_close_to_the_truth_as_torchs():
     inputs = draw(256, 4, 2, 32, 32, torch.bfloat16)
-    truth = all_of(TORCH.attention, [x.detach().double().requires_grad_() for x in inputs])
-    ours, theirs = all_of(attention, inputs), all_of(TORCH.attention, inputs)
+    truth = all_of(TORCH_OPS.attention, [x.detach().double().requires_grad_() for x in inputs])
+    ours, theirs = all_of(attention, inputs), all_of(TORCH_OPS.attention, inputs)
     for mine, other, exact in zip(ours, theirs, truth, strict=True):
         assert mine.dtype == torch.bfloat16
         assert (mine - exact).norm() < 2 * (other - exact).norm()

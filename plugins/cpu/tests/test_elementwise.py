@@ -4,7 +4,7 @@ import pytest
 import torch
 from nanotrain_cpu import elementwise
 
-from nanotrain_core.models.ops import TORCH
+from nanotrain_core.models.ops import TORCH_OPS
 from nanotrain_core.testing.checks.kernels import assert_near, results
 from nanotrain_core.testing.kernel_inputs import Sample, samples
 
@@ -20,7 +20,7 @@ def test_sums_of_the_backward_pass_are_right_for_few_numbers_too(dtype, monkeypa
     leaves = {"x": (40, 33, 27), "weight": (27,)}
     many = {name: torch.randn(shape, generator=generator) for name, shape in leaves.items()}
     for sample in [*samples("rms_norm"), Sample("many numbers", many, norm).cast(torch.bfloat16)]:
-        truth, plain = (results(TORCH.rms_norm, sample, used) for used in (torch.float64, dtype))
+        truth, plain = (results(TORCH_OPS.rms_norm, sample, used) for used in (torch.float64, dtype))
         assert_near(results(elementwise.rms_norm, sample, dtype), plain, truth, sample.name)
 
 
@@ -39,5 +39,5 @@ def test_a_gradient_may_be_wanted_of_one_input_alone(wanted, monkeypatch):
     monkeypatch.setattr(elementwise, "FEW", 0)
     (ordinary, *_) = samples("rms_norm")
     found = results(elementwise.rms_norm, ordinary, torch.float64, {wanted})
-    plain = results(TORCH.rms_norm, ordinary, torch.float64, {wanted})
+    plain = results(TORCH_OPS.rms_norm, ordinary, torch.float64, {wanted})
     assert_near(found, plain, plain, wanted)

@@ -10,7 +10,7 @@ from nanotrain_cpu.experts import experts
 from nanotrain_cpu.gemm import CPUGEMM
 from nanotrain_cpu.grouped import Batched, OneByOne, choose_products
 
-from nanotrain_core.models.ops import TORCH
+from nanotrain_core.models.ops import TORCH_OPS
 from nanotrain_core.precision.gemm import TorchGEMM
 
 COUNTS = (5, 0, 17, 1, 0, 3, 40, 0)
@@ -64,7 +64,7 @@ def test_values_and_gradients_are_those_of_plain_pytorch(dtype, make, tolerance,
     exact = [each.detach().double().requires_grad_() for each in inputs]
     with chosen(module, make):
         found = outputs_and_gradients(experts, inputs, counts)
-    assert_close(found, outputs_and_gradients(TORCH.experts, exact, counts), tolerance)
+    assert_close(found, outputs_and_gradients(TORCH_OPS.experts, exact, counts), tolerance)
 
 
 @WAYS
@@ -105,7 +105,7 @@ def test_rows_and_gradients_may_be_broadcast():
     counts = torch.tensor(COUNTS)
     rows, *weights = draw(COUNTS, torch.float64)
     results = []
-    for function in (experts, TORCH.experts):
+    for function in (experts, TORCH_OPS.experts):
         y = function(rows[:1].expand(len(rows), -1), counts, *weights)
         results.append([y.detach(), *torch.autograd.grad(y.sum(), (rows, *weights))])
     assert_close(*results, 1e-12)
@@ -114,6 +114,6 @@ def test_rows_and_gradients_may_be_broadcast():
 def test_frozen_rows_and_weights_get_no_gradient():
     rows, gate, up, down = draw(COUNTS, torch.float64)
     y = experts(rows.detach(), torch.tensor(COUNTS), gate, up.detach(), down)
-    theirs = TORCH.experts(rows.detach(), torch.tensor(COUNTS), gate, up.detach(), down)
+    theirs = TORCH_OPS.experts(rows.detach(), torch.tensor(COUNTS), gate, up.detach(), down)
     pairs = (torch.autograd.grad(each.sum(), (gate, down)) for each in (y, theirs))
     assert_close(*pairs, 1e-12)

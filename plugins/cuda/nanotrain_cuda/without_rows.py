@@ -14,7 +14,7 @@ from functools import partial
 import torch
 
 from nanotrain_core.api.models import has_one_kernel
-from nanotrain_core.api.torch import TORCH, grouped_linear_on_gpu
+from nanotrain_core.api.torch import TORCH_OPS, grouped_linear_on_gpu
 from nanotrain_cuda.permutation import in_triton
 
 Tensor = torch.Tensor
@@ -23,9 +23,9 @@ Tensor = torch.Tensor
 def experts(rows_ND: Tensor, counts_E: Tensor, gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Tensor) -> Tensor:
     """Return what plain PyTorch's does. See :class:`~nanotrain_core.api.torch.Ops`."""
     if not has_one_kernel(rows_ND, *gate_EFD.shape[1:]):
-        return TORCH.experts(rows_ND, counts_E, gate_EFD, up_EFD, down_EDF)
+        return TORCH_OPS.experts(rows_ND, counts_E, gate_EFD, up_EFD, down_EDF)
     linear = partial(grouped_linear_on_gpu, counts_E=counts_E, zero=zeroed)
-    return linear(TORCH.swiglu(linear(rows_ND, gate_EFD), linear(rows_ND, up_EFD)), down_EDF)
+    return linear(TORCH_OPS.swiglu(linear(rows_ND, gate_EFD), linear(rows_ND, up_EFD)), down_EDF)
 
 
 @torch.library.custom_op("nanotrain_cuda::zero_without_rows", mutates_args=("stacked",))

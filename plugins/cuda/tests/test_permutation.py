@@ -15,8 +15,8 @@ from nanotrain_cuda.permutation import add_up, permute, spread, unpermute, weigh
 
 from nanotrain_core.errors import NanotrainError
 from nanotrain_core.models.gpu_ops import plain_ops
-from nanotrain_core.models.ops import TORCH
-from nanotrain_core.moe.routing import inverted, sort_by_expert
+from nanotrain_core.models.ops import TORCH_OPS
+from nanotrain_core.moe.routing import invert_permutation, sort_by_expert
 
 #: Tokens, width, experts chosen, experts: V3's choice, V2's, a width that is no power of two, one token.
 SIZES = pytest.mark.parametrize("sizes", [(33, 64, 8, 16), (10, 72, 6, 9), (7, 1000, 2, 4), (1, 1, 1, 1)])
@@ -30,7 +30,7 @@ def draw(T, D, C, E, dtype=torch.float64, seed=0):
         for shape in ((T, D), (T * C, D), (T, C))
     )
     order, _ = sort_by_expert(torch.rand(T, E, generator=generator).topk(C).indices, E)
-    return x, outputs, weights, order, inverted(order)
+    return x, outputs, weights, order, invert_permutation(order)
 
 
 def there_and_back(permute, unpermute, x, outputs, weights, order, back):
@@ -46,7 +46,7 @@ def there_and_back(permute, unpermute, x, outputs, weights, order, back):
 def test_rows_sums_and_gradients_are_those_of_indexing(sizes):
     drawn = draw(*sizes)
     found = there_and_back(permute, unpermute, *drawn)
-    expected = there_and_back(TORCH.permute, TORCH.unpermute, *drawn)
+    expected = there_and_back(TORCH_OPS.permute, TORCH_OPS.unpermute, *drawn)
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
@@ -54,7 +54,7 @@ def test_rows_sums_and_gradients_are_those_of_indexing(sizes):
 @SIZES
 @pytest.mark.parametrize("weighed_in", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
-    "ways", [(permute, unpermute), (TORCH.permute, TORCH.unpermute)], ids=["cuda", "torch"]
+    "ways", [(permute, unpermute), (TORCH_OPS.permute, TORCH_OPS.unpermute)], ids=["cuda", "torch"]
 )
 def test_bfloat16_is_added_up_in_float32_and_rounded_once(sizes, weighed_in, ways):
     """By these and by plain PyTorch, so that a run is the same with either.
@@ -68,8 +68,8 @@ def test_bfloat16_is_added_up_in_float32_and_rounded_once(sizes, weighed_in, way
     results = []
     for operands, (there, back_again) in (
         (narrow, ways),
-        (exact, (TORCH.permute, TORCH.unpermute)),
-        (sizes_of, (TORCH.permute, TORCH.unpermute)),
+        (exact, (TORCH_OPS.permute, TORCH_OPS.unpermute)),
+        (sizes_of, (TORCH_OPS.permute, TORCH_OPS.unpermute)),
     ):
         x_, outputs_, weights_ = operands
         rows, y = there(x_, order, back, weights.shape[1]), back_again(outputs_, order, back, weights_)
@@ -85,7 +85,7 @@ def test_rows_that_are_not_finite_spoil_their_own_tokens_and_no_others():
     with torch.no_grad():
         outputs[5, 7], outputs[30, 2] = float("nan"), float("inf")
         y = unpermute(outputs, order, back, weights)
-        expected = TORCH.unpermute(outputs, order, back, weights)
+        expected = TORCH_OPS.unpermute(outputs, order, back, weights)
     assert torch.equal(y.isfinite(), expected.isfinite())
     assert (~y.isfinite()).sum() == 2
 

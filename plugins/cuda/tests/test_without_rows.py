@@ -6,7 +6,7 @@ from nanotrain_cuda import CUDAKernelsConfig
 from nanotrain_cuda.kernels import CUDAKernels
 from nanotrain_cuda.without_rows import is_dense, zero_without_rows, zeroed
 
-from nanotrain_core.models.ops import TORCH
+from nanotrain_core.models.ops import TORCH_OPS
 
 COUNTS = torch.tensor([16, 0, 32, 0])
 SIZES = pytest.mark.parametrize("sizes", [(16, 32), (1, 1), (100, 41), (700, 200)], ids=str)
@@ -49,7 +49,7 @@ def test_gradients_of_experts_are_those_of_plain_pytorch(compiled, monkeypatch):
     )
     kernels = CUDAKernels(CUDAKernelsConfig()).ops(torch.device("cpu"))
     found = []
-    for experts in (TORCH.experts, kernels.experts):
+    for experts in (TORCH_OPS.experts, kernels.experts):
         leaves = [each.clone().requires_grad_() for each in (x, gate, up, down)]
         call = torch.compile(experts, backend="aot_eager", fullgraph=True) if compiled else experts
         call(leaves[0], COUNTS, *leaves[1:]).backward(d_y)

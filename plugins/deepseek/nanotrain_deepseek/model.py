@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from nanotrain_core.api import Costs, Part
-from nanotrain_core.api.torch import TORCH, Batch, Ops, counting_routers
+from nanotrain_core.api.torch import TORCH_OPS, Batch, Ops, counting_routers
 from nanotrain_deepseek.config import DeepSeekConfig
 from nanotrain_deepseek.mla import LatentAttention
 from nanotrain_deepseek.part import DeepSeekPart
@@ -44,7 +44,7 @@ class DeepSeek:
             weights["mtp"] = c.mtp_weight
         return weights | {name: getattr(c, name) * c.moe_layers for name in BALANCE if getattr(c, name)}
 
-    def build(self, part: Part, ops: Ops = TORCH) -> nn.Module:
+    def build(self, part: Part, ops: Ops = TORCH_OPS) -> nn.Module:
         """Return the layers of ``part`` on ``meta``, with embedding and head where it has them."""
         with torch.device("meta"):
             return DeepSeekPart(self.config, part, ops)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from nanotrain_core.api import Role, tag
-from nanotrain_core.api.models import Experts, Once
+from nanotrain_core.api.models import CallOnce, Experts
 from nanotrain_core.api.torch import Ops, Routing, SwiGLU
 from nanotrain_deepseek.config import DeepSeekConfig
 from nanotrain_deepseek.router import Router
@@ -35,6 +35,6 @@ class MixtureOfExperts(nn.Module):
         routing = self.router(x_BSD)
         if self.shared is None:
             return self.experts(x_BSD, routing), routing
-        shared = Once(self.shared, x_BSD)
+        shared = CallOnce(self.shared, x_BSD)
         y_BSD = self.experts(x_BSD, replace(routing, meanwhile=shared))
         return y_BSD + shared(), routing

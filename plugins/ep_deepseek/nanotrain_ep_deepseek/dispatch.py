@@ -33,7 +33,7 @@ from nanotrain_core.api.torch import (
     Mesh,
     Routing,
     dispatch_codec,
-    inverted,
+    invert_permutation,
     ops_of,
     sort_by_expert,
 )
@@ -97,7 +97,7 @@ class Dispatcher:
         Collective over ep and etp, in backward too, even for a rank without tokens or without rows.
         """
         order_N, counts_E = sort_by_expert(routing.experts, self.experts)
-        back_N, chosen = inverted(order_N), routing.experts.shape[-1]
+        back_N, chosen = invert_permutation(order_N), routing.experts.shape[-1]
         ops = ops_of(module)
         rows_ND = ops.permute(x.flatten(0, -2), order_N, back_N, chosen)
         outputs_ND = self.run(
@@ -131,7 +131,7 @@ class Dispatcher:
                 self.etp_group, [sum(mine)] * self.etp, everyones, self.etp_rank, counter
             ),
             order_M=order_M,
-            inverse_M=inverted(order_M),
+            inverse_M=invert_permutation(order_M),
             counts_L=arrivals_QPL.sum((0, 1)),
         )
 

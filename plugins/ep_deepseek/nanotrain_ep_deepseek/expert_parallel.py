@@ -8,7 +8,7 @@ import attrs
 import torch
 from torch import nn
 
-from nanotrain_core.api import Layout, NanotrainError, Role, divisors_near, either, tagged, take_over
+from nanotrain_core.api import Layout, NanotrainError, Role, divisors_near, either, override_forward, tagged
 from nanotrain_core.api.torch import Mesh, Parallel, Placement, Placements
 from nanotrain_ep_deepseek import ExpertParallelConfig
 from nanotrain_ep_deepseek.dispatch import Dispatcher
@@ -35,7 +35,7 @@ class ExpertParallel(Parallel):
         for name, module, tag in list(tagged(part)):
             if tag.role is Role.EXPERTS:
                 experts = split(name, module, tag.split, placements, mesh)
-                take_over(module, Dispatcher(experts, mesh))
+                override_forward(module, Dispatcher(experts, mesh))
         return part
 
 

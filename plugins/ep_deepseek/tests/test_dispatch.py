@@ -18,7 +18,7 @@ from nanotrain_core.layout.grid import Grid
 from nanotrain_core.layout.layout import Layout, View
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import place
-from nanotrain_core.layout.roles import Role, replace, tag, taken_over_by
+from nanotrain_core.layout.roles import Role, overridden_by, replace_module, tag
 from nanotrain_core.moe.routing import Routing, use_dispatch_codec
 from nanotrain_core.pipeline.actions import Part
 from nanotrain_core.testing import run_ranks
@@ -107,7 +107,7 @@ def run_layer(degrees, tokens_by_rank, route, options=()):
         for name in NAMES:
             setattr(new, name, getattr(experts, name))
         new.forward = None  # whatever it would have done
-        experts = part.layers["0"].experts = replace(experts, new)
+        experts = part.layers["0"].experts = replace_module(experts, new)
     x, chosen, weights, d_y = inputs(tokens_by_rank[mesh.rank], mesh.rank, route)
     x.requires_grad_("frozen" not in options), weights.requires_grad_()
     routing = Routing(chosen, weights)
@@ -123,7 +123,7 @@ def run_layer(degrees, tokens_by_rank, route, options=()):
         "weights": weights.grad,
         "experts": {name: gradient(getattr(experts, name)) for name in NAMES},
         "slices": {name: placements[f"layers.0.experts.{name}"].slices for name in NAMES},
-        "rows": taken_over_by(experts).rows,
+        "rows": overridden_by(experts).rows,
         "encoded": codec.rows if codec else 0,
     }
 

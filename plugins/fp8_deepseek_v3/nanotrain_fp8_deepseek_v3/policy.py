@@ -12,7 +12,7 @@ import attrs
 from torch import nn
 
 from nanotrain_core.api import NanotrainError, Role, did_you_mean, tagged
-from nanotrain_core.api.torch import LINEAR, gemm_parameters
+from nanotrain_core.api.torch import LINEAR_ROLES, gemm_parameters
 from nanotrain_fp8_deepseek_v3 import ModuleFormats
 
 #: From the widest: the first whose pattern matches a module is used.
@@ -63,7 +63,7 @@ def rows_of(part: nn.Module, config: ModuleFormats) -> Iterator[Row]:
             yield Row(name, role, *format_and_why(name, module, config), linear=True)
         elif tag.role is Role.EXPERTS:
             yield Row(name, role, "bf16", "they make products of their own")
-        elif tag.role in LINEAR:
+        elif tag.role in LINEAR_ROLES:
             yield Row(name, role, "bf16", "it has its own forward")
         elif tag.role is not Role.BLOCK and next(module.parameters(), None) is not None:
             yield Row(name, role, "bf16", "never narrower")

@@ -14,7 +14,7 @@ from nanotrain_fp8_deepseek_v3.watched import Watch, Watched
 from torch import nn
 
 from nanotrain_core.layout.roles import Role, tag
-from nanotrain_core.models.ops import TORCH
+from nanotrain_core.models.ops import TORCH_OPS
 from nanotrain_core.pipeline.passes import Passes
 from nanotrain_core.pipeline.weight_gradients import DeferredGradients
 from nanotrain_core.precision.gemm import TorchGEMM, use_gemm
@@ -117,7 +117,7 @@ class Experts(nn.Module):
         names = {"gate": (E, F, D), "up": (E, F, D), "down": (E, D, F)}
         for name, shape in names.items():
             setattr(self, name, nn.Parameter(0.1 * torch.randn(shape, dtype=torch.bfloat16)))
-        self.ops = TORCH
+        self.ops = TORCH_OPS
         tag(self, Role.EXPERTS, gemm_weights=tuple(names))
 
     def forward(self, x, counts):

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from nanotrain_core.api import NanotrainError, Role, did_you_mean, tagged
-from nanotrain_core.api.torch import LINEAR, Initializer, Mesh, Parallel, Placement, Placements
+from nanotrain_core.api.torch import LINEAR_ROLES, Initializer, Mesh, Parallel, Placement, Placements
 from nanotrain_lora import LoRAConfig, matches
 
 
@@ -109,7 +109,7 @@ def linear_layers(part: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     inside = tuple(f"{name}." for name, _, tag in found if tag.role is Role.BLOCK)
     apart = tuple(f"{name}." for name, _, tag in found if tag.role in (Role.ROUTER, Role.EXPERTS))
     for name, module, tag in found:
-        if tag.role in LINEAR and name.startswith(inside) and not name.startswith(apart):
+        if tag.role in LINEAR_ROLES and name.startswith(inside) and not name.startswith(apart):
             yield name, module
 
 

@@ -17,8 +17,8 @@ from torch import nn
 
 from nanotrain_core.api import Costs, Part, Role, TransformerConfig, tag
 from nanotrain_core.api.models import (
+    CallOnce,
     Experts,
-    Once,
     Routed,
     TopKRouter,
     Transformer,
@@ -27,7 +27,7 @@ from nanotrain_core.api.models import (
     count_routed,
     load_balancing_loss,
 )
-from nanotrain_core.api.torch import TORCH, Batch, Initializer, LayerCache, Ops, Rotation, SwiGLU
+from nanotrain_core.api.torch import TORCH_OPS, Batch, Initializer, LayerCache, Ops, Rotation, SwiGLU
 from nanotrain_moe_transformer.config import MoETransformerConfig
 
 
@@ -43,7 +43,7 @@ class MoETransformer(Transformer):
             # The term is a mean over layers; the papers sum over layers.
             self.loss_weights = {"lm": 1.0, "aux": config.aux_loss_coeff * config.moe_layers}
 
-    def build(self, part: Part, ops: Ops = TORCH) -> nn.Module:
+    def build(self, part: Part, ops: Ops = TORCH_OPS) -> nn.Module:
         """Return the layers of ``part`` on ``meta``, with embedding and head where it has them."""
         with torch.device("meta"):
             return MoETransformerPart(self.config, part, ops)
@@ -135,7 +135,7 @@ class MixtureOfExperts(nn.Module):
         routed = Routed(dict(routing.losses), routing.load)
         if self.shared is None:
             return self.experts(x_BSD, routing), routed
-        shared = Once(self.shared, x_BSD)
+        shared = CallOnce(self.shared, x_BSD)
         y_BSD = self.experts(x_BSD, replace(routing, meanwhile=shared))
         return y_BSD + shared(), routed
 

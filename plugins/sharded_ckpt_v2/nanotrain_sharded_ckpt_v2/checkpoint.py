@@ -29,7 +29,13 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from nanotrain_core.api import CheckpointError, above_one, newest_evaluated, show_progress, unexpected_kinds
+from nanotrain_core.api import (
+    CheckpointError,
+    newest_evaluated,
+    nontrivial_views,
+    show_progress,
+    unexpected_kinds,
+)
 from nanotrain_core.api import __version__ as core_version
 from nanotrain_core.api.torch import Block, CheckpointReport, Mesh, TrainState
 from nanotrain_sharded_ckpt_v2 import ShardedConfig, __version__, blocks, folders, manifest, shard
@@ -290,7 +296,7 @@ class ShardedCheckpoint:
     ) -> dict[str, torch.Tensor]:
         """Return this rank's streams if the layout is the same: otherwise they are meaningless."""
         name = streams_name(self.mesh.rank)
-        if above_one(saved.layout) != self.mesh.layout.degrees or name not in saved.files:
+        if nontrivial_views(saved.layout) != self.mesh.layout.degrees or name not in saved.files:
             return {}
         shard.read_header(path / name)
         try:

@@ -20,7 +20,7 @@ import attrs
 import torch
 import torch.nn.functional as F
 
-from nanotrain_core.api.torch import IGNORE, TORCH, Ops, Placement, SplitVocabulary, shard_range
+from nanotrain_core.api.torch import IGNORE, TORCH_OPS, Ops, Placement, SplitVocabulary, shard_range
 from nanotrain_tp.collectives import Ranks
 
 
@@ -59,7 +59,7 @@ def split_cross_entropy(
     target_T: torch.Tensor,
     rows: Rows,
     ranks: Ranks,
-    ops: Ops = TORCH,
+    ops: Ops = TORCH_OPS,
 ) -> torch.Tensor:
     """Return the summed cross-entropy of whole tokens, in nats: bitwise equal on every rank.
 

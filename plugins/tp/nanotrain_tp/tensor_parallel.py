@@ -29,9 +29,9 @@ from nanotrain_core.api import (
     divisors_near,
     either,
     multiples_near,
+    override_forward,
     share_tokens,
     tagged,
-    take_over,
 )
 from nanotrain_core.api.torch import Mesh, Parallel, Placement, Placements
 from nanotrain_tp import AXES, VOCABULARY, TensorParallelConfig
@@ -278,7 +278,7 @@ def table_of(name: str, module: nn.Module, part: nn.Module, placements: Placemen
 def hook_vocabulary(module: nn.Module, tag: Tag, region: ShardedRegion, rows: Rows) -> None:
     """Install the collectives of VOCAB or HEAD."""
     if tag.role is Role.HEAD:
-        take_over(module, Head(region, rows).forward)
+        override_forward(module, Head(region, rows).forward)
         return
     table = Vocabulary(region, rows)
     module.register_forward_pre_hook(table.before)

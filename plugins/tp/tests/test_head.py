@@ -14,7 +14,7 @@ from nanotrain_core.layout.layout import Layout, View
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import shard_range
 from nanotrain_core.models.cross_entropy import Chunks, linear_cross_entropy
-from nanotrain_core.models.ops import TORCH
+from nanotrain_core.models.ops import TORCH_OPS
 from nanotrain_core.testing import RankFailure, run_ranks
 
 TOKENS, WIDTH = 50, 12
@@ -40,7 +40,7 @@ def ranks():
 def split(chunk, dtype=torch.float64, *, wrong=None):
     """Return loss without and with gradients, and this rank's gradients."""
     chunks = Chunks(logits=chunk * VOCAB, tokens=chunk)
-    ops = replace(TORCH, linear_cross_entropy=partial(linear_cross_entropy, chunks=chunks))
+    ops = replace(TORCH_OPS, linear_cross_entropy=partial(linear_cross_entropy, chunks=chunks))
     hidden, weight, target = whole()
     if wrong is not None:
         target[3] = wrong

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
-from nanotrain_core.api.torch import TORCH, Kernels, Ops, grouped_linear_on_gpu, plain_ops
+from nanotrain_core.api.torch import TORCH_OPS, Kernels, Ops, grouped_linear_on_gpu, plain_ops
 from nanotrain_plan import DryKernelsConfig
 
 Tensor = torch.Tensor
@@ -31,12 +31,12 @@ class DryKernels(Kernels):
     def ops(self, device: torch.device) -> Ops:
         """Return plain PyTorch with the kernels that it has on a GPU, or on a CPU; of ``meta`` alone."""
         if device.type != "meta":
-            return TORCH
+            return TORCH_OPS
         if self.config.host:
-            return replace(TORCH, attention=attention_on_host)
+            return replace(TORCH_OPS, attention=attention_on_host)
         loss = partial(plain_ops(torch.device("cuda")).linear_cross_entropy, matmul=matmul)
         return replace(
-            TORCH, attention=attention, rms_norm=rms_norm, experts=experts, linear_cross_entropy=loss
+            TORCH_OPS, attention=attention, rms_norm=rms_norm, experts=experts, linear_cross_entropy=loss
         )
 
 
@@ -57,7 +57,7 @@ def attention(
     """
     if window is not None and window < k_BTGK.shape[1]:
         if q_BSHK.shape[-1] != v_BTGV.shape[-1]:
-            return TORCH.attention(q_BSHK, k_BTGK, v_BTGV, scale, begins_BT, window)
+            return TORCH_OPS.attention(q_BSHK, k_BTGK, v_BTGV, scale, begins_BT, window)
         return _window_attention(q_BSHK, k_BTGK, v_BTGV, scale, window)
     q, k, v = (x.transpose(1, 2) for x in (q_BSHK, k_BTGK, v_BTGV))
     if q.shape[-1] == v.shape[-1]:
@@ -93,9 +93,9 @@ def attention_on_host(
     """Return the same on a CPU, whose kernel takes values as wide as keys: of others torch keeps scores."""
     if window is not None and window < k_BTGK.shape[1] and q_BSHK.shape[-1] == v_BTGV.shape[-1]:
         with _KernelOfHost():
-            return TORCH.attention(q_BSHK, k_BTGK, v_BTGV, scale, begins_BT, window)
+            return TORCH_OPS.attention(q_BSHK, k_BTGK, v_BTGV, scale, begins_BT, window)
     if begins_BT is not None or q_BSHK.shape[-1] != v_BTGV.shape[-1]:
-        return TORCH.attention(q_BSHK, k_BTGK, v_BTGV, scale, begins_BT, window)
+        return TORCH_OPS.attention(q_BSHK, k_BTGK, v_BTGV, scale, begins_BT, window)
     q, k, v = (x.transpose(1, 2) for x in (q_BSHK, k_BTGK, v_BTGV))
     fewer = q.shape[2] != k.shape[2]  # queries than keys: the kernel keeps a mask
     mask_ST = q.new_zeros(q.shape[2], k.shape[2]) if fewer else None
@@ -152,6 +152,6 @@ def experts(rows_ND: Tensor, counts_E: Tensor, gate_EFD: Tensor, up_EFD: Tensor,
     """Return the experts' outputs [N, D], by grouped GEMMs where a GPU has them: see ``ops.experts``."""
     sizes = (*gate_EFD.shape[1:], rows_ND.shape[-1])
     if rows_ND.dtype != torch.bfloat16 or any(size % 8 for size in sizes) or not len(rows_ND):
-        return TORCH.experts(rows_ND, counts_E, gate_EFD, up_EFD, down_EDF)
+        return TORCH_OPS.experts(rows_ND, counts_E, gate_EFD, up_EFD, down_EDF)
     gate_NF, up_NF = (grouped_linear_on_gpu(rows_ND, weight, counts_E) for weight in (gate_EFD, up_EFD))
-    return grouped_linear_on_gpu(TORCH.swiglu(gate_NF, up_NF), down_EDF, counts_E)
+    return grouped_linear_on_gpu(TORCH_OPS.swiglu(gate_NF, up_NF), down_EDF, counts_E)

@@ -18,7 +18,7 @@ from nanotrain_core.api.torch import (
     Run,
     Shard,
     StopRequest,
-    balance,
+    balance_routers,
     compose,
     storage_of,
     sum_over_data,
@@ -353,7 +353,7 @@ class _Step:
         stats = run.optimizer.step(loss_scale=run.loss_scale.value)
         run.gradients.zero()
         recorder.enter("balance")
-        balance(run.stages.values(), run.mesh, skipped=stats.skipped)
+        balance_routers(run.stages.values(), run.mesh, skipped=stats.skipped)
 
 
 class RecordedExecutor(Executor):
