@@ -73,7 +73,34 @@ def problems(tmp_path, text=SMALL, **arguments) -> list[str]:
         (
             "vocab = 256",
             "vocab = 256\n[optimizer]\nlr_schedule = 'cosine'",
-            "recipe.toml:16: optimizer.lr_schedule: expected a table, got the string 'cosine'",
+            "recipe.toml:16: optimizer.lr_schedule: expected a table, got the string 'cosine': "
+            'write { use = "cosine" }',
+        ),
+        (
+            "[run]",
+            'precision = "bf16"\n[run]',
+            'recipe.toml:1: precision: expected a table: write [precision] with use = "bf16", got the string',
+        ),
+        (
+            "steps = 3",
+            "steps = 3\nlr = 1e-3",
+            "recipe.toml:3: run.lr: unknown key 'lr' (did you mean 'optimizer.lr'?); valid: ",
+        ),
+        (
+            "vocab = 256",
+            "vocab = 256\n[checkpoint]\nuse = 'simple'\nevery_minutes = 5",
+            "recipe.toml:17: checkpoint.every_minutes: unknown key 'every_minutes': it is a key of "
+            "checkpoint 'sharded_v2'; valid: every, keep",
+        ),
+        (
+            "heads = 4",
+            "n_head = 4",
+            "recipe.toml:13: model.n_head: unknown key 'n_head': it is heads; valid: ",
+        ),
+        (
+            "vocab = 256",
+            "vocab = 256\n[optimizer]\nuse = 'zero12'\nlearning_rate = 1e-3",
+            "recipe.toml:17: optimizer.learning_rate: unknown key 'learning_rate': it is lr; valid: ",
         ),
         (
             "[run]",
@@ -189,6 +216,32 @@ def test_missing_parent_suggests_a_neighbor(tmp_path):
     (line,) = problems(tmp_path, '\nextends = "bass.toml"\n')
     assert line.startswith("recipe.toml:2: extends: no file")
     assert line.endswith("(did you mean 'base.toml'?)")
+
+
+def test_missing_parent_suggests_a_shipped_part_of_that_name(tmp_path):
+    (line,) = problems(tmp_path, 'extends = "llama_3_8b"\n')
+    assert line.endswith("(did you mean 'fragments/llama_3_8b.toml'?)")
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        (
+            "steps = 4k",
+            "(column 10): expected a number without a unit (4096, 3e-4), true or false, or text in ",
+        ),
+        (
+            "compile = True",
+            ": Invalid value (column 11): expected a number without a unit (4096, 3e-4), true or",
+        ),
+        ("steps = 3\nsteps = 4", ": Cannot overwrite a value (column 10): steps is there already"),
+        ('name = "a" b', "Expected newline or end of document after a statement (column 12)"),
+    ],
+)
+def test_a_line_that_is_no_toml_is_told_what_toml_has(tmp_path, line, text):
+    (problem,) = problems(tmp_path, f"[run]\n{line}\n")
+    assert text in problem
+    assert ("expected a number" in problem) == ("expected a number" in text)
 
 
 def test_extends_takes_the_name_of_a_shipped_recipe_as_run_does(tmp_path):

@@ -21,6 +21,10 @@ class GridConfig:
     NOT_KEYS: ClassVar[Mapping[str, str]] = {
         "dp": "dp is what pp, cp and tp leave of run.ranks",
         "edp": "edp is what pp, ep and etp leave of run.ranks",
+        **dict.fromkeys(("tensor", "tensor_parallel", "tensor_parallel_size"), "it is tp"),
+        **dict.fromkeys(("pipeline", "pipeline_parallel", "pipeline_parallel_size"), "it is pp"),
+        **dict.fromkeys(("context_parallel", "context_parallel_size"), "it is cp"),
+        **dict.fromkeys(("expert_parallel", "expert_parallel_size"), "it is ep"),
     }
 
     pp: int = attrs.field(default=1, validator=Range(1))

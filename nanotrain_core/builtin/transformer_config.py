@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import attrs
 
@@ -88,6 +88,21 @@ LayerType = Literal["full_attention", "sliding_attention"]
 @attrs.define(frozen=True, kw_only=True)
 class TransformerConfig(ModelConfig):
     """``[model] use = "transformer"``: a decoder of GPT-2, Llama, Mistral or Qwen shape."""
+
+    NOT_KEYS: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layers", "n_layer"), "it is layers"),
+        **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim"), "it is width"),
+        **dict.fromkeys(("num_attention_heads", "num_heads", "n_heads", "n_head"), "it is heads"),
+        **dict.fromkeys(("num_key_value_heads", "n_kv_heads"), "it is kv_heads"),
+        **dict.fromkeys(("intermediate_size", "ffn_size", "d_ff"), "it is ffn"),
+        **dict.fromkeys(("max_position_embeddings", "block_size"), "it is max_length"),
+        "head_dim": "it is head_size",
+        "vocab_size": "it is vocab",
+        "tie_word_embeddings": "it is tied",
+        "rms_norm_eps": "it is norm_eps",
+        "hidden_act": "it is activation",
+        "sliding_window": "it is window",
+    }
 
     layers: int = attrs.field(validator=Range(1, MOST_LAYERS))
     """Number of blocks."""

@@ -19,7 +19,7 @@ from nanotrain_core.recipe.merge import Merged
 from nanotrain_core.recipe.phase import SECTIONS, Phase
 from nanotrain_core.recipe.range_validator import LARGEST_COUNT
 from nanotrain_core.recipe.structure import absolute_paths, structure
-from nanotrain_core.recipe.suggestions import with_section
+from nanotrain_core.recipe.suggestions import of_another, with_section
 from nanotrain_core.recipe.tree import CORE_SECTIONS, Recipe, Selection
 from nanotrain_core.recipe.types import found
 from nanotrain_core.registry.registry import Registry
@@ -43,7 +43,7 @@ class Resolver:
         sections["requires"] = self._requirements()
         names = [field.name for field in attrs.fields(Recipe)]
         for name in sorted(set(self._tree) - set(names)):
-            near = with_section(name, sections) or did_you_mean(name, names)
+            near = with_section(name, self._tree, self._registry) or did_you_mean(name, names)
             valid = ", ".join(["extends", *names])
             self.problems.append(Problem(name, f"unknown section '{name}'{near}; valid: {valid}"))
         self.written_versions()
@@ -82,7 +82,14 @@ class Resolver:
         return {}
 
     def _structure(self, table: Any, config: type, key: str) -> Any:
-        instance, problems = structure(absolute_paths(table, config, key, self._merged), config, key)
+        kind = key.partition(".")[0]
+
+        def elsewhere(name: str) -> str:
+            other = of_another(name, kind, self._registry) if kind in KINDS else ""
+            return other or with_section(name, self._tree, self._registry)
+
+        table = absolute_paths(table, config, key, self._merged)
+        instance, problems = structure(table, config, key, elsewhere)
         self.problems += problems
         return instance
 
@@ -113,7 +120,8 @@ class Resolver:
     def _selection(self, kind: str, key: str, table: Any, header: str) -> Selection | None:
         """Take ``use`` out of a table and structure the rest as that component's config class."""
         if not isinstance(table, dict):
-            self.problems.append(Problem(key, f"expected a table: write {header}, got {found(table)}"))
+            use = f' with use = "{table}"' if isinstance(table, str) else ""
+            self.problems.append(Problem(key, f"expected a table: write {header}{use}, got {found(table)}"))
             return None
         rest = dict(table)
         use = rest.pop("use", None)

@@ -108,7 +108,21 @@ def file_source(path: Path) -> Source:
         raise RecipeError([f"{label}: not UTF-8 text (byte {error.start})"]) from None
     except tomli.TOMLDecodeError as error:
         where = f"{label}:{error.lineno}"
-        raise RecipeError([f"{where}: {as_written(error.msg)} (column {error.colno})"]) from None
+        at = f" (column {error.colno}){_hint(error.msg, text.splitlines()[error.lineno - 1])}"
+        raise RecipeError([f"{where}: {as_written(error.msg)}{at}"]) from None
+
+
+def _hint(problem: str, line: str) -> str:
+    """Return what is likely to be wrong with a line that is no TOML: a clause, or an empty string."""
+    key, equals, value = (part.strip() for part in line.partition("="))
+    if problem == "Cannot overwrite a value" and equals:
+        return f": {key} is there already"
+    if (
+        problem.startswith(("Invalid value", "Expected newline or end of document"))
+        and value[:1] not in "'\""
+    ):
+        return ': expected a number without a unit (4096, 3e-4), true or false, or text in quotes ("adamw")'
+    return ""
 
 
 def _loads(text: str, label: str) -> dict[str, Any]:
@@ -157,7 +171,9 @@ def _parent(source: Source) -> Path | None:
     for candidate in (name, f"{name}.toml"):
         if candidate in shipped:
             return shipped[candidate].resolve()
-    near = did_you_mean(name, sorted({*shipped, *(p.name for p in source.folder.glob("*.toml"))}))
+    names = alike(Path(name), sorted({*shipped, *(p.name for p in source.folder.glob("*.toml"))}))
+    same = [other for other in names if Path(other).stem == Path(name).stem]
+    near = did_you_mean(name, same or names, cutoff=0.0)
     raise RecipeError([f"{place}: no file {beside} and no shipped recipe '{name}'{near}"])
 
 

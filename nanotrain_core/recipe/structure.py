@@ -41,20 +41,23 @@ class ExplainsKeys(Protocol):
     """Why names that users are likely to try are not keys: name -> a clause of the error."""
 
 
-def structure(table: Any, config: type, key: str) -> tuple[Any, list[Problem]]:
+def structure(
+    table: Any, config: type, key: str, elsewhere: Callable[[str], str] = lambda name: ""
+) -> tuple[Any, list[Problem]]:
     """Return an instance of the attrs class ``config`` built from ``table``, and the problems found.
 
     The instance is None if the types do not fit; validators run only when they do.
 
     Args:
         key: location of the table in the recipe, for the problems.
+        elsewhere: returns a clause on where an unknown key belongs instead, or an empty string.
     """
     try:
         # Validators run afterwards, so that each failure is reported, with its own key.
         with attrs.validators.disabled():
             instance: Any = _converter().structure(table, config)
     except Exception as error:
-        return None, list(_problems(error, key))
+        return None, list(_problems(error, key, elsewhere))
     return instance, list(_invalid(instance, key))
 
 
@@ -169,29 +172,32 @@ def _table(converter: Converter, config: type) -> Callable[[Any, Any], Any]:
 
     def structure_table(value: Any, type_: Any) -> Any:
         if not isinstance(value, dict):
-            raise TypeError(_mismatch(value, config))
+            has_use = isinstance(value, str) and "use" in attrs.fields_dict(config)
+            raise TypeError(_mismatch(value, config) + (f': write {{ use = "{value}" }}' if has_use else ""))
         return fill(value, type_)
 
     return structure_table
 
 
-def _problems(error: BaseException, key: str, config: type | None = None) -> Iterator[Problem]:
+def _problems(
+    error: BaseException, key: str, elsewhere: Callable[[str], str], config: type | None = None
+) -> Iterator[Problem]:
     """Walk cattrs' exception tree and yield one Problem for each leaf, with its dotted key."""
     if isinstance(error, ClassValidationError):
         noted, rest = error.group_exceptions()
         for inner, note in noted:
-            yield from _problems(inner, join(key, note.name), error.cl)
+            yield from _problems(inner, join(key, note.name), elsewhere, error.cl)
         for inner in rest:
-            yield from _problems(inner, key)
+            yield from _problems(inner, key, elsewhere)
     elif isinstance(error, IterableValidationError):
         for inner, item in error.group_exceptions()[0]:
-            yield from _problems(inner, join(key, item.index))
+            yield from _problems(inner, join(key, item.index), elsewhere)
     elif isinstance(error, ForbiddenExtraKeysError):
         names = [field.name for field in attrs.fields(error.cl)]
         for name in sorted(error.extra_fields):
             valid = f"valid: {', '.join(names)}" if names else "this table has no keys"
-            said = error.cl.NOT_KEYS.get(name) if isinstance(error.cl, ExplainsKeys) else None
-            hint = f": {said}" if said else did_you_mean(name, names)
+            told = [c.NOT_KEYS[name] for c in error.cl.__mro__ if name in vars(c).get("NOT_KEYS", ())]
+            hint = f": {told[0]}" if told else elsewhere(name) or did_you_mean(name, names)
             yield Problem(join(key, name), f"unknown key '{name}'{hint}; {valid}")
     elif config is not None and isinstance(error, KeyError):
         name = key.rpartition(".")[2]

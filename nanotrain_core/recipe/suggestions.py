@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import attrs
 
+from nanotrain_core.component import KINDS, LISTED_KINDS
 from nanotrain_core.layout.layout import Layout
 from nanotrain_core.layout.roles import Role
 from nanotrain_core.recipe.divisibility import divisibility_of
@@ -25,19 +26,34 @@ def for_idle_ranks(dim: str, model: Selection, layout: Layout, registry: Registr
     return f"write {added}, or set {dim} = 1" if added else f"nor does an installed one: set {dim} = 1"
 
 
-def with_section(name: str, sections: Mapping[str, Any]) -> str:
-    """Return `` (did you mean 'run.steps'?)`` for a key that lacks its section, else an empty string.
+def with_section(name: str, tree: Mapping[str, Any], registry: Registry) -> str:
+    """Return `` (did you mean 'run.steps'?)`` for a key that lacks its section, or stands in another one.
 
-    Args:
-        sections: of the resolved recipe, tuples where a recipe lists several; None for an invalid one.
+    An empty string if no section of the recipe has that key.
     """
-    for section, value in sections.items():
-        items = enumerate(value) if isinstance(value, tuple) else (("", value),)
-        for number, item in items:
-            shape = CORE_SECTIONS.get(section) or type(getattr(item, "config", None))
-            if attrs.has(shape) and name in attrs.fields_dict(shape):
-                return f" (did you mean '{section}.{number}.{name}'?)".replace("..", ".")
+    for section, shape in _shapes(tree, registry):
+        if name in attrs.fields_dict(shape):
+            return f" (did you mean '{section}.{name}'?)"
     return ""
+
+
+def of_another(name: str, kind: str, registry: Registry) -> str:
+    """Return a clause that names the components of a kind that have a key, or an empty string."""
+    configs = {use: registry.get(kind, use).config for use in registry.names(kind)}
+    having = [f"'{use}'" for use, config in configs.items() if name in attrs.fields_dict(config)]
+    return f": it is a key of {kind} {', '.join(having)}" if having else ""
+
+
+def _shapes(tree: Mapping[str, Any], registry: Registry) -> Iterator[tuple[str, type]]:
+    """Yield the config class of each table of a recipe, of which some may be invalid."""
+    yield from CORE_SECTIONS.items()
+    for kind in KINDS:
+        tables = tree.get(kind)
+        for number, table in enumerate(tables if isinstance(tables, list) else [tables]):
+            use = table.get("use") if isinstance(table, dict) else None
+            if use in registry.names(kind):
+                key = f"{kind}.{number}" if kind in LISTED_KINDS else kind
+                yield key, registry.get(kind, use).config
 
 
 def as_written(message: str) -> str:

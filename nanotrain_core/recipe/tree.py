@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from importlib.metadata import entry_points
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import attrs
 
@@ -88,6 +88,15 @@ class Selection:
 class RunConfig:
     """``[run]``: what is run, for how long, and where its results are written."""
 
+    NOT_KEYS: ClassVar[Mapping[str, str]] = {
+        "max_steps": "it is steps",
+        "epochs": "a run has a number of steps, with batch.sequences each",
+        "tokens": "a run has a number of steps, or phases with until_tokens",
+        "world_size": "it is ranks",
+        "eval_every": "it is evaluation.every",
+        "save_every": "it is checkpoint.every",
+    }
+
     name: str = attrs.field(default="run", validator=_folder_name)
     """Name of the run folder, ``runs/<name>``."""
     steps: int = attrs.field(validator=Range(1))
@@ -157,6 +166,17 @@ class RunConfig:
 class BatchConfig:
     """``[batch]``: the global batch of one optimizer step, the same for every layout."""
 
+    NOT_KEYS: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(
+            ("size", "batch_size", "global_batch_size"), "it is sequences, a step's over all ranks"
+        ),
+        **dict.fromkeys(("micro_batch_size", "per_device_train_batch_size"), "it is microbatch"),
+        **dict.fromkeys(
+            ("seq_len", "seq_length", "sequence_length", "context_length"), "it is length, in tokens"
+        ),
+        "gradient_accumulation_steps": "each rank takes its share in as many microbatches as it needs",
+    }
+
     sequences: int = attrs.field(validator=Range(1), metadata={CHANGES: True})
     """Sequences per optimizer step over the whole run."""
     microbatch: int = attrs.field(validator=Range(1), metadata={CHANGES: True, CONSTANT: True})
@@ -193,6 +213,11 @@ class EvaluationConfig:
 class LRScheduleConfig:
     """``lr_schedule`` of an optimizer: the learning rate over the steps of the run."""
 
+    NOT_KEYS: ClassVar[Mapping[str, str]] = {
+        "min_lr": "it is final_ratio, a fraction of lr",
+        **dict.fromkeys(("type", "name"), "it is use"),
+    }
+
     use: Literal["constant", "linear", "cosine", "wsd"] = "constant"
     """Shape after warm-up. `wsd` stays constant and then decays linearly over `decay_steps`."""
     warmup_steps: int = attrs.field(default=0, validator=Range(0))
@@ -207,6 +232,16 @@ class LRScheduleConfig:
 @attrs.define(frozen=True, kw_only=True)
 class OptimizerConfig:
     """The common keys of every optimizer's table; an optimizer's config class derives from this."""
+
+    NOT_KEYS: ClassVar[Mapping[str, str]] = {
+        "learning_rate": "it is lr",
+        "wd": "it is weight_decay",
+        **dict.fromkeys(("max_grad_norm", "grad_clip", "gradient_clipping"), "it is clip_norm"),
+        **dict.fromkeys(("warmup", "warmup_steps"), "it is lr_schedule.warmup_steps"),
+        **dict.fromkeys(("scheduler", "lr_scheduler"), "it is lr_schedule"),
+        **dict.fromkeys(("beta1", "beta2"), "it is betas = [beta1, beta2]"),
+        "min_lr": "it is lr_schedule.final_ratio, a fraction of lr",
+    }
 
     lr: float = attrs.field(default=1e-3, validator=Range(0.0, 1e3, above=True), metadata={CHANGES: True})
     """Peak learning rate."""
