@@ -7,11 +7,11 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from nanotrain_core.batch import Batch
 from nanotrain_core.contracts import Computed
 from nanotrain_core.errors import NanotrainError
+from nanotrain_core.layout.dtensors import is_dtensor
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.moe.routing import bytes_not_counted, counting_routers
 from nanotrain_core.pipeline.executor import Executor
@@ -29,7 +29,7 @@ def replay(
     See :meth:`~nanotrain_core.contracts.UpdateReport.replay`.
     """
     parts = executor.stages.values()
-    if any(isinstance(each, DTensor) for part in parts for each in part.parameters()):
+    if any(is_dtensor(each) for part in parts for each in part.parameters()):
         raise NanotrainError(
             "a microbatch cannot be replayed: parameters are DTensors, whose gradients torch reduces itself"
         )

@@ -58,6 +58,8 @@ def expect_training_to_fit(
     Raises:
         NanotrainError: on every rank, with ranks, host, sizes and keys.
     """
+    if mesh.device.type == "meta":  # many thousand blocks, and no memory
+        return
     needed = sum(storage_of(each.parameter).nbytes for each in placed)
     for piece in gradients.pieces():
         first, end = piece.span or (0, prod(piece.placement.shape))
@@ -73,13 +75,12 @@ def _expect_room(needed: int, what: str, recipe: Recipe, mesh: Mesh) -> None:
     device = mesh.device
     if device.type not in ("cpu", "cuda"):  # a dry run, or a device whose size is not known here
         return
-    total = (
-        host_memory().most if device.type == "cpu" else torch.cuda.get_device_properties(device).total_memory
-    )
+    on_host = device.type == "cpu"
+    total = host_memory().most if on_host else torch.cuda.get_device_properties(device).total_memory
     everyone = mesh.gather((needed, total))
     found = {f"rank {rank}": pair for rank, pair in enumerate(everyone)}
     one_host = mesh.world_size > 1 and os.environ.get("LOCAL_WORLD_SIZE") == str(mesh.world_size)
-    if one_host and (device.type == "cpu" or recipe.run.share_device):
+    if one_host and (on_host or recipe.run.share_device):
         found = {f"all {mesh.world_size} ranks": (sum(taken for taken, _ in everyone), total)}
     for whose, (taken, most) in found.items():
         if taken > most > 0:

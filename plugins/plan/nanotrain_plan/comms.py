@@ -108,14 +108,26 @@ class CollectiveTime:
     :attr:`exposed`, to its arrival."""
 
 
+@attrs.define(frozen=True)
+class _Priced:
+    """What :class:`Links` says of one collective."""
+
+    axis: str
+    seconds: float
+    exposed: float
+    hidden: float
+    sync: bool
+
+
 class Links:
     """Times of collectives on the links of a hardware."""
 
     def __init__(self, hardware: Hardware, layout: Layout) -> None:
         self.hardware, self.layout = hardware, layout
         self._axes: dict[tuple[tuple[int, ...], bool, bool], str] = {}
-        self._seconds: dict[Collective, float] = {}
+        self._priced: dict[Collective, _Priced] = {}
         self._locals: dict[tuple[tuple[int, ...], str, bool], int] = {}
+        self._times: dict[Phase, CollectiveTime] = {}
 
     def axis(self, found: Collective) -> str:
         """Return :func:`axis_of`, remembered.
@@ -134,11 +146,20 @@ class Links:
                 self._axes[key] = f"{axis}+{spread}" if both else spread
         return self._axes[key]
 
+    def _price(self, found: Collective) -> _Priced:
+        """Return what is known of a collective, remembered: a step has thousands, and few that differ."""
+        known = self._priced.get(found)
+        if known is None:
+            axis, sync = self.axis(found), self._sums_data(found)
+            seconds, share = self._time(found), self._hidden_share(axis, sync)
+            hidden = seconds * share if sync else 0.0
+            known = _Priced(axis, seconds, seconds * (1 - share), hidden, sync)
+            self._priced[found] = known
+        return known
+
     def seconds(self, found: Collective) -> float:
-        """Return how long a collective takes by itself, remembered."""
-        if found not in self._seconds:
-            self._seconds[found] = self._time(found)
-        return self._seconds[found]
+        """Return how long a collective takes by itself."""
+        return self._price(found).seconds
 
     def _time(self, found: Collective) -> float:
         """Return how long a collective takes by itself.
@@ -195,7 +216,7 @@ class Links:
 
     def exposed(self, found: Collective) -> float:
         """Return the seconds of :meth:`seconds` that are not hidden where there is enough to compute."""
-        return self.seconds(found) * (1 - self._hidden_share(found))
+        return self._price(found).exposed
 
     def hidden(self, found: Collective) -> float:
         """Return the part of :meth:`seconds` that only computation of the same action can hide.
@@ -204,16 +225,20 @@ class Links:
         and all-to-alls where a schedule such as DualPipe overlaps two microbatches, also overlap other
         actions.
         """
-        return self.seconds(found) * self._hidden_share(found) if self.is_sync(found) else 0.0
+        return self._price(found).hidden
 
-    def _hidden_share(self, found: Collective) -> float:
-        if self.is_sync(found):
+    def _hidden_share(self, axis: str, sync: bool) -> float:
+        if sync:
             return self.hardware.overlap.dp
-        axes = [OVERLAP.get(axis, "") for axis in self.axis(found).split("+")]
-        shares = [getattr(self.hardware.overlap, axis) for axis in axes if axis]
+        axes = [OVERLAP.get(each, "") for each in axis.split("+")]
+        shares = [getattr(self.hardware.overlap, each) for each in axes if each]
         return min(shares, default=0.0)
 
     def is_sync(self, found: Collective) -> bool:
+        """Return whether a collective is of gradient sync."""
+        return self._price(found).sync
+
+    def _sums_data(self, found: Collective) -> bool:
         """Return whether a collective sums gradients, or gathers weights: along data-parallel ranks.
 
         Where ``cp`` is the only such dimension, its sums are taken for those of gradients, too, also if
@@ -242,23 +267,21 @@ class Links:
         return sum(self.exposed(each) for each in phase.collectives if self.is_ring(self.axis(each), each.op))
 
     def time(self, phase: Phase) -> CollectiveTime:
-        """Return what the collectives of a recorded phase take.
+        """Return what the collectives of a recorded phase take, remembered.
 
         A message counts once, where it is sent: who receives it waits for its arrival.
         """
-        sync = filter(self.is_sync, phase.collectives)
-        sends = (
-            self.seconds(found) - self.exposed(found)
-            for found in phase.collectives
-            if found.op == "send" and self.axis(found) == "pp"
-        )
-        return CollectiveTime(
-            exposed=sum(self.exposed(found) for found in phase.collectives if found.op != "recv")
-            - self.hidden_of_ring(self.ring(phase), phase.gemm_flops),
-            hidden=sum(map(self.hidden, phase.collectives)),
-            sync=sum(map(self.exposed, sync)),
-            message=max(sends, default=0.0),
-        )
+        if phase not in self._times:
+            priced = [(each.op, self._price(each)) for each in phase.collectives]
+            sends = (own.seconds - own.exposed for op, own in priced if op == "send" and own.axis == "pp")
+            self._times[phase] = CollectiveTime(
+                exposed=sum(own.exposed for op, own in priced if op != "recv")
+                - self.hidden_of_ring(self.ring(phase), phase.gemm_flops),
+                hidden=sum(own.hidden for _, own in priced),
+                sync=sum(own.exposed for _, own in priced if own.sync),
+                message=max(sends, default=0.0),
+            )
+        return self._times[phase]
 
 
 def phases_of(stages: Stages, pp_rank: int) -> Iterator[Phase]:

@@ -10,6 +10,7 @@ from typing import Any
 import attrs
 
 from nanotrain_core.api import Layout, NanotrainError, PhaseTimeline, Recipe, Registry, Role, kept_eager
+from nanotrain_plan.blocks.schedules import RememberedSchedules
 from nanotrain_plan.budget import Checkpoints, HostMemory, checkpoints, host_memory, offloads_state
 from nanotrain_plan.comms import AxisTraffic, Links, phases_of, traffic
 from nanotrain_plan.data_use import DataUse, data_use
@@ -169,15 +170,17 @@ def make_plan(
     Raises:
         NanotrainError: a component does something that cannot be followed without numbers.
     """
+    remembering: Any = RememberedSchedules(registry)
     try:
         now = PhaseTimeline(recipe).largest()
-        stages = dry_stages(now, registry, layout, host=hardware.gloo, processes=processes)
+        stages = dry_stages(now, remembering, layout, host=hardware.gloo, processes=processes)
     except (NotImplementedError, RuntimeError) as problem:
         text = str(problem).splitlines()[0] if str(problem) else type(problem).__name__
         raise NanotrainError(f"{NO_PLAN}{text}") from problem
-    phases = PhaseStages(stages, registry, hardware)
+    phases = PhaseStages(stages, remembering, hardware)
     highest = highest_memory(recipe, stages, phases.of, phases.schedule)
-    links, timer = Links(hardware, layout), Timer(stages, hardware)
+    links = Links(hardware, layout)
+    timer = Timer(stages, hardware, links.time)
     parameters = count_parameters(recipe, registry)
     return Plan(
         recipe=recipe,
@@ -189,13 +192,13 @@ def make_plan(
         memory=highest.ranks,
         memory_phase=highest.phase,
         phase=planned_phase(recipe, now),
-        time=step_time(stages, hardware),
-        phases=run_phases(recipe, registry, phases),
+        time=step_time(stages, hardware, links.time),
+        phases=run_phases(recipe, registry, phases, links.time),
         traffic={pp_rank: traffic(stages, pp_rank, links, timer.excess) for pp_rank in sorted(stages.steps)},
         checkpoints=checkpoints(recipe, registry, stages, hardware),
         data=data_use(recipe, registry),
         host=host_memory(recipe, registry, stages, hardware, highest),
-        assumptions=assumptions(recipe, registry, stages, hardware, parameters),
+        assumptions=assumptions(recipe, remembering, stages, hardware, parameters),
     )
 
 

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 import attrs
 
 from nanotrain_core.api import Layout, PhaseStretch, PhaseTimeline, Recipe, Registry
+from nanotrain_plan.comms import CollectiveTime
+from nanotrain_plan.dry.phase import Phase
 from nanotrain_plan.model import count_flops
 from nanotrain_plan.phase_stages import PhaseStages, name_of
 from nanotrain_plan.timing import step_time
@@ -31,7 +33,12 @@ class RunPhase:
     """Of all its steps."""
 
 
-def run_phases(recipe: Recipe, registry: Registry, phases: PhaseStages) -> tuple[RunPhase, ...]:
+def run_phases(
+    recipe: Recipe,
+    registry: Registry,
+    phases: PhaseStages,
+    collectives: Callable[[Phase], CollectiveTime] | None = None,
+) -> tuple[RunPhase, ...]:
     """Return what the phases of a run take, those that it does not reach left out.
 
     A step is simulated at the first and the last batch size of a phase, and at sizes between them: that with
@@ -43,6 +50,7 @@ def run_phases(recipe: Recipe, registry: Registry, phases: PhaseStages) -> tuple
         recipe: with its phases.
         registry: the plugins.
         phases: the stages of each phase.
+        collectives: see :func:`~nanotrain_plan.timing.step_time`.
     """
     timeline = PhaseTimeline(recipe)
     known: dict[int, float] = {}
@@ -51,7 +59,7 @@ def run_phases(recipe: Recipe, registry: Registry, phases: PhaseStages) -> tuple
     def seconds(now: Recipe) -> float:
         stages = phases.of(now)
         if id(stages) not in known:
-            known[id(stages)] = step_time(stages, phases.hardware).seconds
+            known[id(stages)] = step_time(stages, phases.hardware, collectives).seconds
         return known[id(stages)]
 
     own = _by_phase(timeline) if recipe.phase else []

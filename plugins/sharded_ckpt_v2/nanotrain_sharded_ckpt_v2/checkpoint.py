@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import structlog
@@ -47,10 +47,12 @@ from nanotrain_sharded_ckpt_v2.object_collectives import (
     gather_to_first,
     scatter_from_first,
 )
-from nanotrain_sharded_ckpt_v2.resharding import ReadPlan, misfits
 from nanotrain_sharded_ckpt_v2.save_in_progress import SaveInProgress
 from nanotrain_sharded_ckpt_v2.save_plan import BlockMetadata, Tensor, make_plan
 from nanotrain_sharded_ckpt_v2.steps_of_all_hosts import once_saved
+
+if TYPE_CHECKING:
+    from nanotrain_sharded_ckpt_v2.resharding import ReadPlan
 
 
 @attrs.define(frozen=True)
@@ -351,6 +353,9 @@ class ShardedCheckpoint:
         Raises:
             CheckpointError: it is intact, but does not fit ``state``.
         """
+        # torch's planner, with DTensor, takes a second to import; neither a dry run nor a save uses it.
+        from nanotrain_sharded_ckpt_v2.resharding import ReadPlan, misfits
+
         saved, problems = self._examine(path)
         if saved is None:
             return None, problems

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 
-@attrs.define(frozen=True)
+@attrs.define(frozen=True, cache_hash=True)
 class Collective:
     """One collective or message, as one rank took part in it."""
 
