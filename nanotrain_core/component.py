@@ -93,6 +93,9 @@ def always_captured(recipe: Recipe, config: Any, layout: Layout) -> Iterable[Not
     return ()
 
 
+#: Yields why a component cannot run on GPUs of a compute capability, such as ``(9, 0)``: nothing if it can.
+GPURule = Callable[["Recipe", Any, "Layout", tuple[int, int]], Iterable[str]]
+
 #: Yields config keys, each with the metric that it names.
 MetricPatterns = Callable[[Any], Iterable[tuple[str, str]]]
 #: Yields config keys, each with the module that it names.
@@ -159,6 +162,11 @@ class Component:
     which no Python code runs and every tensor keeps its address; takes the arguments of ``check``, must not
     import torch. ``always_captured``: nothing prevents it. None, the default: unknown, ``run.cuda_graphs`` is
     refused. Only of kernels, models, parallel components, optimizers and precisions."""
+
+    refuses_gpu: GPURule | None = None
+    """Yields why this component cannot run on GPUs of a compute capability, such as ``(9, 0)``; takes the
+    arguments of ``check`` and that capability, must not import torch. ``nanotrain plan`` says so of hardware
+    on which the component would refuse to run."""
 
     metrics: tuple[Metric, ...] = attrs.field(default=(), converter=_metrics)
     """The metrics a monitor publishes: ``nanotrain metrics`` lists them; sinks get unit, group and rule."""

@@ -161,6 +161,26 @@ def stays_eager(recipe: Recipe, config: ModuleFormats, layout: Layout) -> Iterat
         )
 
 
+def refuses_gpu(
+    recipe: Recipe, config: ModuleFormats, layout: Layout, capability: tuple[int, int]
+) -> Iterator[str]:
+    """Yield what tensor cores lack: all backends but the emulation need them."""
+    tiles, mx = isinstance(config, FP8DeepSeekV3Config), isinstance(config, MXFP8Config)
+    lacks = lacking_tensor_cores(capability, tiles=tiles, mx=mx)
+    if lacks and config.backend != "emulated":
+        yield lacks
+
+
+def lacking_tensor_cores(capability: tuple[int, int], *, tiles: bool, mx: bool) -> str:
+    """Return what GPUs of a compute capability lack for torch's ``scaled_mm``; empty if nothing."""
+    this = f"this is {capability[0]}.{capability[1]}"
+    if mx and capability < (10, 0):
+        return f"blocks of 32 need compute capability 10.0 (B200), {this}"
+    if tiles and capability != (9, 0):
+        return f"tiles of 128 need compute capability 9.0 (H100, H200), {this}"
+    return f"FP8 needs compute capability 8.9, {this}" if capability < (8, 9) else ""
+
+
 def _may_have_experts(recipe: Recipe) -> bool:
     divisibility = divisibility_of(recipe.model.config)
     return divisibility is None or any(Role.EXPERTS in extent.roles for extent in divisibility)
@@ -178,6 +198,7 @@ def nanotrain_register_precision(register: Register) -> None:
             provides={"fp8_products"},
             stays_eager=stays_eager,
             reads_modules=read_modules,
+            refuses_gpu=refuses_gpu,
         )
     )
     register(
@@ -189,6 +210,7 @@ def nanotrain_register_precision(register: Register) -> None:
             provides={"fp8_products"},
             stays_eager=stays_eager,
             reads_modules=read_modules,
+            refuses_gpu=refuses_gpu,
         )
     )
     register(
@@ -200,6 +222,7 @@ def nanotrain_register_precision(register: Register) -> None:
             provides={"fp8_products"},
             stays_eager=stays_eager,
             reads_modules=read_modules,
+            refuses_gpu=refuses_gpu,
         )
     )
 

@@ -11,17 +11,12 @@ import torch
 
 from nanotrain_core.api import NanotrainError
 from nanotrain_core.api.torch import GEMMBackend
+from nanotrain_fp8_deepseek_v3 import lacking_tensor_cores
 from nanotrain_fp8_deepseek_v3.formats import TILE
 from nanotrain_fp8_deepseek_v3.gemm import FP8Recipe
 from nanotrain_fp8_deepseek_v3.graphed import GraphedEmulation, GraphedMX
 from nanotrain_fp8_deepseek_v3.operand_cache import OperandCache
 
-#: Compute capability whose tensor cores support block scales in torch's ``scaled_mm``.
-HOPPER = (9, 0)
-#: The first with FP8.
-ADA = (8, 9)
-#: The first with MX.
-BLACKWELL = (10, 0)
 #: The first Transformer Engine with block scales.
 TE_NEEDED = "2.3"
 
@@ -53,16 +48,11 @@ def _needs_gpu(device: torch.device, recipe: FP8Recipe) -> str:
         return f"it needs a CUDA device, this is {device.type}"
     found, cuda = torch.cuda.get_device_capability(device), torch.version.cuda or "0"
     built = tuple(map(int, cuda.split(".")))
-    if recipe.mx:
-        if built < (12, 8):
-            return f"blocks of 32 need CUDA 12.8, this torch was built with {cuda}"
-        needed = "blocks of 32 need compute capability 10.0 (B200)"
-        return "" if found >= BLACKWELL else f"{needed}, this is {found[0]}.{found[1]}"
-    if recipe.tile and built < (12, 9):
+    if recipe.mx and built < (12, 8):
+        return f"blocks of 32 need CUDA 12.8, this torch was built with {cuda}"
+    if recipe.tile and not recipe.mx and built < (12, 9):
         return f"tiles of 128 need CUDA 12.9, this torch was built with {cuda}"
-    if recipe.tile and found != HOPPER:
-        return f"tiles of 128 need compute capability 9.0 (H100, H200), this is {found[0]}.{found[1]}"
-    return "" if found >= ADA else f"FP8 needs compute capability 8.9, this is {found[0]}.{found[1]}"
+    return lacking_tensor_cores(found, tiles=bool(recipe.tile) and not recipe.mx, mx=bool(recipe.mx))
 
 
 def _needs_triton(device: torch.device, recipe: FP8Recipe) -> str:

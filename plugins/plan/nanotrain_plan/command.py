@@ -129,7 +129,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @seldom_collected()  # imports make more objects than anything else here
 def run(args: argparse.Namespace) -> int:
-    """Print the plan; the exit code says whether it fits.
+    """Print the plan; the exit code says whether it fits, and whether a run would be refused.
 
     Raises:
         NanotrainError: the recipe cannot run, an option is wrong, or there is no such hardware.
@@ -191,7 +191,7 @@ def run(args: argparse.Namespace) -> int:
 
             show_simulation(simulated, plan, console)
     tell_page(args)
-    return Exit.DONE if plan.fits_everywhere else Exit.USER
+    return Exit.DONE if plan.fits_everywhere and not plan.refusals else Exit.USER
 
 
 def _sweep(limit: int | None, plan: Plan, registry: Registry) -> Swept | None:

@@ -5,6 +5,7 @@ Torch-free.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from math import inf
@@ -49,6 +50,11 @@ def _not_below_zero(instance: Any, field: Any, value: float) -> None:
 def _fraction(instance: Any, field: Any, value: float) -> None:
     if not 0 <= value <= 1:
         raise ValueError(f"{field.name}: expected a fraction from 0 to 1, got {value!r}")
+
+
+def _is_capability(instance: Any, field: Any, value: str) -> None:
+    if value and not re.fullmatch(r"\d+\.\d+", value):
+        raise ValueError(f'{field.name}: expected a text such as "9.0", got {value!r}')
 
 
 def _positive() -> Any:
@@ -119,6 +125,8 @@ class Hardware:
     faster than that waits for it."""
     gloo: bool = False
     """Whether ranks exchange tensors through gloo."""
+    compute_capability: str = attrs.field(default="", validator=_is_capability)
+    """Of an NVIDIA GPU, ``9.0``: components may need one. Empty: not known, or no such GPU."""
     cores: int = attrs.field(default=0, validator=_not_below_zero)
     """Of a CPU that each rank has for itself, which its peaks are those of; 0 where ranks have a device."""
     peak_tflops: Mapping[str, float]
@@ -126,6 +134,12 @@ class Hardware:
     memory: MemoryTraffic
     links: Links
     overlap: Overlap
+
+    @property
+    def capability(self) -> tuple[int, int] | None:
+        """:attr:`compute_capability` as two numbers, None if it is not known."""
+        major, _, minor = self.compute_capability.partition(".")
+        return (int(major), int(minor)) if minor else None
 
     @property
     def usable(self) -> float:

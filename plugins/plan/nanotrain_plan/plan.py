@@ -30,7 +30,7 @@ from nanotrain_plan.stages import Stages, dry_stages
 from nanotrain_plan.timing import StepTime, Timer, step_time
 
 #: Of what ``--json`` prints: grows by a minor number with a key, by a major one when a key changes meaning.
-VERSION = "4.2"
+VERSION = "4.3"
 
 
 #: What a message begins with where a recipe cannot be planned; the reason follows.
@@ -66,6 +66,8 @@ class Plan:
     data: DataUse
     host: HostMemory
     assumptions: Sequence[str]
+    refusals: Sequence[str]
+    """Why components of the recipe cannot run on this hardware."""
 
     @property
     def ranks(self) -> int:
@@ -199,7 +201,20 @@ def make_plan(
         data=data_use(recipe, registry),
         host=host_memory(recipe, registry, stages, hardware, highest),
         assumptions=assumptions(recipe, remembering, stages, hardware, parameters),
+        refusals=_refusals(recipe, registry, layout, hardware),
     )
+
+
+def _refusals(recipe: Recipe, registry: Registry, layout: Layout, hardware: Hardware) -> list[str]:
+    """Return why components cannot run on the GPUs of ``hardware``, if their compute capability is known."""
+    found, capability = list[str](), hardware.capability
+    if capability is None:
+        return found
+    for selection in recipe.selections():
+        rule = registry.get(selection.kind, selection.use).refuses_gpu
+        for why in rule(recipe, selection.config, layout, capability) if rule else ():
+            found.append(f"{selection.kind} '{selection.use}': {why}")
+    return found
 
 
 def assumptions(
@@ -295,6 +310,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
         "ranks": plan.ranks,
         "layout": plan.layout.sizes,
         "hardware": attrs.asdict(plan.hardware),
+        "refusals": list(plan.refusals),
         "assumptions": list(plan.assumptions),
         "parameters": {**attrs.asdict(plan.parameters), "per_rank": _per_rank(plan)},
         "flops_per_token": {

@@ -84,6 +84,9 @@ def _title(plan: Plan) -> Text:
     text.append(plan.recipe.run.name, style="bold")
     text.append(f" on {plan.ranks} x {plan.hardware.name}")
     text.append(f" ({degrees})\n" if degrees else "\n", style="dim")
+    for each in plan.refusals:
+        text.append("cannot run here", style="bold red")
+        text.append(f": {each}\n")
     if not plan.fits:
         text.append("does not fit", style="bold red")
     elif not plan.host.fits:

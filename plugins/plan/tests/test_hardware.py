@@ -73,36 +73,36 @@ def test_what_is_no_hardware_file_is_told_what_is_expected(tmp_path, monkeypatch
         ("gemm = 0.70", "gem = 0.70", r"achieved\.gem: no such key.*gemm"),
         ("float32 = 66.9", "float32 = 0", r"peak_tflops\.float32: expected a number above 0, got 0"),
         ("memory_gb = 84.9", "memory_gb = inf", r"memory_gb: expected a number above 0, got inf"),
-        ("memory_gb = 84.9", "memory_gb = 1e305", r":7: memory_gb: expected a number of at most 1e12$"),
+        ("memory_gb = 84.9", "memory_gb = 1e305", r":8: memory_gb: expected a number of at most 1e12$"),
         (
             "memory_gb = 84.9",
             f"launch_us = 1{309 * '0'}\nmemory_gb = 84.9",
-            r":7: launch_us: expected a number of at most 1e12$",
+            r":8: launch_us: expected a number of at most 1e12$",
         ),
         (
             "bfloat16 = 989.4",
             f"bfloat16 = 1{309 * '0'}",
-            r":14: peak_tflops\.bfloat16: expected a number of at most 1e12$",
+            r":15: peak_tflops\.bfloat16: expected a number of at most 1e12$",
         ),
         (
             "reserved_gb = 3.0",
             "reserved_gb = 90",
-            r":8: reserved_gb: expected less than memory_gb = 84\.9, got 90",
+            r":9: reserved_gb: expected less than memory_gb = 84\.9, got 90",
         ),
-        ("memory_gb = 84.9", "memory_gb = 84,9", r"mine\.toml:7: Expected newline .*\(column 15\)"),
-        ("gemm = 0.70", "gemm = 70", r"mine\.toml:21: achieved\.gemm: expected a fraction"),
+        ("memory_gb = 84.9", "memory_gb = 84,9", r"mine\.toml:8: Expected newline .*\(column 15\)"),
+        ("gemm = 0.70", "gemm = 70", r"mine\.toml:22: achieved\.gemm: expected a fraction"),
         (
             "float8 = 1978.9",
             "float88 = 1978.9",
-            r"mine\.toml:16: peak_tflops\.float88: no such key \(did you mean 'float8'\?\); keys: bfloat16, ",
+            r"mine\.toml:17: peak_tflops\.float88: no such key \(did you mean 'float8'\?\); keys: bfloat16, ",
         ),
         (
             "[overlap] ",
             "[overlapp]",
-            r"mine\.toml:36: overlapp: no such table \(did you mean 'overlap'\?\)",
+            r"mine\.toml:37: overlapp: no such table \(did you mean 'overlap'\?\)",
         ),
-        ("[achieved] ", "[achieve]", r"mine\.toml:20: achieve: no such table \(did you mean 'achieved'\?\)"),
-        ("cp = 0.0", "", r"mine\.toml:36: overlap\.cp: missing; expected a number"),
+        ("[achieved] ", "[achieve]", r"mine\.toml:21: achieve: no such table \(did you mean 'achieved'\?\)"),
+        ("cp = 0.0", "", r"mine\.toml:37: overlap\.cp: missing; expected a number"),
     ],
 )
 def test_a_wrong_file_is_told_by_key(tmp_path, old, new, told):
@@ -130,6 +130,38 @@ def test_a_plan_for_cpus_says_how_many_cores_it_assumes(tmp_path, capsys):
 
 
 @pytest.mark.full
+def test_a_plan_says_which_component_cannot_run_on_the_hardware(capsys):
+    pytest.importorskip("nanotrain_fp8_deepseek_v3")
+    small = ["--set", "model.layers=1"]
+    tiles = "precision 'fp8_deepseek_v3': tiles of 128 need compute capability 9.0 (H100, H200), this is 10.0"
+    for precision, backend, name, told in (
+        ("fp8_deepseek_v3", "auto", "b200", [tiles]),
+        ("fp8_deepseek_v3", "emulated", "b200", []),
+        ("fp8_deepseek_v3", "auto", "h800", []),
+        ("fp8_deepseek_v3", "auto", "cpu", []),
+        ("fp8_hybrid", "auto", "b200", []),
+    ):
+        words = [f"--set=precision.use={precision}", f"--set=precision.backend={backend}", *small]
+        assert main(["plan", "laptop", "--hardware", name, *words, "--json"]) == (2 if told else 0)
+        assert json.loads(capsys.readouterr().out)["refusals"] == told
+    words = ["--set=precision.use=mxfp8", *small]
+    assert main(["plan", "laptop", "--hardware", "h100", *words]) == 2
+    said = "cannot run here: precision 'mxfp8': blocks of 32 need compute capability 10.0 (B200), this is 9.0"
+    assert said in " ".join(capsys.readouterr().out.split())
+    assert main(["check", "laptop", "--hardware", "h100", *words]) == 0
+    assert "warning: it cannot run on h100: precision 'mxfp8': blocks of 32" in capsys.readouterr().out
+
+
+def test_a_compute_capability_is_two_numbers(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text(shipped()["h100"].read_text().replace('"9.0"', '"sm_90"'))
+    with pytest.raises(HardwareError, match=r'compute_capability: expected a text such as "9\.0", got'):
+        find_hardware(str(path))
+    assert find_hardware("b200").capability == (10, 0)
+    assert find_hardware("cpu").capability is None
+
+
+@pytest.mark.full
 def test_a_dtype_that_the_device_has_no_units_for_is_told(capsys):
     pytest.importorskip("nanotrain_fp8_deepseek_v3")
     stands = "FP8, which the device has no units for: as bfloat16"
@@ -140,6 +172,6 @@ def test_a_dtype_that_the_device_has_no_units_for_is_told(capsys):
         ("mxfp8", "b200", False),
     ):
         words = ["--set", f"precision.use={precision}", "--set", "model.layers=1"]
-        assert main(["plan", "laptop", "--hardware", name, *words, "--json"]) == 0
+        assert main(["plan", "laptop", "--hardware", name, *words, "--json"]) == (2 if told else 0)
         (gemms,) = [each for each in json.loads(capsys.readouterr().out)["assumptions"] if "GEMMs" in each]
         assert (stands in gemms) == told
