@@ -225,9 +225,9 @@ def code_lines(path: Path) -> int:
 ROOMS = {path.parent.name for path in CORE.glob("*/__init__.py")}
 #: What each room of the core may have of code, in lines; "": all that is in none. Not the harness.
 SMALL = {
-    "": 1005,
+    "": 1006,
     "api": 860,
-    "builtin": 517,
+    "builtin": 533,
     "checkpoint": 955,
     "cli": 1762,
     "compile": 789,
@@ -244,7 +244,7 @@ SMALL = {
     "phases": 372,
     "pipeline": 630,
     "precision": 700,
-    "recipe": 1865,
+    "recipe": 1931,
     "registry": 785,
     "run": 3210,
     "script": 818,
