@@ -164,7 +164,7 @@ def did_you_mean(word: str, choices: Sequence[str], *, cutoff: float = 0.5) -> s
     return f" (did you mean '{near[0]}'?)" if near else ""
 
 
-def nearby(path: Path, others: Sequence[str] = ()) -> str:
+def did_you_mean_path(path: Path, others: Sequence[str] = ()) -> str:
     """Return `` (did you mean 'x'?)`` for the nearest sibling of a missing path, or an empty string.
 
     ``others``: names of what else may be meant, such as recipes.

@@ -21,7 +21,7 @@ from nanotrain_core.monitors.jsonl import Jsonl
 from nanotrain_core.monitors.sample import Sample
 from nanotrain_core.recipe import resolve_recipe, write_resolved
 from nanotrain_core.recipe.write import explain
-from nanotrain_core.run.folder_owner import running
+from nanotrain_core.run.folder_owner import is_running
 
 OWN = (
     Metric(name="wind/{place}", unit="m/s", group="weather", summary="a", rule=Rule(warn_above=3, high="b")),
@@ -127,15 +127,15 @@ def test_a_prompt_that_is_no_text_of_the_data_leaves_samples_out(tmp_path, capsy
 
 
 def test_a_run_is_running_while_its_owner_is_there(tmp_path):
-    assert not running(tmp_path)
+    assert not is_running(tmp_path)
     owner = {"host": socket.gethostname(), "pid": os.getpid(), "start": "now"}
     (tmp_path / ".lock").write_text(json.dumps(owner))
-    assert running(tmp_path)
+    assert is_running(tmp_path)
     (tmp_path / ".lock").write_text(json.dumps({**owner, "host": "elsewhere"}))
-    assert not running(tmp_path)
+    assert not is_running(tmp_path)
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     (tmp_path / ".lock").write_text(json.dumps({**owner, "pid": gone.pid}))
-    assert not running(tmp_path)
+    assert not is_running(tmp_path)
     (tmp_path / ".lock").write_text("torn {")
-    assert not running(tmp_path)
+    assert not is_running(tmp_path)

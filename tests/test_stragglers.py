@@ -14,7 +14,7 @@ from nanotrain_core.contracts import Monitor, RollbackReport
 from nanotrain_core.monitors.stragglers import Found, Stragglers, slowest
 from nanotrain_core.testing import Case, run_ranks
 from nanotrain_core.testing.probe import make_engine
-from nanotrain_core.watch.progress import Spent
+from nanotrain_core.watch.progress import TimeSpent
 
 MONITOR = {"use": "stragglers", "every": 2, "patience": 2, "least": 0.05, "links": 0}
 
@@ -48,7 +48,7 @@ def test_seconds_after_a_rollback_are_of_steps_since_it():
     )
     for steps in (range(1, 24), range(15, 31)):
         for step in steps:
-            spent["data"] = Spent(spent.get("data", Spent()).seconds + 1.0)
+            spent["data"] = TimeSpent(spent.get("data", TimeSpent()).seconds + 1.0)
             monitor.on_step(SimpleNamespace(step=step))
         monitor.on_rollback(RollbackReport(23, 23, 14, (0, 1), 1, "a spike"))
     assert told == [1.0] * 4

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from nanotrain_core.run.suggest_run import nearby_run, nearby_weights
+from nanotrain_core.run.suggest_run import did_you_mean_run, did_you_mean_weights
 
 
 @pytest.fixture
@@ -29,5 +29,5 @@ def folder(tmp_path, monkeypatch):
     ],
 )
 def test_a_run_is_nearer_than_what_else_has_a_like_name(folder, path, run, weights):
-    for find, meant in ((nearby_run, run), (nearby_weights, weights)):
+    for find, meant in ((did_you_mean_run, run), (did_you_mean_weights, weights)):
         assert find(Path(path)) == (f" (did you mean '{meant}'?)" if meant else "")

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanotrain_core.checkpoint.tensor_boxes import boxes, index_of
+from nanotrain_core.checkpoint.tensor_boxes import box_slices, boxes
 
 
 @st.composite
@@ -21,7 +21,7 @@ def ranges(draw):
 def test_boxes_hold_the_range_in_its_order(drawn):
     shape, start, stop = drawn
     tensor = torch.arange(prod(shape)).view(shape)
-    found = [tensor[index_of(*box)].flatten() for box in boxes(shape, start, stop)]
+    found = [tensor[box_slices(*box)].flatten() for box in boxes(shape, start, stop)]
     assert torch.cat([torch.empty(0, dtype=torch.int64), *found]).tolist() == list(range(start, stop))
 
 

@@ -10,7 +10,7 @@ from nanotrain_core.layout.layout import Span
 from nanotrain_core.testing import Case, run_ranks
 from nanotrain_core.testing.probe import make_engine
 from nanotrain_core.watch.device_clock import MOST_WAITING, DeviceClock
-from nanotrain_core.watch.progress import Progress, Spent
+from nanotrain_core.watch.progress import Progress, TimeSpent
 from nanotrain_core.watch.waits import Waits
 
 
@@ -36,9 +36,9 @@ def test_a_phase_is_split_into_work_and_exchanges(clock):
         clock.now = 9.0
     clock.now = 9.5
     progress.note("data")
-    assert progress.spent["data"] == Spent(1.0)
-    assert progress.spent["optimizer"] == Spent(3.5, collectives=3.0)
-    assert progress.spent["monitors"] == Spent(5.0, messages=5.0)
+    assert progress.spent["data"] == TimeSpent(1.0)
+    assert progress.spent["optimizer"] == TimeSpent(3.5, collectives=3.0)
+    assert progress.spent["monitors"] == TimeSpent(5.0, messages=5.0)
     assert progress.work("data", "optimizer", "none") == 1.5
     assert progress.phase == "data"
 
@@ -84,9 +84,9 @@ def test_a_device_is_timed_by_events_that_are_read_late():
     progress.note("optimizer")
     assert progress.measured() == {}
     Event.reached = 4000.0
-    assert progress.measured() == {"forward and backward": Spent(0.0, collectives=3.0)}
+    assert progress.measured() == {"forward and backward": TimeSpent(0.0, collectives=3.0)}
     Event.reached = 6000.0
-    assert progress.measured() == {"forward and backward": Spent(6.0, collectives=3.0)}
+    assert progress.measured() == {"forward and backward": TimeSpent(6.0, collectives=3.0)}
     assert progress.work("forward and backward") == 3.0
 
 

@@ -15,7 +15,7 @@ from nanotrain_core.errors import (
     Problem,
     RecipeError,
     did_you_mean,
-    nearby,
+    did_you_mean_path,
 )
 from nanotrain_core.hookspecs import Register, RegisterCommand
 from nanotrain_core.moe.rules import experts_captured
@@ -45,9 +45,9 @@ __all__ = [
     "__version__",
     "always_captured",
     "did_you_mean",
+    "did_you_mean_path",
     "experts_captured",
     "hookimpl",
     "kept_eager",
     "load_plugins",
-    "nearby",
 ]

@@ -8,10 +8,10 @@ from nanotrain_core.recipe.divisibility import (
     Divisible,
     divisibility_of,
     divisors_near,
-    either,
+    indivisible,
+    join_with_or,
     multiples_near,
-    too_few,
-    undivided,
+    too_few_units,
 )
 from nanotrain_core.recipe.model_config import CachedToken, ModelConfig, cached_token_of
 from nanotrain_core.recipe.range_validator import LARGEST_SIZE, MOST_LAYERS, Range
@@ -34,10 +34,10 @@ __all__ = [
     "divisibility_of",
     "divisible_experts",
     "divisors_near",
-    "either",
+    "indivisible",
+    "join_with_or",
     "multiples_near",
     "path_field",
-    "too_few",
-    "undivided",
+    "too_few_units",
     "yarn_magnitude",
 ]

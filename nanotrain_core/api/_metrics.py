@@ -5,7 +5,7 @@ from nanotrain_core.metrics.core import CORE as CORE_METRICS
 from nanotrain_core.metrics.declared import Bins, Metric, Rule, Verdict, of_ranks
 from nanotrain_core.metrics.declared import Names as MetricNames
 from nanotrain_core.metrics.history import Curve, History, Seam, read_metrics
-from nanotrain_core.metrics.patience import PATIENCE, StepKind, is_judged, must_last, step_kind
+from nanotrain_core.metrics.patience import PATIENCE, StepKind, is_judged, required_patience, step_kind
 
 __all__ = [
     "BASELINE_COUNT",
@@ -23,8 +23,8 @@ __all__ = [
     "Verdict",
     "is_judged",
     "is_relative",
-    "must_last",
     "of_ranks",
     "read_metrics",
+    "required_patience",
     "step_kind",
 ]

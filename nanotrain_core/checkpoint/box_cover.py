@@ -8,7 +8,7 @@ from math import prod
 from nanotrain_core.checkpoint.tensor_boxes import Box, Shape
 
 
-def uncovered(shape: Shape, boxes: Sequence[Box]) -> str:
+def coverage_problem(shape: Shape, boxes: Sequence[Box]) -> str:
     """Return why ``boxes`` do not make up a tensor of ``shape``: empty if each element is in exactly one."""
     if not boxes:
         return "no block of it exists"

@@ -35,7 +35,7 @@ DTYPE_BYTES = {code: size for code, (_, size) in _DTYPES.items()}
 AVERAGED = "@ema"
 
 
-def without_average(path: Path) -> tuple[Path, bool]:
+def strip_ema(path: Path) -> tuple[Path, bool]:
     """Return a path without ``@ema``, and whether it had that."""
     averaged = path.name.endswith(AVERAGED) and not path.exists()
     return (path.with_name(path.name.removesuffix(AVERAGED)), True) if averaged else (path, False)

@@ -73,7 +73,7 @@ def state_problems(meta: Any, step: int | None = None) -> list[str]:
     if not isinstance(meta, Mapping):
         return [f"its state is {_short(meta)}, expected a table"]
     problems = [*_step(meta, step), *_ranks(meta)]
-    if is_of_a_run(meta):
+    if is_run_state(meta):
         problems += [f"its state lacks '{key}'" for key in ("step", *OF_A_RUN) if key not in meta]
         problems += _kinds(meta)
         problems += _rollback(meta.get("rollback"), meta.get("step"))
@@ -83,7 +83,7 @@ def state_problems(meta: Any, step: int | None = None) -> list[str]:
     return problems
 
 
-def is_of_a_run(meta: Mapping[str, Any]) -> bool:
+def is_run_state(meta: Mapping[str, Any]) -> bool:
     """Return whether the engine wrote ``meta``: whether it has most of :data:`OF_A_RUN`; some may be missing.
 
     State of other writers, such as in files with weights alone, is not checked.

@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from nanotrain_core.builtin.configs import SimpleCheckpointConfig
-from nanotrain_core.checkpoint.box_cover import uncovered
+from nanotrain_core.checkpoint.box_cover import coverage_problem
 from nanotrain_core.checkpoint.info import unexpected_kinds
 from nanotrain_core.checkpoint.quarantine import on_rank_0, quarantine_checkpoint, set_branch_aside
 from nanotrain_core.checkpoint.raw_bytes import raw_bytes
@@ -30,7 +30,7 @@ from nanotrain_core.checkpoint.run_state import load_json, newest_evaluated, sta
 from nanotrain_core.checkpoint.safetensors_files import CODES, DTYPES
 from nanotrain_core.checkpoint.simple_damage import FORMAT, damage, digest, names_in, read_header
 from nanotrain_core.checkpoint.simple_names import saved_steps, unexpected_entries
-from nanotrain_core.checkpoint.tensor_boxes import Box, Shape, index_of
+from nanotrain_core.checkpoint.tensor_boxes import Box, Shape, box_slices
 from nanotrain_core.contracts import Block, CheckpointReport, SavedWeights, TrainState
 from nanotrain_core.errors import CheckpointError
 from nanotrain_core.layout.mesh import Mesh
@@ -243,7 +243,7 @@ def read_block(file: Any, block: Block) -> torch.Tensor:
     """Read the range of a saved tensor that ``block`` covers."""
     if not block.global_shape:
         return file.get_tensor(block.name)  # type: ignore[no-any-return]
-    return file.get_slice(block.name)[index_of(block.offset, block.tensor.shape)]  # type: ignore[no-any-return]
+    return file.get_slice(block.name)[box_slices(block.offset, block.tensor.shape)]  # type: ignore[no-any-return]
 
 
 # --- weights alone ------------------------------------------------------------------------------
@@ -333,7 +333,7 @@ def check_coverage(owners: Mapping[BlockKey, int], forms: Sequence[Mapping[Block
     for (name, offset, shape), owner in owners.items():
         parts[name, shape].append((offset, forms[owner][name, offset, shape][0]))
     for (name, shape), boxes in parts.items():
-        if problem := uncovered(shape, boxes):
+        if problem := coverage_problem(shape, boxes):
             raise CheckpointError(f"the blocks of {name} are not the whole tensor: {problem}")
 
 
@@ -352,7 +352,7 @@ def put(whole: dict[str, torch.Tensor], key: BlockKey, tensor: torch.Tensor) -> 
         whole[name] = tensor.cpu().contiguous()
         return
     target = whole.setdefault(name, torch.empty(shape, dtype=tensor.dtype))
-    target[index_of(offset, tensor.shape)] = tensor.cpu()
+    target[box_slices(offset, tensor.shape)] = tensor.cpu()
 
 
 def of_rank(streams: Mapping[str, torch.Tensor], rank: int) -> list[Block]:

@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from nanotrain_core.checkpoint.raw_bytes import raw_bytes
-from nanotrain_core.checkpoint.run_state import is_of_a_run, load_json, state_problems, streams_problem
+from nanotrain_core.checkpoint.run_state import is_run_state, load_json, state_problems, streams_problem
 from nanotrain_core.checkpoint.simple_names import named_step
 
 FORMAT = "nanotrain-simple-1"
@@ -39,7 +39,7 @@ def damage(path: Path) -> list[str]:
             state = load_json(header["state"])
             problems = state_problems(state, named_step(path))
             problems += [f"its state lacks '{key}'" for key in ("world_size", "degrees") if key not in state]
-            if not problems and is_of_a_run(state):
+            if not problems and is_run_state(state):
                 problems = [text for text in (_streams_problem(file),) if text]
             if problems:
                 return [f"{path}: {problem}" for problem in problems]

@@ -11,10 +11,10 @@ Shape = tuple[int, ...]
 Box = tuple[Shape, Shape]
 
 
-def index_of(offset: Iterable[int], shape: Iterable[int]) -> tuple[slice, ...]:
+def box_slices(offset: Iterable[int], shape: Iterable[int]) -> tuple[slice, ...]:
     """Return a box as an index into its tensor.
 
-    >>> index_of((1, 0), (2, 10))
+    >>> box_slices((1, 0), (2, 10))
     (slice(1, 3, None), slice(0, 10, None))
     """
     return tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))

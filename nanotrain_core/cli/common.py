@@ -14,7 +14,7 @@ from nanotrain_core.errors import CheckpointError, shortened
 from nanotrain_core.recipe.load import Resolution, resolve_recipe
 from nanotrain_core.registry.discovery import PluginArguments
 from nanotrain_core.registry.registry import Registry
-from nanotrain_core.run.suggest_run import nearby_weights
+from nanotrain_core.run.suggest_run import did_you_mean_weights
 
 #: Width of a table when no terminal limits it: one line for each row.
 PIPED_WIDTH = 1000
@@ -92,7 +92,7 @@ def find_checkpoints(
         CheckpointError: there is none.
     """
     if not path.exists():
-        near = nearby_weights(path)
+        near = did_you_mean_weights(path)
         raise CheckpointError(
             f"{path}: no such file or folder{near}; expected a run folder, or a checkpoint in it"
         )

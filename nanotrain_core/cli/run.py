@@ -9,7 +9,7 @@ import signal
 import sys
 from pathlib import Path
 
-from nanotrain_core.checkpoint.info import without_average
+from nanotrain_core.checkpoint.info import strip_ema
 from nanotrain_core.checkpoint.listing import resume_path
 from nanotrain_core.cli.argument_types import positive_int, unsigned_int
 from nanotrain_core.cli.common import add_recipe_options, plugin_arguments, resolve
@@ -24,7 +24,7 @@ from nanotrain_core.launch.environment import Ranks
 from nanotrain_core.run.folder import newest
 from nanotrain_core.run.progress_bar import is_live
 from nanotrain_core.run.stop import EXIT_OF, end_on_sigterm, keep_exit_code
-from nanotrain_core.run.suggest_run import nearby_weights
+from nanotrain_core.run.suggest_run import did_you_mean_weights
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -148,7 +148,7 @@ def check_resume(args: argparse.Namespace) -> None:
     """
     path = resume_path(args.resume)
     if path is not None and (args.nnodes or 1) == 1 and not path.exists():
-        raise CheckpointError(f"no checkpoint at {path}{nearby_weights(path)}: it does not exist")
+        raise CheckpointError(f"no checkpoint at {path}{did_you_mean_weights(path)}: it does not exist")
 
 
 def use_weights(args: argparse.Namespace) -> None:
@@ -161,7 +161,7 @@ def use_weights(args: argparse.Namespace) -> None:
         return
     if args.resume:
         raise NanotrainError("--weights starts a new run, --resume goes on with one: give one of them")
-    if not without_average(Path(args.weights))[0].exists():
-        near = nearby_weights(Path(args.weights))
+    if not strip_ema(Path(args.weights))[0].exists():
+        near = did_you_mean_weights(Path(args.weights))
         raise NanotrainError(f"--weights {args.weights}: there is no such file or folder{near}")
     args.set = [*args.set, f"run.weights={json.dumps(args.weights)}"]

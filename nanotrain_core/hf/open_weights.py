@@ -17,7 +17,7 @@ import tomli
 import torch
 from torch import nn
 
-from nanotrain_core.checkpoint.info import without_average
+from nanotrain_core.checkpoint.info import strip_ema
 from nanotrain_core.checkpoint.listing import newest_path
 from nanotrain_core.checkpoint.run_state import load_json, read_json
 from nanotrain_core.checkpoint.safetensors_files import DTYPES, Shards, Tensors
@@ -34,7 +34,7 @@ from nanotrain_core.recipe.model_table import without_none
 from nanotrain_core.recipe.structure import structure
 from nanotrain_core.recipe.tree import Selection
 from nanotrain_core.registry.registry import Registry
-from nanotrain_core.run.suggest_run import nearby_weights
+from nanotrain_core.run.suggest_run import did_you_mean_weights
 
 #: The ``[model]`` table of a folder in our format: a recipe can extend it.
 TABLE = "model.toml"
@@ -81,7 +81,7 @@ def open_weights(
         CheckpointError: there are no weights, or they do not match the model.
         HFError: no component can represent the other library's model.
     """
-    path, averaged = without_average(path)
+    path, averaged = strip_ema(path)
     if (path / ADAPTERS).is_file() and not any(path.glob("model*.safetensors")):
         raise CheckpointError(
             f"{path} holds PEFT adapters ({ADAPTERS}) without their model: save the merged model with peft's "
@@ -165,7 +165,7 @@ def _open_ours(folder: Path) -> SavedWeights:
 
 def _open_checkpoint(path: Path, registry: Registry) -> SavedWeights:
     if not path.exists():
-        raise CheckpointError(f"{path}: there is no such file or folder{nearby_weights(path)}")
+        raise CheckpointError(f"{path}: there is no such file or folder{did_you_mean_weights(path)}")
     found = list(_opened(path, registry))
     if len(found) > 1:  # listed in this case alone: a listing looks at every file of every checkpoint
         found = list(_opened(newest_path(path, registry), registry))

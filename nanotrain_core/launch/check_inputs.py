@@ -12,7 +12,7 @@ from typing import Any
 
 import attrs
 
-from nanotrain_core.checkpoint.info import without_average
+from nanotrain_core.checkpoint.info import strip_ema
 from nanotrain_core.data.survey import Survey
 from nanotrain_core.errors import DataError, NanotrainError, PluginError, Problem, describe
 from nanotrain_core.layout.roles import Role
@@ -22,7 +22,7 @@ from nanotrain_core.recipe.divisibility import divisibility_of
 from nanotrain_core.recipe.load import Resolution, refuse
 from nanotrain_core.recipe.tree import BatchConfig, Recipe
 from nanotrain_core.registry.registry import Registry
-from nanotrain_core.run.suggest_run import nearby_weights
+from nanotrain_core.run.suggest_run import did_you_mean_weights
 
 
 def check_inputs(found: Resolution, *, weights: bool = True) -> None:
@@ -47,10 +47,10 @@ def input_problems(found: Resolution, *, weights: bool = True) -> list[Problem]:
     said = {problem.message for problem in survey.problems}
     others = dict.fromkeys(problem for problem in _in_phases(recipe, known) if problem.message not in said)
     problems = [*survey.problems, *others, *_vocabulary(recipe, survey), *_sequences(recipe, known)]
-    path = without_average(Path(recipe.run.weights or ""))[0]
+    path = strip_ema(Path(recipe.run.weights or ""))[0]
     if weights and recipe.run.weights and not path.exists():
         problems.append(
-            Problem("run.weights", f"{path}: there is no such file or folder{nearby_weights(path)}")
+            Problem("run.weights", f"{path}: there is no such file or folder{did_you_mean_weights(path)}")
         )
     return problems
 

@@ -27,7 +27,7 @@ LATER = 60.0
 PATIENT = timedelta(seconds=30)
 
 
-def meet_ranks(ranks: Ranks, seconds: float, *, launched: bool = False) -> Store:
+def rendezvous_store(ranks: Ranks, seconds: float, *, launched: bool = False) -> Store:
     """Return the TCP store through which all ranks of a run meet.
 
     Args:

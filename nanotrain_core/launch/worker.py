@@ -22,7 +22,7 @@ from nanotrain_core.launch.device import choose_device
 from nanotrain_core.launch.environment import Ranks, agent_serves_store
 from nanotrain_core.launch.peers import watching_peers
 from nanotrain_core.launch.process_groups import ending_process_groups
-from nanotrain_core.launch.rendezvous import meet_ranks
+from nanotrain_core.launch.rendezvous import rendezvous_store
 from nanotrain_core.launch.restart_info import restart_of
 from nanotrain_core.recipe import Recipe, recipe_values, resolve_recipe, write_resolved
 from nanotrain_core.recipe.load import Resolution
@@ -234,7 +234,7 @@ def join_ranks(
             str(Path(job.scratch, f"store-{resume_point.restart_count()}")), ranks.world_size
         )
     else:
-        tcp = meet_ranks(ranks, recipe.run.timeout, launched=job.scratch is not None)
+        tcp = rendezvous_store(ranks, recipe.run.timeout, launched=job.scratch is not None)
         shared = dist.PrefixStore("nanotrain", tcp)
         store, history = exchange_histories(
             shared, ranks.rank, ranks.world_size, history, timeout=recipe.run.timeout

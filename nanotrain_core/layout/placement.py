@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from nanotrain_core.checkpoint.tensor_boxes import Shape, index_of
+from nanotrain_core.checkpoint.tensor_boxes import Shape, box_slices
 from nanotrain_core.layout.layout import Layout, Span
 from nanotrain_core.layout.ranges import RANGE as RANGE  # noqa: PLC0414 others take it from here
 from nanotrain_core.layout.ranges import shard_range as shard_range  # noqa: PLC0414
@@ -161,7 +161,7 @@ class Placement:
     @property
     def slices(self) -> tuple[slice, ...]:
         """The block as an index into the global tensor."""
-        return index_of(self.offset, self.shape)
+        return box_slices(self.offset, self.shape)
 
 
 #: The placements of every parameter and buffer on this rank, by global name. Wrappers replace entries.

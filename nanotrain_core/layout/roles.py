@@ -64,7 +64,7 @@ class Role(Enum):
     ROUTER = "chooses experts per token: whole on every rank, and sees whole sequences"
     """``module(x [B, S, D])`` returns a :class:`~nanotrain_core.moe.routing.Routing` [B, S, K]. After each
     step a :class:`~nanotrain_core.moe.routing.CountingRouter` receives the number of tokens of each expert:
-    see :func:`nanotrain_core.moe.routing.balance`."""
+    see :func:`nanotrain_core.moe.routing.balance_routers`."""
     EXPERTS = (
         "stacked experts, axis 0 of every parameter: may be split over experts, and each along ``split``"
     )

@@ -41,7 +41,7 @@ def is_judged(metric: Metric, kind: StepKind) -> bool:
     return kind == "sound" or metric.group not in OF_GRADIENTS
 
 
-def must_last(value: float, patience: int, *, bad: bool) -> int:
+def required_patience(value: float, patience: int, *, bad: bool) -> int:
     """Return the consecutive logged steps for which such a value must be outside its rule to be reported."""
     if not math.isfinite(value):
         return 1

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nanotrain_core.checkpoint.tensor_boxes import Box, Shape, boxes_at, index_of
+from nanotrain_core.checkpoint.tensor_boxes import Box, Shape, box_slices, boxes_at
 from nanotrain_core.errors import NanotrainError
 from nanotrain_core.layout.layout import Span
 from nanotrain_core.layout.mesh import Mesh
@@ -128,7 +128,7 @@ class WholeTensors:
                 for rank, shares in enumerate(received):
                     for offset, shape in group.boxes[rank].get(name, ()):
                         end = firsts[rank] + prod(shape)
-                        whole[index_of(offset, shape)] = shares[firsts[rank] : end].view(shape)
+                        whole[box_slices(offset, shape)] = shares[firsts[rank] : end].view(shape)
                         firsts[rank] = end
                 yield name, whole
 
@@ -137,7 +137,7 @@ class WholeTensors:
         for piece in self.own.get(name, ()):
             found = []
             for offset, shape in boxes_of(piece):
-                found.append(whole[index_of(offset, shape)].reshape(-1))
+                found.append(whole[box_slices(offset, shape)].reshape(-1))
             yield piece, torch.cat(found).view(piece.placement.shape if piece.span is None else -1)
 
 

@@ -50,8 +50,8 @@ class Divisible:
         return Problem(
             self.key,
             f"{self.units} {self.what} do not divide by {dim} = {degree}; {dim} could be "
-            f"{either(divisors_near(common, degree))}, their number "
-            f"{either(multiples_near(self.units, degree))}",
+            f"{join_with_or(divisors_near(common, degree))}, their number "
+            f"{join_with_or(multiples_near(self.units, degree))}",
         )
 
 
@@ -82,12 +82,12 @@ def multiples_near(length: int, degree: int) -> list[int]:
     return [n for n in (low, low + degree) if n]
 
 
-def either(numbers: Sequence[int]) -> str:
+def join_with_or(numbers: Sequence[int]) -> str:
     """Join numbers by "or"."""
     return " or ".join(map(str, numbers))
 
 
-def too_few(config: ModelConfig, roles: Iterable[Role], dim: str, degree: int) -> Iterator[Problem]:
+def too_few_units(config: ModelConfig, roles: Iterable[Role], dim: str, degree: int) -> Iterator[Problem]:
     """Yield a problem for each extent of ``roles`` with fewer units than ranks: shards may be uneven."""
     wanted = {*roles}
     for extent in divisibility_of(config) or ():
@@ -95,7 +95,7 @@ def too_few(config: ModelConfig, roles: Iterable[Role], dim: str, degree: int) -
             yield Problem(extent.key, f"{extent.units} {extent.what} are fewer than {dim} = {degree} ranks")
 
 
-def undivided(
+def indivisible(
     config: ModelConfig, roles: Iterable[Role], dim: str, degree: int, *, width: bool = False
 ) -> Iterator[Problem]:
     """Yield a problem for each extent of any of ``roles`` that ``degree`` does not divide."""

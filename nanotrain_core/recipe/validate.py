@@ -18,7 +18,7 @@ from nanotrain_core.layout.layout import Layout
 from nanotrain_core.phases.tables import key_in_force
 from nanotrain_core.phases.timeline import PhaseTimeline
 from nanotrain_core.recipe.component_functions import call_declared
-from nanotrain_core.recipe.divisibility import either, multiples_near
+from nanotrain_core.recipe.divisibility import join_with_or, multiples_near
 from nanotrain_core.recipe.metric_names import unknown_metrics
 from nanotrain_core.recipe.replicas import replica_dims
 from nanotrain_core.recipe.schedule_checks import expect_each_pass, expect_one_step
@@ -309,7 +309,7 @@ def _batch(recipe: Recipe, layout: Layout) -> Iterator[Problem]:
         yield Problem("batch.length", text)
     dp = layout.size(*layout.row_dims)
     rows = f"{' x '.join(layout.row_dims) or 'dp'} = {dp}"
-    batch, nearest = recipe.batch, either(multiples_near(recipe.batch.sequences, dp))
+    batch, nearest = recipe.batch, join_with_or(multiples_near(recipe.batch.sequences, dp))
     fewest, microbatches = batch.sequences // dp, batch.microbatches(dp)
     if fewest == 0:
         text = f"{batch.sequences} would leave some of {rows} ranks without a sequence; nearest: {nearest}"

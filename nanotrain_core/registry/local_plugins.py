@@ -15,7 +15,7 @@ import attrs
 import tomli
 from packaging.utils import canonicalize_name
 
-from nanotrain_core.errors import PluginError, nearby
+from nanotrain_core.errors import PluginError, did_you_mean_path
 
 EXPECTED = "expected a .py file, a folder with __init__.py, or one whose pyproject.toml names its plugins"
 
@@ -64,7 +64,7 @@ def local_plugins(path: Path, group: str) -> Iterator[LocalPlugin]:
         lacks = f'its pyproject.toml has no [project.entry-points."{group}"]; ' if project.is_file() else ""
         raise PluginError(f"{path}: {lacks}{EXPECTED}" + (f"; packages in it: {inside}" if inside else ""))
     elif not path.exists():
-        raise PluginError(f"{path}: no such file or folder{nearby(path)}")
+        raise PluginError(f"{path}: no such file or folder{did_you_mean_path(path)}")
     else:
         yield LocalPlugin(
             name=path.stem, distribution=path.name, files=(path,), load=lambda: _import_file(path)

@@ -40,7 +40,7 @@ def write_atomically(
         flush(path.parent)
 
 
-def obstacle_to_writing(path: Path, *, recipe: str = "") -> str:
+def write_problem(path: Path, *, recipe: str = "") -> str:
     """Return why no file can be written there, empty if one can: a command that takes long asks it first.
 
     ``recipe``: the file that the command reads, which it must not replace. Of a symbolic link its target is

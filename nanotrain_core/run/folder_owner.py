@@ -11,7 +11,7 @@ from pathlib import Path
 LOCK = ".lock"
 
 
-def running(path: Path) -> bool:
+def is_running(path: Path) -> bool:
     """Return whether the process that claimed ``path`` last is alive, as far as this host can tell.
 
     It is looked up by its process id: taking the lock, even briefly, could make a starting run fail.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from nanotrain_core.errors import did_you_mean, nearby
+from nanotrain_core.errors import did_you_mean, did_you_mean_path
 
 #: Files of a run, any of which identifies a run folder.
 RUN_FILES = ("metrics.jsonl", "recipe.toml", "run.log.jsonl")
@@ -15,7 +15,7 @@ def is_run(folder: Path) -> bool:
     return any((folder / name).exists() for name in RUN_FILES)
 
 
-def nearby_run(path: Path) -> str:
+def did_you_mean_run(path: Path) -> str:
     """Return `` (did you mean 'runs/x'?)`` for a path that is no run folder, or an empty string.
 
     A file in a run folder matches that run, and a bare name matches the run of that name in ``runs``.
@@ -31,11 +31,11 @@ def nearby_run(path: Path) -> str:
     return did_you_mean(str(path), sorted({str(each) for each in around}))
 
 
-def nearby_weights(path: Path) -> str:
+def did_you_mean_weights(path: Path) -> str:
     """Return `` (did you mean 'x'?)`` for a path of weights that does not exist, or an empty string.
 
     In a run folder a checkpoint is suggested; elsewhere a run, otherwise the nearest sibling of the path.
     """
     if any(is_run(folder) for folder in path.parents[:-1]):
-        return nearby(path)
-    return nearby_run(path) or nearby(path)
+        return did_you_mean_path(path)
+    return did_you_mean_run(path) or did_you_mean_path(path)

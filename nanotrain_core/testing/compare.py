@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from nanotrain_core.checkpoint.tensor_boxes import index_of
+from nanotrain_core.checkpoint.tensor_boxes import box_slices
 from nanotrain_core.contracts import Block
 
 Whole = Mapping[str, torch.Tensor]
@@ -27,7 +27,7 @@ def whole(blocks: Iterable[Sequence[Block]], *, atol: float = 1e-12) -> dict[str
         for block in mine:
             target = tensors.setdefault(block.name, torch.zeros(block.global_shape, dtype=block.tensor.dtype))
             seen = held.setdefault(block.name, torch.zeros(block.global_shape, dtype=torch.bool))
-            index = index_of(block.offset, block.tensor.shape)
+            index = box_slices(block.offset, block.tensor.shape)
             overlap = seen[index]
             _same_on_replicas(block, target[index][overlap], block.tensor[overlap], rank, atol)
             target[index], seen[index] = block.tensor, True

@@ -12,7 +12,7 @@ import attrs
 import torch
 import torch.distributed as dist
 
-from nanotrain_core.checkpoint.tensor_boxes import index_of
+from nanotrain_core.checkpoint.tensor_boxes import box_slices
 from nanotrain_core.compose import Run
 from nanotrain_core.contracts import Block, Checkpoint, TrainState
 from nanotrain_core.errors import CheckpointError
@@ -59,7 +59,7 @@ def numbered(state: TrainState, seed: int) -> TrainState:
     """Fill every tensor with values that depend on its name and position, and write ``seed`` to the meta."""
     for block in state.blocks:
         whole_tensor = torch.randn(block.global_shape, generator=torch.Generator().manual_seed(seed))
-        block.tensor.copy_(whole_tensor[index_of(block.offset, block.tensor.shape)])
+        block.tensor.copy_(whole_tensor[box_slices(block.offset, block.tensor.shape)])
     return attrs.evolve(state, meta={**state.meta, "step": seed})
 
 

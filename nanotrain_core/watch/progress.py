@@ -19,7 +19,7 @@ SLOW = frozenset({START, "checkpoint"})
 
 
 @attrs.define
-class Spent:
+class TimeSpent:
     """Seconds of one part of a run so far."""
 
     seconds: float = 0.0
@@ -33,11 +33,11 @@ class Spent:
         """Seconds of the rank's own work."""
         return self.seconds - self.collectives - self.messages
 
-    def since(self, before: Spent | None) -> Spent:
+    def since(self, before: TimeSpent | None) -> TimeSpent:
         """Return what was added after ``before``."""
         if before is None:
-            return Spent(self.seconds, self.collectives, self.messages)
-        return Spent(
+            return TimeSpent(self.seconds, self.collectives, self.messages)
+        return TimeSpent(
             self.seconds - before.seconds,
             self.collectives - before.collectives,
             self.messages - before.messages,
@@ -51,7 +51,7 @@ class Progress:
         """``waits``: the communication that the run's mesh counts."""
         self.count, self.step, self.phase, self.slow = 0, 0, START, True
         self.waits = waits or Waits()
-        self.spent: dict[str, Spent] = {}
+        self.spent: dict[str, TimeSpent] = {}
         """Time of each part so far, by the host's clock. The current part is incomplete."""
         self._part = START
         self._since = time.perf_counter()
@@ -80,7 +80,7 @@ class Progress:
         waited = (self.waits.collectives.seconds, self.waits.messages.seconds)
         spent = self.spent.get(outer)
         if spent is None:
-            spent = self.spent[outer] = Spent()
+            spent = self.spent[outer] = TimeSpent()
         spent.seconds += now - self._since
         spent.collectives += waited[0] - self._waited[0]
         spent.messages += waited[1] - self._waited[1]
@@ -115,7 +115,7 @@ class Progress:
         spent = self._by_clock()
         return sum(spent[part].busy for part in parts if part in spent)
 
-    def measured(self) -> Mapping[str, Spent]:
+    def measured(self) -> Mapping[str, TimeSpent]:
         """Return the time spent, by the clock of what computes: the device's if it is timed, else the host's.
 
         The device's is read late, without all of the last steps. A device that waits for the host, as for
@@ -123,17 +123,17 @@ class Progress:
         """
         return {part: spent.since(None) for part, spent in self._by_clock().items()}
 
-    def measured_in(self, part: str) -> Spent:
+    def measured_in(self, part: str) -> TimeSpent:
         """Return the time spent in one part, as in :meth:`measured`."""
-        return self._by_clock().get(part, Spent()).since(None)
+        return self._by_clock().get(part, TimeSpent()).since(None)
 
-    def _by_clock(self) -> Mapping[str, Spent]:
+    def _by_clock(self) -> Mapping[str, TimeSpent]:
         """Return :meth:`measured` without a copy: on the host, :attr:`spent` itself."""
         clock = self.waits.device
         if clock is None:
             return self.spent
         clock.read()
-        found: dict[str, Spent] = {}
+        found: dict[str, TimeSpent] = {}
         for (part, kind), seconds in clock.seconds.items():
-            setattr(found.setdefault(part, Spent()), kind or "seconds", seconds)
+            setattr(found.setdefault(part, TimeSpent()), kind or "seconds", seconds)
         return found

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from nanotrain_core import RuntimeEngine
-from nanotrain_core.api import index_of, resolve_recipe
+from nanotrain_core.api import box_slices, resolve_recipe
 from nanotrain_core.api.torch import Monitor
 
 LESSON = str(Path(__file__).with_name("lesson.toml"))
@@ -47,7 +47,7 @@ def largest_difference(ranks, alone):
     weights = {name: weight for name, _, weight in whole}
     for _, blocks in ranks:
         for name, offset, block in blocks:
-            there = weights[name][index_of(offset, block.shape)]
+            there = weights[name][box_slices(offset, block.shape)]
             worst = max(worst, (there - block).abs().max().item())
     return worst
 

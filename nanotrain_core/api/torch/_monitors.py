@@ -7,7 +7,7 @@ from nanotrain_core.monitors.sink import Sink
 from nanotrain_core.monitors.sink_queue import SinkQueue
 from nanotrain_core.run.global_metrics import sum_over_data
 from nanotrain_core.run.stop import Rollback, StopRequest
-from nanotrain_core.watch.progress import Spent
+from nanotrain_core.watch.progress import TimeSpent
 
 __all__ = [
     "Histogram",
@@ -15,8 +15,8 @@ __all__ = [
     "Rollback",
     "Sink",
     "SinkQueue",
-    "Spent",
     "StopRequest",
+    "TimeSpent",
     "hash_bits",
     "sum_over_data",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from nanotrain_core.api import DataError, obstacle_to_writing, show_progress, write_atomically
+from nanotrain_core.api import DataError, show_progress, write_atomically, write_problem
 from nanotrain_data.readers import documents
 from nanotrain_data.sources import Unit, units_of
 
@@ -45,7 +45,7 @@ def train_tokenizer(
         out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as problem:
         raise DataError(f"--out {out}: {out.parent} cannot be made: {problem.strerror}") from None
-    if obstacle := obstacle_to_writing(out):
+    if obstacle := write_problem(out):
         raise DataError(f"--out {out}: {obstacle}")
     units = chosen(units_of(sources, suffixes, UNIT), size)
     tokenizer = Tokenizer(models.BPE())

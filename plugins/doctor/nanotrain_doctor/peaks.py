@@ -16,7 +16,7 @@ from nanotrain_core.api import (
     RecipeError,
     TomlSource,
     did_you_mean,
-    nearby,
+    did_you_mean_path,
     peak_flops,
     read_toml,
 )
@@ -79,7 +79,7 @@ def _find(wanted: str) -> Path:
         return path
     names = f"one of {', '.join(known)}, or " if known else ""
     expected = f"expected {names}the path of a TOML file"
-    near = did_you_mean(wanted, list(known)) or nearby(path)
+    near = did_you_mean(wanted, list(known)) or did_you_mean_path(path)
     what = f"no hardware is named '{wanted}'{near}"
     if path.suffix == ".toml":
         what = f"there is no file {path}{near}"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanotrain_core.api import write_text_atomically
-from nanotrain_core.api.ranks import Ranks, ending_process_groups, loopback, meet_ranks
+from nanotrain_core.api.ranks import Ranks, ending_process_groups, loopback, rendezvous_store
 
 if TYPE_CHECKING:
     import torch
@@ -83,7 +83,7 @@ def measure_joined(
     import torch.distributed as dist
 
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = dist.PrefixStore(f"doctor/{attempt}", meet_ranks(ranks, timeout))
+    store = dist.PrefixStore(f"doctor/{attempt}", rendezvous_store(ranks, timeout))
     mine = {"rank": ranks.rank, "local_rank": ranks.local_rank, "host": socket.gethostname(), **act(store)}
     if not quick:
         try:

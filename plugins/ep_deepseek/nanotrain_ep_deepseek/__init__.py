@@ -18,7 +18,7 @@ from nanotrain_core.api import (
     StaysEager,
     divisibility_of,
     hookimpl,
-    undivided,
+    indivisible,
 )
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def check(recipe: Recipe, config: ExpertParallelConfig, layout: Layout) -> Itera
         if degree > 1 and none:
             text = f"{dim} = {degree}, but model '{recipe.model.use}' has no experts; expected 1"
             yield Problem(f"topology.{dim}", text)
-        yield from undivided(recipe.model.config, {Role.EXPERTS}, dim, degree, width=dim == "etp")
+        yield from indivisible(recipe.model.config, {Role.EXPERTS}, dim, degree, width=dim == "etp")
 
 
 def stays_eager(recipe: Recipe, config: ExpertParallelConfig, layout: Layout) -> Iterator[StaysEager]:

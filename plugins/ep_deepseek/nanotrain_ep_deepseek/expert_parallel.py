@@ -8,7 +8,15 @@ import attrs
 import torch
 from torch import nn
 
-from nanotrain_core.api import Layout, NanotrainError, Role, divisors_near, either, override_forward, tagged
+from nanotrain_core.api import (
+    Layout,
+    NanotrainError,
+    Role,
+    divisors_near,
+    join_with_or,
+    override_forward,
+    tagged,
+)
 from nanotrain_core.api.torch import Mesh, Parallel, Placement, Placements
 from nanotrain_ep_deepseek import ExpertParallelConfig
 from nanotrain_ep_deepseek.dispatch import Dispatcher
@@ -110,6 +118,6 @@ def split_axis(placement: Placement, axis: int, what: str, dim: str, mesh: Mesh)
     if length % degree:
         raise NanotrainError(
             f"ep_deepseek: {placement.name} has {length} {what}, which do not divide by {dim} = {degree}; "
-            f"topology.{dim} could be {either(divisors_near(length, degree))}"
+            f"topology.{dim} could be {join_with_or(divisors_near(length, degree))}"
         )
     return placement.split(axis, dim, mesh.coordinate(dim), degree)

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import attrs
 import structlog
 
-from nanotrain_core.api import Baseline, Metric, Rule, is_judged, is_relative, must_last, step_kind
+from nanotrain_core.api import Baseline, Metric, Rule, is_judged, is_relative, required_patience, step_kind
 from nanotrain_core.api.torch import MetricsReport
 
 Side = Literal["low", "high"]
@@ -122,7 +122,7 @@ class Diagnosis:
             return ""
         trouble.seen, trouble.counted = trouble.seen + 1, step
         worst = max(found, key=lambda each: (each.bad, each.distance))
-        if trouble.seen < must_last(worst.value, self.patience, bad=worst.bad):
+        if trouble.seen < required_patience(worst.value, self.patience, bad=worst.bad):
             return ""
         trouble.said, trouble.seen = True, 0
         sentence = worst.sentence(len(found) - 1)

@@ -18,12 +18,12 @@ from nanotrain_core.api import (
     NanotrainError,
     add_plugin_options,
     did_you_mean,
+    did_you_mean_path,
+    did_you_mean_run,
     is_recipe,
     json_text,
     load_plugins,
     natural_sort_key,
-    nearby,
-    nearby_run,
     plugin_arguments,
     shipped_recipes,
     show_progress,
@@ -107,7 +107,7 @@ def _is_damaged(path: str, weights: Weights, args: argparse.Namespace) -> bool:
 def _missing(word: str) -> str:
     """Return what to tell of a path where nothing is: the run, file or recipe that may be meant."""
     recipes = sorted(name.removesuffix(".toml") for name in shipped_recipes() if "/" not in name)
-    near = nearby_run(Path(word)) or nearby(Path(word), recipes)
+    near = did_you_mean_run(Path(word)) or did_you_mean_path(Path(word), recipes)
     known = near or f"; recipes are {', '.join(recipes)}"
     return f"{word}: there is no such file, folder or recipe{known}"
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import save_file
 
-from nanotrain_core.api import NanotrainError, did_you_mean, index_of, write_atomically
+from nanotrain_core.api import NanotrainError, box_slices, did_you_mean, write_atomically
 from nanotrain_core.api.torch import Block, Monitor, Placement, RunInfo, UpdateReport
 from nanotrain_inspect.declared import PLACED, RETURNED
 from nanotrain_inspect.steps import Steps
@@ -217,7 +217,7 @@ def put(tensors: dict[str, torch.Tensor], block: Block) -> None:
     """Write a part of a tensor to where it belongs."""
     if block.name not in tensors:
         tensors[block.name] = torch.empty(block.global_shape, dtype=block.tensor.dtype)
-    tensors[block.name][index_of(block.offset, block.tensor.shape)] = block.tensor
+    tensors[block.name][box_slices(block.offset, block.tensor.shape)] = block.tensor
 
 
 def _on_host(block: Block) -> Block:

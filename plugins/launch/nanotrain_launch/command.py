@@ -21,11 +21,11 @@ from nanotrain_core.api import (
     add_recipe_options,
     fewest_machines,
     input_problems,
-    obstacle_to_writing,
     plugin_arguments,
     positive_int,
     resolve_recipe,
     unsigned_int,
+    write_problem,
     write_text_atomically,
 )
 from nanotrain_launch import fits, kubernetes, slurm, ssh, torchrun
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     """
     target = TARGETS[args.target]
     known: dict[str, Option] = target.OPTIONS
-    problem = "" if args.out is None else obstacle_to_writing(Path(args.out), recipe=args.recipe)
+    problem = "" if args.out is None else write_problem(Path(args.out), recipe=args.recipe)
     if problem:
         raise NanotrainError(f"--out {args.out}: {problem}")
     options = read_options(args.target, args.option, known)

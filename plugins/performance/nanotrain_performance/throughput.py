@@ -21,8 +21,8 @@ from nanotrain_core.api.torch import (
     Monitor,
     RollbackReport,
     RunInfo,
-    Spent,
     StepReport,
+    TimeSpent,
     UpdateReport,
 )
 from nanotrain_performance import ThroughputConfig
@@ -160,7 +160,7 @@ class Throughput(Monitor):
         self.usual = list(meta["usual"])
 
     def _parts(self, steps: int) -> None:
-        put, before, none = self.run.metrics.scalar, self.before, Spent()
+        put, before, none = self.run.metrics.scalar, self.before, TimeSpent()
         self.before = now = self.run.progress.measured()
         spent = {part: each.since(before.get(part)) for part, each in now.items()}
         data, passes, sync, optimizer, checkpoint, evaluation = (spent.get(part, none) for part in PARTS)

@@ -13,7 +13,7 @@ from nanotrain_performance.ledger import FILE, Ledger, read, write
 from nanotrain_core.contracts import Monitor
 from nanotrain_core.testing import Case
 from nanotrain_core.testing.probe import make_engine
-from nanotrain_core.watch.progress import Progress, Spent
+from nanotrain_core.watch.progress import Progress, TimeSpent
 
 RUN = {"monitor": [{"use": "goodput"}], "checkpoint": {"every": 3, "keep": 5}}
 ALONE = Case("monitor", use="goodput")
@@ -42,14 +42,14 @@ def test_what_a_device_says_late_is_taken_from_training():
 class Clocks:
     """Times a device: its queue hides what the host waits."""
 
-    spent: ClassVar = {"start": Spent(5.0), "data": Spent(4.0)}
+    spent: ClassVar = {"start": TimeSpent(5.0), "data": TimeSpent(4.0)}
     timed: Any = None
 
     def time_device(self, device):
         self.timed = device
 
     def measured_in(self, part):
-        return {"data": Spent(0.5)}[part]
+        return {"data": TimeSpent(0.5)}[part]
 
 
 def test_data_is_lost_only_while_the_device_waits(tmp_path):

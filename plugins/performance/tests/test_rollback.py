@@ -8,7 +8,7 @@ from nanotrain_performance import ThroughputConfig
 from nanotrain_performance.throughput import Throughput
 
 from nanotrain_core.contracts import RollbackReport
-from nanotrain_core.watch.progress import Spent
+from nanotrain_core.watch.progress import TimeSpent
 
 
 class Works:
@@ -25,7 +25,7 @@ class Works:
         self.pass_time("data", 1.0)
 
     def pass_time(self, part, seconds):
-        self.spent[part] = Spent(self.spent.get(part, Spent()).seconds + seconds)
+        self.spent[part] = TimeSpent(self.spent.get(part, TimeSpent()).seconds + seconds)
 
     def measured(self):
         return dict(self.spent)

@@ -14,7 +14,14 @@ from typing import Any
 
 import attrs
 
-from nanotrain_core.api import NanotrainError, RecipeError, TomlSource, did_you_mean, nearby, read_toml
+from nanotrain_core.api import (
+    NanotrainError,
+    RecipeError,
+    TomlSource,
+    did_you_mean,
+    did_you_mean_path,
+    read_toml,
+)
 
 
 class HardwareError(NanotrainError):
@@ -235,7 +242,7 @@ def _read(path: Path) -> TomlSource:
         HardwareError: it cannot be read, is not TOML, or is a recipe.
     """
     if not path.is_file():
-        near = "" if path.is_dir() else nearby(path) or did_you_mean(path.stem, list(shipped()))
+        near = "" if path.is_dir() else did_you_mean_path(path) or did_you_mean(path.stem, list(shipped()))
         what = f"{path} is a folder" if path.is_dir() else f"there is no file {path}{near}"
         raise HardwareError(f"--hardware: {what}; {_expected_hardware()}")
     try:

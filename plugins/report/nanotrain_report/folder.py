@@ -20,11 +20,11 @@ from nanotrain_core.api import (
     History,
     Metric,
     NanotrainError,
+    did_you_mean_run,
     is_run,
+    is_running,
     load_plugins,
-    nearby_run,
     read_metrics,
-    running,
 )
 from nanotrain_report.families import Family, Line, families
 from nanotrain_report.health import Judging
@@ -194,7 +194,7 @@ def open_run(path: Path) -> RunFolder:
     """
     if not path.is_dir():
         what = "is a file, not a run's folder" if path.exists() else "there is no such folder"
-        raise NanotrainError(f"{path}: {what}{nearby_run(path)}")
+        raise NanotrainError(f"{path}: {what}{did_you_mean_run(path)}")
     if not is_run(path):
         inside = [
             str(each.parent)
@@ -204,7 +204,7 @@ def open_run(path: Path) -> RunFolder:
         hint = f"; it holds runs: {', '.join(dict.fromkeys(inside))}" if inside else ""
         raise NanotrainError(f"{path} is no run folder: it has none of {', '.join(RUN_FILES)}{hint}")
     log = [of_kind(entry) for entry in rows(path / "run.log.jsonl") if isinstance(entry.get("event"), str)]
-    return RunFolder(path, read_metrics(path), log, running(path))
+    return RunFolder(path, read_metrics(path), log, is_running(path))
 
 
 def of_kind(table: Mapping[str, Any]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from nanotrain_core.api import (
     Verdict,
     is_judged,
     is_relative,
-    must_last,
+    required_patience,
     step_kind,
 )
 from nanotrain_report.families import Family, Line, Steps, Values
@@ -165,8 +165,12 @@ def _reported(marked: Sequence[Marked], side: Side, patience: int) -> Steps:
     for each in marked:
         places = each.places(side)
         values, marks = each.line.values[places], each.marks[places]
-        lasts = np.where(marks == 2, must_last(0.0, patience, bad=True), must_last(0.0, patience, bad=False))
-        lasts = np.where(np.isfinite(values), lasts, must_last(np.nan, patience, bad=True))
+        lasts = np.where(
+            marks == 2,
+            required_patience(0.0, patience, bad=True),
+            required_patience(0.0, patience, bad=False),
+        )
+        lasts = np.where(np.isfinite(values), lasts, required_patience(np.nan, patience, bad=True))
         np.minimum.at(needed, np.searchsorted(steps, each.line.steps[places]), lasts)
     number = np.arange(len(steps))
     in_a_row = number - np.maximum.accumulate(np.where(np.isinf(needed), number, -1))

@@ -6,7 +6,7 @@ import argparse
 import re
 from pathlib import Path
 
-from nanotrain_core.api import Exit, NanotrainError, obstacle_to_writing, whole_number, write_text_atomically
+from nanotrain_core.api import Exit, NanotrainError, whole_number, write_problem, write_text_atomically
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     out = args.out or default_out(args.runs)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        if problem := obstacle_to_writing(out):
+        if problem := write_problem(out):
             raise NanotrainError(f"{out}: {problem}; name another with --out")
         write_text_atomically(out.resolve(), text)
     except OSError as error:

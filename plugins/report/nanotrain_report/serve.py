@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from nanotrain_core.api import Exit, NanotrainError, running
+from nanotrain_core.api import Exit, NanotrainError, is_running
 from nanotrain_report.folder import open_run
 from nanotrain_report.html import page
 from nanotrain_report.rest import Rest
@@ -36,7 +36,7 @@ class Report:
             return self._of
         files = [path / name for path in self.paths for name in WATCHED]
         sizes = [file.stat().st_size if file.exists() else 0 for file in files]
-        alive = [int(running(path)) for path in self.paths]  # that a process has gone is news, too
+        alive = [int(is_running(path)) for path in self.paths]  # that a process has gone is news, too
         return "-".join(map(str, sizes + alive))
 
     def text(self) -> bytes:

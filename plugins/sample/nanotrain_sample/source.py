@@ -21,7 +21,7 @@ from nanotrain_core.api import (
     Resolution,
     find_checkpoint,
 )
-from nanotrain_core.api.ranks import adding_wrappers, without_average
+from nanotrain_core.api.ranks import adding_wrappers, strip_ema
 from nanotrain_core.api.text import HasConversations, HasPrefix, HasTokenizer, TextCodec, make_tokenizer
 from nanotrain_core.api.torch import open_weights
 
@@ -65,7 +65,7 @@ def find(path: Path, step: int | None, tokenizer: str | None, registry: Registry
     Raises:
         NanotrainError: nothing that text can be written with, or no tokenizer is known.
     """
-    path, averaged = without_average(path)
+    path, averaged = strip_ema(path)
     if any((path / name).is_file() for name in WEIGHTS_ALONE) and not averaged:
         return _weights_alone(path, step, tokenizer, registry)
     _, saved = find_checkpoint(path, registry, step)

@@ -21,7 +21,7 @@ import structlog
 from nanotrain_core.api import (
     CheckpointError,
     flush,
-    is_of_a_run,
+    is_run_state,
     quarantine_checkpoint,
     remove_leftovers,
     set_checkpoints_aside,
@@ -207,7 +207,7 @@ def _not_finite(path: Path, found: manifest.Manifest) -> Iterator[str]:
 
 def _no_streams(path: Path, found: manifest.Manifest) -> Iterator[str]:
     """Yield the files of a run whose random-number streams cannot be restored."""
-    if not is_of_a_run(found.meta):
+    if not is_run_state(found.meta):
         return
     for name in found.files.keys() - forms_of(found).keys():
         if problem := streams_problem(shard.arrays(path / name)):

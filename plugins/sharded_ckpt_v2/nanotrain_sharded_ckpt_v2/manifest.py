@@ -18,7 +18,14 @@ from typing import Any
 
 import attrs
 
-from nanotrain_core.api import DTYPE_BYTES, CheckpointError, Shape, load_json, state_problems, uncovered
+from nanotrain_core.api import (
+    DTYPE_BYTES,
+    CheckpointError,
+    Shape,
+    coverage_problem,
+    load_json,
+    state_problems,
+)
 from nanotrain_sharded_ckpt_v2.save_plan import Tensor
 
 NAME = "MANIFEST.json"
@@ -265,7 +272,7 @@ def _read_tensor(name: str, entry: Any, files: Mapping[str, File]) -> Tensor:
         raise ValueError(f"{name} is stored as {entry['dtype']!r}; known are {', '.join(DTYPE_BYTES)}")
     shape = _shape(entry["shape"], f"shape of {name}")
     chunks = [_chunk(name, chunk, files) for chunk in entry["chunks"]]
-    problem = uncovered(shape, [(offset, size) for _, offset, size in chunks])
+    problem = coverage_problem(shape, [(offset, size) for _, offset, size in chunks])
     if problem:
         raise ValueError(f"{name} is not complete: {problem}")
     return Tensor(entry["dtype"], shape, chunks)

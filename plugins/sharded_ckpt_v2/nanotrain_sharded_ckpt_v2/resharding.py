@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import ReadItem
 
-from nanotrain_core.api import DTYPE_NAMES, CheckpointError, index_of
+from nanotrain_core.api import DTYPE_NAMES, CheckpointError, box_slices
 from nanotrain_core.api.torch import Block
 from nanotrain_sharded_ckpt_v2 import shard
 from nanotrain_sharded_ckpt_v2.blocks import code
@@ -130,8 +130,8 @@ class ReadPlan:
         if not target.shape:
             target.copy_(file.get_tensor(box))
             return
-        there = index_of(item.storage_offsets, item.lengths)
-        target[index_of(item.dest_offsets, item.lengths)].copy_(file.get_slice(box)[there])
+        there = box_slices(item.storage_offsets, item.lengths)
+        target[box_slices(item.dest_offsets, item.lengths)].copy_(file.get_slice(box)[there])
 
 
 def _index(item: ReadItem) -> int:

@@ -14,7 +14,7 @@ from math import prod
 
 import attrs
 
-from nanotrain_core.api import DTYPE_BYTES, CheckpointError, Shape, uncovered
+from nanotrain_core.api import DTYPE_BYTES, CheckpointError, Shape, coverage_problem
 
 #: Name, dtype code, shape of the global tensor, offset, shape: a block without its values.
 BlockMetadata = tuple[str, str, Shape, Shape, Shape]
@@ -93,7 +93,7 @@ def _tensors(shares: Sequence[_Assigned], forms: Mapping[str, tuple[str, Shape, 
     found = {}
     for name, parts in chunks.items():
         dtype, shape, _ = forms[name]
-        problem = uncovered(shape, [(offset, size) for _, offset, size in parts])
+        problem = coverage_problem(shape, [(offset, size) for _, offset, size in parts])
         if problem:
             raise CheckpointError(f"the blocks of {name} are not the whole tensor: {problem}")
         found[name] = Tensor(dtype, shape, sorted(parts, key=lambda part: part[1]))

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from nanotrain_sharded_ckpt_v2.save_plan import make_plan
 
-from nanotrain_core.checkpoint.box_cover import overlap, uncovered
+from nanotrain_core.checkpoint.box_cover import coverage_problem, overlap
 from nanotrain_core.checkpoint.tensor_boxes import boxes
 from nanotrain_core.errors import CheckpointError
 
@@ -67,10 +67,10 @@ def test_flat_ranges_make_up_a_tensor_and_a_missing_box_is_noticed(data):
         size *= length
     cuts = sorted({0, size, *data.draw(st.lists(st.integers(0, size), max_size=4))})
     parts = [box for start, stop in pairwise(cuts) for box in boxes(shape, start, stop)]
-    assert uncovered(shape, parts) == ""
+    assert coverage_problem(shape, parts) == ""
     lost = data.draw(st.integers(0, len(parts) - 1))
-    assert uncovered(shape, parts[:lost] + parts[lost + 1 :])
-    assert uncovered(shape, [*parts, parts[lost]])
+    assert coverage_problem(shape, parts[:lost] + parts[lost + 1 :])
+    assert coverage_problem(shape, [*parts, parts[lost]])
 
 
 @settings(deadline=None)
@@ -83,6 +83,6 @@ def test_overlap_is_found_where_there_is_one(sides):
 
 
 def test_scalars():
-    assert uncovered((), [((), ())]) == ""
-    assert uncovered((), [((), ()), ((), ())]) == "its blocks hold 2 numbers, but () has 1"
-    assert uncovered((0, 3), [((0, 0), (0, 3))]) == ""
+    assert coverage_problem((), [((), ())]) == ""
+    assert coverage_problem((), [((), ()), ((), ())]) == "its blocks hold 2 numbers, but () has 1"
+    assert coverage_problem((0, 3), [((0, 0), (0, 3))]) == ""

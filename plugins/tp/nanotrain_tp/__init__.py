@@ -17,8 +17,8 @@ from nanotrain_core.api import (
     Role,
     divisibility_of,
     hookimpl,
-    too_few,
-    undivided,
+    indivisible,
+    too_few_units,
 )
 
 if TYPE_CHECKING:
@@ -72,8 +72,8 @@ def check(recipe: Recipe, config: TensorParallelConfig, layout: Layout) -> Itera
             f"model '{recipe.model.use}' declares that it is not supported: its layers need whole sequences; "
             "write sequence_parallel = false",
         )
-    yield from undivided(recipe.model.config, {*AXES} - {*VOCABULARY}, "tp", tp)
-    yield from too_few(recipe.model.config, VOCABULARY, "tp", tp)
+    yield from indivisible(recipe.model.config, {*AXES} - {*VOCABULARY}, "tp", tp)
+    yield from too_few_units(recipe.model.config, VOCABULARY, "tp", tp)
     length, reason = recipe.batch.length, _needs_shares(recipe, config)
     if reason and length < tp * cp:
         ranks = f"tp = {tp}" if cp == 1 else f"tp x cp = {tp} x {cp}"

@@ -27,7 +27,7 @@ from nanotrain_core.api import (
     Role,
     Tag,
     divisors_near,
-    either,
+    join_with_or,
     multiples_near,
     override_forward,
     share_tokens,
@@ -256,9 +256,10 @@ def _check_units(name: str, length: int, tag: Tag, degree: int) -> None:
         return
     sizes = [n * tag.unit for n in multiples_near(units, degree)]
     of = f" = {units} units of {tag.unit}" if tag.unit > 1 else ""
+    degrees = join_with_or(divisors_near(units, degree))
     raise SplitError(
         f"{name} has {length}{of} to split, which do not divide by tp = {degree}; nearest tp that divides: "
-        f"{either(divisors_near(units, degree))}; nearest sizes for tp = {degree}: {either(sizes)}"
+        f"{degrees}; nearest sizes for tp = {degree}: {join_with_or(sizes)}"
     )
 
 

@@ -15,7 +15,7 @@ from nanotrain_zero12.sharded_gradients import ShardedGradients, group
 from torch import nn
 
 from nanotrain_core.builtin.configs import GridConfig
-from nanotrain_core.checkpoint.box_cover import uncovered
+from nanotrain_core.checkpoint.box_cover import coverage_problem
 from nanotrain_core.contracts import Block
 from nanotrain_core.layout.grid import Grid
 from nanotrain_core.layout.mesh import Mesh
@@ -118,6 +118,7 @@ def test_distinct_blocks_of_all_ranks_tile_every_tensor(run, limit):
         for block in blocks_of(rank, parameters, layout, limit):
             boxes[block.name].add((tuple(block.offset), tuple(block.tensor.shape)))
     wrong = {
-        name: uncovered(shape, sorted(boxes[f"exp_avg/{name}"])) for name, (shape, *_) in parameters.items()
+        name: coverage_problem(shape, sorted(boxes[f"exp_avg/{name}"]))
+        for name, (shape, *_) in parameters.items()
     }
     assert not any(wrong.values()), wrong

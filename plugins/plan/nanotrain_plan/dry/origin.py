@@ -17,7 +17,7 @@ import attrs
 import torch
 from torch.autograd.function import BackwardCFunction
 
-from nanotrain_core.api.torch import AllReduceGradients, Mesh, Spent
+from nanotrain_core.api.torch import AllReduceGradients, Mesh, TimeSpent
 
 #: The core's folder of exchanges asks for nothing itself, but for one file.
 _ASKS = inspect.getfile(AllReduceGradients)
@@ -30,7 +30,7 @@ def _folder(file: str) -> str:
 #: What stands between a collective and who asks for it: exchanges, waits, torch, this package.
 _BETWEEN = (
     _folder(inspect.getfile(Mesh)),
-    _folder(inspect.getfile(Spent)),
+    _folder(inspect.getfile(TimeSpent)),
     _folder(torch.__file__),
     _folder(_folder(__file__)),
     "<",

@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from nanotrain_core.api import NanotrainError, obstacle_to_writing, write_text_atomically
+from nanotrain_core.api import NanotrainError, write_problem, write_text_atomically
 
 
 def check_page(args: argparse.Namespace) -> None:
@@ -18,7 +18,7 @@ def check_page(args: argparse.Namespace) -> None:
     if args.html is None:
         return
     recipe = args.path if "path" in args else args.recipe
-    if problem := obstacle_to_writing(Path(args.html), recipe=recipe):
+    if problem := write_problem(Path(args.html), recipe=recipe):
         raise NanotrainError(f"--html {args.html}: {problem}")
 
 
