@@ -327,6 +327,8 @@ def test_a_task_of_lm_eval_has_the_accuracy_of_its_definition(trained, task, cap
     ("words", "expected"),
     [
         (("--length", "8"), "--length is for --text and --task"),
+        (("--tasks-from", "{run}"), "--tasks-from is for --task"),
+        (("--text", "{run}/text.txt", "--limit", "2"), "--limit is for --task"),
         (("--text", "{run}/nothing.txt"), "nothing.txt: there is no such file"),
         (("--text", "{run}"), "is a folder; expected a file"),
         (("--text", "{run}/text.txt", "--length", "49"), "--length 49: the model reads at most 48"),

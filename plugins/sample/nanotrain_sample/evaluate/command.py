@@ -45,6 +45,9 @@ def run(args: argparse.Namespace) -> int:
     only_with = {"--length": args.length, "--stride": args.stride, "--tokenizer": args.tokenizer}
     if given := [name for name, value in only_with.items() if value is not None and not scores]:
         raise NanotrainError(f"{given[0]} is for --text and --task: a run's validation split is as it was")
+    of_tasks = {"--tasks-from": args.tasks_from, "--few-shot": args.few_shot, "--limit": args.limit}
+    if given := [name for name, value in of_tasks.items() if value is not None and not args.task]:
+        raise NanotrainError(f"{given[0]} is for --task: name one, such as --task hellaswag")
     for path in args.text:
         if not Path(path).is_file():
             what = "is a folder; expected a file" if Path(path).is_dir() else "there is no such file"
