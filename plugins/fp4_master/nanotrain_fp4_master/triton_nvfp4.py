@@ -97,8 +97,8 @@ def residual_of(wide, rounded, noise):  # type: ignore[no-untyped-def]
 @triton.jit
 def to_nearest(wide, tensor_scale):  # type: ignore[no-untyped-def]
     wanted = four_bits(sixth(largest_of(wide)))
-    scales = tl.where(wanted < LEAST * tensor_scale, 0.0, wanted)
-    scales = tl.where(wanted <= MOST * tensor_scale, scales, float("nan"))
+    scales = tl.where(wanted < tensor_scale * LEAST, 0.0, wanted)
+    scales = tl.where(wanted <= tensor_scale * MOST, scales, float("nan"))
     return to_bfloat16(nearest(tl.div_rn(wide, nonzero(scales) + wide * 0.0)) * scales)
 
 
@@ -156,7 +156,7 @@ def store_residual(  # type: ignore[no-untyped-def]
     moved = tl.where(stays, old, moved)
     parts, unit = residual_of(wide, moved, noise)
     fit = tl.div_rn(largest_of(moved + parts * unit), divisor)
-    has = (four_bits(scales) == scales) & (scales >= LEAST * tensor_scale)
+    has = (four_bits(scales) == scales) & (scales >= tensor_scale * LEAST)
     keeps = (largest_of(parts) <= REACH) & has & (fit > 5.5) & (fit < 6.5)
     rounded = tl.where(keeps, moved, to_nearest(wide, tensor_scale))
     parts, unit = residual_of(wide, rounded, noise)
