@@ -29,7 +29,7 @@ from nanotrain_core.optim.adamw import AdamW
 from nanotrain_core.optim.sgd import SGD
 from nanotrain_core.pipeline.accumulate import Accumulate
 from nanotrain_core.pipeline.actions import Action, Costs
-from nanotrain_core.recipe.phase import CHANGES
+from nanotrain_core.recipe.phase import CHANGEABLE
 from nanotrain_core.testing.components.all_reduce_gradients import SummedGradients
 from nanotrain_core.testing.components.moe import RoutedConfig
 from nanotrain_core.testing.components.moe_model import Routed
@@ -60,7 +60,7 @@ class RankInTwoGroups(Grid):
 class WeightedConfig(TransformerConfig):
     """A model with a number that phases may change."""
 
-    lm_weight: float = attrs.field(default=1.0, metadata={CHANGES: True})
+    lm_weight: float = attrs.field(default=1.0, metadata={CHANGEABLE: True})
 
 
 class ForgetsToChange(Transformer):

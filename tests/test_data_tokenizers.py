@@ -152,7 +152,7 @@ def test_tokens_are_compared_once_for_a_host_and_then_where_they_are_read(tmp_pa
     """All of them were hashed at each start by each rank, which takes minutes for 100 GB."""
     hashed, real = [], hashed_tokens._hash
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(hashed_tokens, "PIECE", 64)
+    monkeypatch.setattr(hashed_tokens, "BLOCK_BYTES", 64)
     monkeypatch.setattr(hashed_tokens, "_hash", lambda piece: hashed.append(bytes(piece)) or real(piece))
     cache = TokenCache("text", np.dtype(np.uint16))
     cache.write(np.arange(1000, dtype=np.uint16))

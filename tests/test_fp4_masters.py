@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from nanotrain_core.errors import NanotrainError
-from nanotrain_core.precision.quantized_storage import form_of, storage_of
+from nanotrain_core.precision.quantized_storage import storage_key, storage_of
 from nanotrain_core.testing import Case, conformance, run_ranks
 from nanotrain_core.testing.compare import assert_bitwise, whole
 from nanotrain_core.testing.probe import make_engine, push, train
@@ -267,7 +267,7 @@ def losses_and_forms(packed):
     trace = train(case, {"run": {"steps": 4}, "kernels": {"use": "torch"}})
     run = make_engine(case, {}).run
     return [report.loss for report in trace.reports], {
-        p.placement.name: form_of(p.parameter) for p in run.placed
+        p.placement.name: storage_key(p.parameter) for p in run.placed
     }
 
 

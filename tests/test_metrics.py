@@ -14,7 +14,7 @@ from nanotrain_core.contracts import Monitor
 from nanotrain_core.errors import PluginError
 from nanotrain_core.layout.layout import Layout, View
 from nanotrain_core.layout.mesh import Mesh
-from nanotrain_core.metrics.declared import Bins, of_ranks
+from nanotrain_core.metrics.declared import Bins, rank_metrics
 from nanotrain_core.metrics.gathered import MOST_WAITING, Gathered, Spec
 from nanotrain_core.metrics.pack import pack
 from nanotrain_core.metrics.publish import Metrics
@@ -36,9 +36,9 @@ class Publishes(Monitor):
         metric("weighted", reduce="mean"),
         metric("spread", kind="histogram", bins=Bins(low=-1.0, high=1.0, count=2)),
         metric("said", kind="text"),
-        *of_ranks("each", "of each rank", unit="s", group="test"),
-        *of_ranks("one", "of one rank", unit="s", group="test"),
-        *of_ranks("some", "of both ranks, then of one", unit="s", group="test"),
+        *rank_metrics("each", "of each rank", unit="s", group="test"),
+        *rank_metrics("one", "of one rank", unit="s", group="test"),
+        *rank_metrics("some", "of both ranks, then of one", unit="s", group="test"),
     )
     rank = 0
 
@@ -55,13 +55,13 @@ class Publishes(Monitor):
             self.metrics.scalar(f"{reduce}/device", torch.tensor(value, dtype=torch.float32))
             self.metrics.scalar(f"{reduce}/nan", torch.tensor(math.nan if self.rank else 1.0))
             self.metrics.scalar(f"{reduce}/of.rank.{self.rank}", 1)
-        self.metrics.of_rank("each/{over}", 10.0 * update.step - self.rank)
+        self.metrics.per_rank("each/{over}", 10.0 * update.step - self.rank)
         if self.rank or update.step not in (3, 4):
-            self.metrics.of_rank("some/{over}", 1.0 + self.rank)
+            self.metrics.per_rank("some/{over}", 1.0 + self.rank)
         if update.step == 3:
             self.metrics.scalar("max/late", -7.0)
             if self.rank:
-                self.metrics.of_rank("one/{over}", math.nan)
+                self.metrics.per_rank("one/{over}", math.nan)
                 self.metrics.text("said", f"by rank {self.rank}")
         self.metrics.scalar("weighted", 1.0 + self.rank, weight=torch.tensor(1 + 2 * self.rank))
         self.metrics.histogram("spread", torch.tensor([-5.0, -1.0, 0.0, 0.5, 1.0, math.nan, math.inf]))

@@ -12,7 +12,7 @@ from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.messages import EdgeMessages
 from nanotrain_core.layout.transport import Transport
 from nanotrain_core.models.kernels import installed_kernels
-from nanotrain_core.pipeline.p2p import StageP2P, describe
+from nanotrain_core.pipeline.p2p import StageP2P, encode_metadata
 from nanotrain_core.testing.collectives import CollectiveLog
 from nanotrain_core.testing.pool import run_ranks
 
@@ -45,7 +45,7 @@ def test_hidden_states_that_no_message_can_carry_are_refused(tensor, found):
     with pytest.raises(
         PluginError, match=f"a stage's hidden states are of {found}.*expected at most 6 dimensions"
     ):
-        describe(tensor)
+        encode_metadata(tensor)
 
 
 def pass_through(owners, way, stages_that_share):

@@ -14,7 +14,7 @@ from nanotrain_core.phases.tables import PhaseTables
 from nanotrain_core.phases.timeline import PhaseTimeline
 from nanotrain_core.recipe import load_recipe, resolve_recipe, write_resolved
 from nanotrain_core.recipe.model_table import model_table, refuse_other_model
-from nanotrain_core.recipe.phase import CHANGES, Ramp
+from nanotrain_core.recipe.phase import CHANGEABLE, Ramp
 from nanotrain_core.recipe.tree import LRScheduleConfig, OptimizerConfig
 
 #: Of 16 tokens each: SMALL takes 8 in a step.
@@ -111,7 +111,7 @@ def test_of_an_optimizer_the_rate_alone_can_change(tmp_path):
 
     @attrs.define(frozen=True, kw_only=True)
     class Marked(OptimizerConfig):
-        decay: float = attrs.field(default=0.0, metadata={CHANGES: True})
+        decay: float = attrs.field(default=0.0, metadata={CHANGEABLE: True})
 
     found = recipe(tmp_path, "")
     sections = {"batch": found.batch, "model": found.model}

@@ -39,7 +39,7 @@ def test_seconds_after_a_rollback_are_of_steps_since_it():
     told, spent = [], {}
     progress = SimpleNamespace(time_device=lambda device: None, measured=lambda: dict(spent))
     mesh = SimpleNamespace(gather=lambda own: [own])
-    metrics = SimpleNamespace(of_rank=lambda name, value: told.append(value) if "data" in name else None)
+    metrics = SimpleNamespace(per_rank=lambda name, value: told.append(value) if "data" in name else None)
     monitor = Stragglers(StragglersConfig(every=10, links=0))
     monitor.on_start(
         SimpleNamespace(

@@ -2,7 +2,7 @@
 
 from nanotrain_core.metrics.baseline import BASELINE_COUNT, Baseline, is_relative
 from nanotrain_core.metrics.core import CORE as CORE_METRICS
-from nanotrain_core.metrics.declared import Bins, Metric, Rule, Verdict, of_ranks
+from nanotrain_core.metrics.declared import Bins, Metric, Rule, Verdict, rank_metrics
 from nanotrain_core.metrics.declared import Names as MetricNames
 from nanotrain_core.metrics.history import Curve, History, Seam, read_metrics
 from nanotrain_core.metrics.patience import PATIENCE, StepKind, is_judged, required_patience, step_kind
@@ -23,7 +23,7 @@ __all__ = [
     "Verdict",
     "is_judged",
     "is_relative",
-    "of_ranks",
+    "rank_metrics",
     "read_metrics",
     "required_patience",
     "step_kind",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from nanotrain_core.data.codec import EncodesSpecial, HasConversations, HasPrefix, HasTokenizer, TextCodec
 from nanotrain_core.data.documents import Source as TextSource
 from nanotrain_core.data.documents import missing_path
-from nanotrain_core.data.hashed_tokens import HASH, PIECE, HashedTokens, Tokens, piece_hashes
+from nanotrain_core.data.hashed_tokens import BLOCK_BYTES, HASH_BYTES, HashedTokens, Tokens, block_hashes
 from nanotrain_core.data.held_out import Split, held_out
 from nanotrain_core.data.tokenizer_files import open_tokenizer_file
 from nanotrain_core.data.tokenizers import END_OF_TEXT, Tokenizer, make_tokenizer
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from nanotrain_core.models.sampling import sample_token
 
 __all__ = [
+    "BLOCK_BYTES",
     "END_OF_TEXT",
-    "HASH",
-    "PIECE",
+    "HASH_BYTES",
     "EncodesSpecial",
     "HasConversations",
     "HasPrefix",
@@ -31,11 +31,11 @@ __all__ = [
     "TextSource",
     "Tokenizer",
     "Tokens",
+    "block_hashes",
     "held_out",
     "make_tokenizer",
     "missing_path",
     "open_tokenizer_file",
-    "piece_hashes",
     "sample_token",
 ]
 

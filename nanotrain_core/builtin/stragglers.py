@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nanotrain_core.metrics.declared import Metric, of_ranks
+from nanotrain_core.metrics.declared import Metric, rank_metrics
 
 #: The quantities in which ranks are compared.
 PHASES = ("data", "compute", "monitors", "link")
@@ -22,7 +22,7 @@ METRICS: tuple[Metric, ...] = (
     *(
         metric
         for phase, what in _WHAT.items()
-        for metric in of_ranks(f"stragglers/{phase}", what, unit="s", group="time", level="debug")
+        for metric in rank_metrics(f"stragglers/{phase}", what, unit="s", group="time", level="debug")
     ),
     Metric(
         name=SAID,

@@ -12,9 +12,9 @@ from nanotrain_core.errors import Problem
 from nanotrain_core.layout.roles import Role
 from nanotrain_core.recipe.divisibility import Divisible
 from nanotrain_core.recipe.model_config import CachedToken, ModelConfig
-from nanotrain_core.recipe.phase import CHANGES
+from nanotrain_core.recipe.phase import CHANGEABLE
 from nanotrain_core.recipe.range_validator import LARGEST_SIZE, MOST_LAYERS, Range
-from nanotrain_core.recipe.tree import TRAINING
+from nanotrain_core.recipe.tree import TRAINING_ONLY
 
 if TYPE_CHECKING:
     from nanotrain_core.layout.layout import Layout
@@ -118,13 +118,13 @@ class TransformerConfig(ModelConfig):
     """Size F of the feed-forward layer. 0 means 4 x `width`."""
     vocab: int = attrs.field(validator=Range(2, LARGEST_SIZE))
     """Vocabulary size V."""
-    max_length: int = attrs.field(default=0, validator=Range(0, LARGEST_SIZE), metadata={TRAINING: True})
+    max_length: int = attrs.field(default=0, validator=Range(0, LARGEST_SIZE), metadata={TRAINING_ONLY: True})
     """Rows of the table of learned positions, which requires it. 0 with RoPE: any length."""
     positions: Literal["rope", "learned"] = "rope"
     """Position encoding."""
-    rope_theta: float = attrs.field(default=10000.0, validator=Range(1.0, 1e12), metadata={CHANGES: True})
+    rope_theta: float = attrs.field(default=10000.0, validator=Range(1.0, 1e12), metadata={CHANGEABLE: True})
     """Base of the RoPE frequencies."""
-    rope_scaling: RopeScalingConfig | None = attrs.field(default=None, metadata={CHANGES: True})
+    rope_scaling: RopeScalingConfig | None = attrs.field(default=None, metadata={CHANGEABLE: True})
     """Scaling of those frequencies; none without the table."""
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     """Normalization before attention, before the feed-forward layer and before the head."""
@@ -148,7 +148,7 @@ class TransformerConfig(ModelConfig):
     """Which layers have that `window`: a pattern that is repeated over all layers. Empty: each has it."""
     tied: bool = False
     """Use the embedding table as the head."""
-    init_std: float = attrs.field(default=0.02, validator=Range(1e-12, 10.0), metadata={TRAINING: True})
+    init_std: float = attrs.field(default=0.02, validator=Range(1e-12, 10.0), metadata={TRAINING_ONLY: True})
     """Standard deviation of matrices; those that write to the residual stream use init_std / sqrt(2
     layers)."""
 

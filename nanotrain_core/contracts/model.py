@@ -134,7 +134,7 @@ class Model(Protocol):
 
 @runtime_checkable
 class ChangesInRun(Protocol):
-    """Optional interface of a model with config fields marked with ``CHANGES``: phases change them."""
+    """Optional interface of a model with config fields marked with ``CHANGEABLE``: phases change them."""
 
     def change(self, config: Any, parts: Iterable[nn.Module]) -> None:
         """Train from the next step on as a model built from ``config``.

@@ -16,9 +16,9 @@ from nanotrain_core.errors import DataError
 Tokens = npt.NDArray[Any]
 
 #: Bytes per hash. A sequence reads little more than its own bytes.
-PIECE = 2**16
+BLOCK_BYTES = 2**16
 #: Bytes of a hash: half of a SHA-256.
-HASH = 16
+HASH_BYTES = 16
 
 
 class HashedTokens:
@@ -32,14 +32,14 @@ class HashedTokens:
         Args:
             path: the file, for error messages.
             tokens: [tokens], of an unsigned type.
-            hashes: the result of :func:`piece_hashes` for them.
+            hashes: the result of :func:`block_hashes` for them.
             compared: :attr:`compared` of an earlier object for the same file: those pieces are not verified
                 again.
         """
         self.path, self.tokens, self.hashes = path, tokens, hashes
         self.dtype = tokens.dtype
-        self._piece = PIECE // tokens.itemsize
-        self.compared = np.zeros(-(-tokens.nbytes // PIECE), np.bool_) if compared is None else compared
+        self._piece = BLOCK_BYTES // tokens.itemsize
+        self.compared = np.zeros(-(-tokens.nbytes // BLOCK_BYTES), np.bool_) if compared is None else compared
         """Which pieces this process has verified, [pieces]."""
 
     def __len__(self) -> int:
@@ -60,7 +60,7 @@ class HashedTokens:
         wanted = {n for first, last in spans for n in range(first // self._piece, last // self._piece + 1)}
         for number in sorted(wanted):
             if not self._is_sound(number):
-                raise self.damaged(number * PIECE)
+                raise self.damaged(number * BLOCK_BYTES)
         return self.tokens[index]
 
     def damaged(self, byte: int) -> DataError:
@@ -69,29 +69,29 @@ class HashedTokens:
 
     def has_hashes(self) -> bool:
         """Return whether there are as many hashes as pieces."""
-        return len(self.hashes) == len(self.compared) * HASH
+        return len(self.hashes) == len(self.compared) * HASH_BYTES
 
     def first_damaged(self) -> int | None:
         """Verify all pieces, and return the byte at which the first damaged one begins."""
-        return next((n * PIECE for n in range(len(self.compared)) if not self._is_sound(n)), None)
+        return next((n * BLOCK_BYTES for n in range(len(self.compared)) if not self._is_sound(n)), None)
 
     def _is_sound(self, number: int) -> bool:
         if not self.compared[number]:
             piece = self.tokens[number * self._piece : (number + 1) * self._piece]
-            wanted = self.hashes[number * HASH : (number + 1) * HASH]
+            wanted = self.hashes[number * HASH_BYTES : (number + 1) * HASH_BYTES]
             self.compared[number] = _hash(np.ascontiguousarray(piece).data) == wanted
         return bool(self.compared[number])
 
 
-def piece_hashes(tokens: Tokens) -> bytes:
-    """Return the hashes of all pieces of ``tokens``, :data:`HASH` bytes for each :data:`PIECE` of them."""
+def block_hashes(tokens: Tokens) -> bytes:
+    """Return the hashes of ``tokens``: :data:`HASH_BYTES` bytes for each block of :data:`BLOCK_BYTES`."""
     return b"".join(map(_hash, _pieces(tokens)))
 
 
 def _hash(piece: Any) -> bytes:
-    return hashlib.sha256(piece).digest()[:HASH]
+    return hashlib.sha256(piece).digest()[:HASH_BYTES]
 
 
 def _pieces(tokens: Tokens) -> Iterable[Any]:
     data = np.ascontiguousarray(tokens).data.cast("B")
-    return (data[begin : begin + PIECE] for begin in range(0, len(data), PIECE))
+    return (data[begin : begin + BLOCK_BYTES] for begin in range(0, len(data), BLOCK_BYTES))

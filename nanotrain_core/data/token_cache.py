@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import structlog
 
-from nanotrain_core.data.hashed_tokens import HashedTokens, Tokens, piece_hashes
+from nanotrain_core.data.hashed_tokens import HashedTokens, Tokens, block_hashes
 from nanotrain_core.errors import DataError
 from nanotrain_core.run.files import write_atomically, write_text_atomically
 from nanotrain_core.run.progress_bar import show_progress
@@ -53,7 +53,7 @@ class TokenCache:
 
     def write(self, tokens: Tokens) -> None:
         """Store tokens for the next run, replacing older ones of their key; without a folder, do nothing."""
-        hashes = piece_hashes(tokens)
+        hashes = block_hashes(tokens)
         path = self.folder / self._name(hashes)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)

@@ -189,8 +189,8 @@ class Metric:
         return " ".join(word for declared, word in pairs if "{" in declared)
 
 
-def of_ranks(name: str, summary: str, *, rule: Rule | None = None, **options: Any) -> tuple[Metric, ...]:
-    """Declare what ``metrics.of_rank`` reports for a per-rank value.
+def rank_metrics(name: str, summary: str, *, rule: Rule | None = None, **options: Any) -> tuple[Metric, ...]:
+    """Declare what ``metrics.per_rank`` reports for a per-rank value.
 
     Args:
         name: without the varying part: ``memory/allocated`` declares ``memory/allocated/max`` and so on.

@@ -65,7 +65,7 @@ class Metrics:
             spec = self._spec(name, "scalar", unit=unit, reduce=reduce)
         self._reducer.take(spec).scalar(value, weight)
 
-    def of_rank(self, name: str, value: float) -> None:
+    def per_rank(self, name: str, value: float) -> None:
         """Publish a value of this rank, to report how ranks differ.
 
         Reported are the largest of all ranks, the mean, the lower median, and which rank has the largest.

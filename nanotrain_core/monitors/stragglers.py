@@ -62,10 +62,10 @@ class Stragglers(Monitor):
             for phase, parts in PARTS.items():
                 spent = [now[part].since(self.before.get(part)).busy for part in parts if part in now]
                 share = max(self.run.pipeline_share, 0.1) if phase == "compute" else 1.0
-                self.run.metrics.of_rank(f"stragglers/{phase}/{{over}}", sum(spent) / steps / share)
+                self.run.metrics.per_rank(f"stragglers/{phase}/{{over}}", sum(spent) / steps / share)
             self.before, self.step = now, report.step
         if self.config.links and report.step % self.config.links == 0 and self.run.world_size > 1:
-            self.run.metrics.of_rank("stragglers/link/{over}", seconds_from_neighbor(self.run.mesh))
+            self.run.metrics.per_rank("stragglers/link/{over}", seconds_from_neighbor(self.run.mesh))
 
     def on_rollback(self, report: RollbackReport) -> None:
         """Restart the comparison after a rollback."""

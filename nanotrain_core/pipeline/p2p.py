@@ -57,7 +57,7 @@ class StageP2P:
         if way == "forward" and (edge, tokens_shape) not in self._announced:
             self._announced.add((edge, tokens_shape))
             self.messages.arrived((way, edge, -1))  # a description of another shape
-            self.messages.send((way, edge, -1), describe(tensor))
+            self.messages.send((way, edge, -1), encode_metadata(tensor))
         with self.mesh.waits.messages:
             self.messages.send((way, edge, microbatch), tensor)
 
@@ -83,7 +83,7 @@ class StageP2P:
         if (edge, tokens_shape) not in self._formats:
             header = torch.empty(MAX_DIMS + 2, dtype=torch.int64, device=self.mesh.device)
             self._wait_for(("forward", edge, -1), header)
-            self._formats[edge, tokens_shape] = decode(header)
+            self._formats[edge, tokens_shape] = decode_metadata(header)
         shape, dtype = self._formats[edge, tokens_shape]
         found = torch.empty(shape, dtype=dtype, device=self.mesh.device)
         self._wait_for(key, found)
@@ -106,7 +106,7 @@ class StageP2P:
         self.waited += time.perf_counter() - began
 
 
-def describe(tensor: torch.Tensor) -> torch.Tensor:
+def encode_metadata(tensor: torch.Tensor) -> torch.Tensor:
     """Encode dtype, number of dimensions and shape as a tensor of fixed size.
 
     Raises:
@@ -122,7 +122,7 @@ def describe(tensor: torch.Tensor) -> torch.Tensor:
     return torch.tensor(header + [0] * (MAX_DIMS + 2 - len(header)), device=tensor.device)
 
 
-def decode(header: torch.Tensor) -> tuple[Shape, torch.dtype]:
-    """Return the shape and dtype that :func:`describe` has encoded."""
+def decode_metadata(header: torch.Tensor) -> tuple[Shape, torch.dtype]:
+    """Return the shape and dtype that :func:`encode_metadata` has encoded."""
     dtype, dims, *shape = header.tolist()
     return tuple(shape[:dims]), DTYPES[dtype]

@@ -166,7 +166,7 @@ def dequantize(weight: torch.Tensor) -> torch.Tensor:
     return weight.read(0, weight.numel()).view(weight.shape)
 
 
-def quantize_into(weight: torch.Tensor, numbers: torch.Tensor) -> None:
+def requantize(weight: torch.Tensor, numbers: torch.Tensor) -> None:
     """Store what was written to the tensor that :func:`dequantize` returned; a no-op for a live view."""
     if isinstance(weight, PackedWeight):
         with torch.no_grad():
@@ -229,6 +229,6 @@ def move_into(parameter: torch.Tensor, memory: torch.Tensor) -> None:
     parameter.data = storage.view(parameter.shape)
 
 
-def form_of(weight: torch.Tensor) -> str:
+def storage_key(weight: torch.Tensor) -> str:
     """Return a key: only weights with equal keys can share one piece of memory."""
     return weight.packing.name if isinstance(weight, PackedWeight) else str(weight.dtype)

@@ -12,7 +12,7 @@ import tomli
 from nanotrain_core.component import LISTED_KINDS
 from nanotrain_core.errors import CheckpointError
 from nanotrain_core.recipe.model_table import differences
-from nanotrain_core.recipe.tree import COMPUTES, OptimizerConfig, Recipe
+from nanotrain_core.recipe.tree import SAME_ON_RESUME, OptimizerConfig, Recipe
 from nanotrain_core.recipe.write import plain
 
 #: Keys of every optimizer: none of them adds state.
@@ -23,7 +23,7 @@ BEGIN_ANEW = "`--weights RUN` instead of `--resume` starts a new run from its we
 
 
 def expect_same(saved: str, ours: Recipe) -> None:
-    """Refuse a checkpoint whose recipe has another value of a key that is marked with ``COMPUTES``.
+    """Refuse a checkpoint whose recipe has another value of a key that is marked with ``SAME_ON_RESUME``.
 
     So is one of another component where the run's has such keys. A component of ``LISTED_KINDS`` that only
     one of the two recipes has is not compared: its tensors are missing, or left over.
@@ -37,7 +37,7 @@ def expect_same(saved: str, ours: Recipe) -> None:
     """
     for chosen in ours.selections():
         fields = attrs.fields(type(chosen.config))
-        free = {field.name for field in fields if not field.metadata.get(COMPUTES)}
+        free = {field.name for field in fields if not field.metadata.get(SAME_ON_RESUME)}
         name = f"{chosen.kind}.{chosen.use}" if chosen.kind in LISTED_KINDS else chosen.kind
         there, here = tables(saved, chosen.kind).get(name, {}), plain(chosen)
         if there and len(free) < len(fields) and (found := differences(name, there, here, free)):

@@ -9,7 +9,7 @@ import attrs
 
 from nanotrain_core.errors import CheckpointError
 from nanotrain_core.recipe.structure import structure
-from nanotrain_core.recipe.tree import TRAINING, Selection
+from nanotrain_core.recipe.tree import TRAINING_ONLY, Selection
 from nanotrain_core.run.plain_json import as_json
 
 
@@ -28,7 +28,7 @@ def canonical_table(model: Selection) -> dict[str, Any]:
 
 def training_keys(config: Any) -> frozenset[str]:
     """Return the fields of a model's config that affect how it is trained, not what it computes."""
-    return frozenset(field.name for field in attrs.fields(type(config)) if field.metadata.get(TRAINING))
+    return frozenset(field.name for field in attrs.fields(type(config)) if field.metadata.get(TRAINING_ONLY))
 
 
 def without_none(value: Any) -> Any:
@@ -47,7 +47,7 @@ def refuse_other_model(
 ) -> None:
     """Reject the state of another model: even with equal shapes it may compute another function.
 
-    Fields marked with ``TRAINING`` may differ.
+    Fields marked with ``TRAINING_ONLY`` may differ.
 
     Args:
         saved: result of :func:`model_table`, perhaps read from JSON.

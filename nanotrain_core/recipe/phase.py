@@ -12,10 +12,10 @@ from nanotrain_core.recipe.frozen import FrozenMapping
 from nanotrain_core.recipe.range_validator import Range
 from nanotrain_core.recipe.types import field_types
 
-#: Marks a number or table of a config that a phase may change: ``attrs.field(metadata={CHANGES: True})``.
+#: Marks a number or table of a config that a phase may change: ``attrs.field(metadata={CHANGEABLE: True})``.
 #: It must not affect the shapes of parameters. The core applies changes of ``[batch]`` and
 #: ``optimizer.lr``; a model applies its own: :class:`~nanotrain_core.contracts.ChangesInRun`.
-CHANGES = "nanotrain_changes"
+CHANGEABLE = "nanotrain_changes"
 #: Marks a field that a phase may change only from one constant to another: a ramp is rejected.
 CONSTANT = "nanotrain_constant"
 #: Sections whose keys a phase can change, where they are marked.
@@ -26,7 +26,7 @@ MOST_TOKENS = 10**18
 
 def changeable(config: type) -> tuple[str, ...]:
     """Return the fields of a config that a phase may change."""
-    return tuple(field.name for field in attrs.fields(config) if field.metadata.get(CHANGES))
+    return tuple(field.name for field in attrs.fields(config) if field.metadata.get(CHANGEABLE))
 
 
 def takes_ramp(config: type, name: str) -> bool:

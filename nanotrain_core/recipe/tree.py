@@ -12,7 +12,7 @@ import attrs
 from nanotrain_core.component import KINDS, LISTED_KINDS
 from nanotrain_core.errors import did_you_mean
 from nanotrain_core.recipe.frozen import FrozenMapping
-from nanotrain_core.recipe.phase import CHANGES, CONSTANT, Phase
+from nanotrain_core.recipe.phase import CHANGEABLE, CONSTANT, Phase
 from nanotrain_core.recipe.range_validator import Range
 
 
@@ -40,11 +40,11 @@ def _fits_a_file_system(instance: Any, field: Any, value: Any) -> None:
 FOUR_MONTHS = 1e7
 
 #: Marks a field of a model's config that affects training, but not what given weights compute:
-#: ``attrs.field(metadata={TRAINING: True})``. A run may start from weights of a model that differs in it.
-TRAINING = "nanotrain_training"
+#: ``attrs.field(metadata={TRAINING_ONLY: True})``. A run may start from weights of a model that differs.
+TRAINING_ONLY = "nanotrain_training"
 #: Marks a field of a config, other than a model's, on which it depends what saved tensors compute, but not
 #: their names, shapes or dtypes, such as the scale of a wrapper's adapters: a run resumes with the same one.
-COMPUTES = "nanotrain_computes"
+SAME_ON_RESUME = "nanotrain_computes"
 
 
 #: Backends of ``torch.compile`` included in torch. Others are entry points, through which torch finds them.
@@ -177,12 +177,12 @@ class BatchConfig:
         "gradient_accumulation_steps": "each rank takes its share in as many microbatches as it needs",
     }
 
-    sequences: int = attrs.field(validator=Range(1), metadata={CHANGES: True})
+    sequences: int = attrs.field(validator=Range(1), metadata={CHANGEABLE: True})
     """Sequences per optimizer step over the whole run."""
-    microbatch: int = attrs.field(validator=Range(1), metadata={CHANGES: True, CONSTANT: True})
+    microbatch: int = attrs.field(validator=Range(1), metadata={CHANGEABLE: True, CONSTANT: True})
     """Maximum sequences that one rank passes through the model at once: the last microbatch of a step may be
     smaller."""
-    length: int = attrs.field(validator=Range(1), metadata={CHANGES: True, CONSTANT: True})
+    length: int = attrs.field(validator=Range(1), metadata={CHANGEABLE: True, CONSTANT: True})
     """Tokens per sequence."""
 
     @property
@@ -243,7 +243,7 @@ class OptimizerConfig:
         "min_lr": "it is lr_schedule.final_ratio, a fraction of lr",
     }
 
-    lr: float = attrs.field(default=1e-3, validator=Range(0.0, 1e3, above=True), metadata={CHANGES: True})
+    lr: float = attrs.field(default=1e-3, validator=Range(0.0, 1e3, above=True), metadata={CHANGEABLE: True})
     """Peak learning rate."""
     clip_norm: float = attrs.field(default=1.0, validator=Range(0.0, 1e12))
     """Maximum global gradient norm; larger gradients are scaled down to it. 0 never clips."""

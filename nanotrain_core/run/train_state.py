@@ -13,7 +13,7 @@ from nanotrain_core.checkpoint.run_state import NO_RUN_STATE, state_problems
 from nanotrain_core.contracts import Block, TrainState
 from nanotrain_core.errors import CheckpointError, NanotrainError
 from nanotrain_core.moe.routing import router_buffers
-from nanotrain_core.precision.quantized_storage import dequantize, quantize_into
+from nanotrain_core.precision.quantized_storage import dequantize, requantize
 from nanotrain_core.recipe import write_resolved
 from nanotrain_core.recipe.differences import expect_same, other_tensors
 from nanotrain_core.recipe.model_table import model_table, refuse_other_model
@@ -127,7 +127,7 @@ def resume_from(engine: RuntimeEngine, saved: TrainState, blocks: Sequence[Block
     """
     run = engine.run
     for placed, block in zip(run.placed, blocks, strict=False):  # weights come first
-        quantize_into(placed.parameter, block.tensor)
+        requantize(placed.parameter, block.tensor)
     restore_progress(engine, saved)
     if not saved.rank_tensors:  # another layout: new streams, not those of the first steps again
         seed = random_state.stream_seed(run.seed, "resumed", engine.step)

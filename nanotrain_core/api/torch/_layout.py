@@ -8,7 +8,7 @@ from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.messages import DIRECTIONS, EdgeMessages, MessageKey, Messages
 from nanotrain_core.layout.placement import RANGE, Piece, PlacedParameter, Placement, Placements, shard_range
 from nanotrain_core.layout.transport import Transport
-from nanotrain_core.pipeline.p2p import describe as describe_message
+from nanotrain_core.pipeline.p2p import encode_metadata
 
 __all__ = [
     "DIRECTIONS",
@@ -31,7 +31,7 @@ __all__ = [
     "Placements",
     "Transport",
     "Write",
-    "describe_message",
+    "encode_metadata",
     "replace_parameter",
     "shard_range",
 ]

@@ -328,7 +328,7 @@ def changes_in_a_run_are_those_of_a_model_built_so(case: Case) -> None:
     now = dict(_changed(case))
     config = attrs.evolve(config, **now)
     changed, parts = model_of(case), parts_of(case)
-    assert isinstance(changed, ChangesInRun), "fields are marked with CHANGES, but it has no change()"
+    assert isinstance(changed, ChangesInRun), "fields are marked with CHANGEABLE, but it has no change()"
     changed.change(config, parts)
     case = attrs.evolve(case, config={**case.config, **{name: plain(value) for name, value in now.items()}})
     fresh, others = model_of(case), parts_of(case)

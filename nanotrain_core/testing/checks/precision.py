@@ -17,7 +17,7 @@ from nanotrain_core.layout.placement import RANGE, Piece
 from nanotrain_core.pipeline.passes import Passes
 from nanotrain_core.precision.dtypes import kept_dtypes
 from nanotrain_core.precision.gemm import TorchGEMM
-from nanotrain_core.precision.quantized_storage import PackedWeight, Packing, dequantize, form_of
+from nanotrain_core.precision.quantized_storage import PackedWeight, Packing, dequantize, storage_key
 from nanotrain_core.testing.case import Case
 from nanotrain_core.testing.checks import check, distributed
 from nanotrain_core.testing.checks.optimizer import whole_of
@@ -214,7 +214,7 @@ def assert_plain(case: Case) -> None:
 def packed_weights_keep_what_is_written(case: Case) -> None:
     """Values of a packed weight's format are restored bit by bit, from all rows, one, and part of one."""
     weights = [placed.parameter for placed in make_run(case.alone(), {}).placed]
-    packed = {form_of(weight): weight for weight in weights if isinstance(weight, PackedWeight)}
+    packed = {storage_key(weight): weight for weight in weights if isinstance(weight, PackedWeight)}
     for form, weight in packed.items():
         for count in ENDS:
             numbers = torch.randn(count, generator=torch.Generator().manual_seed(count)).to(weight.dtype)

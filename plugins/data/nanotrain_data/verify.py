@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nanotrain_core.api import show_progress
-from nanotrain_core.api.text import HASH, PIECE, HashedTokens
+from nanotrain_core.api.text import BLOCK_BYTES, HASH_BYTES, HashedTokens
 from nanotrain_data.manifest import Manifest, ShardInfo
 from nanotrain_data.writer import ANSWERS, file_sha256, map_tokens
 
@@ -22,7 +22,11 @@ def size_problems(folder: Path, manifest: Manifest) -> list[str]:
 def _wrong_sizes(folder: Path, manifest: Manifest, shard: ShardInfo) -> Iterator[str]:
     itemsize = int(manifest.dtype.removeprefix("uint")) // 8
     nbytes = shard.tokens * itemsize
-    wanted = {".tokens": nbytes, ".offsets": 8 * (shard.documents + 1), ".hashes": -(-nbytes // PIECE) * HASH}
+    wanted = {
+        ".tokens": nbytes,
+        ".offsets": 8 * (shard.documents + 1),
+        ".hashes": -(-nbytes // BLOCK_BYTES) * HASH_BYTES,
+    }
     if shard.answers is not None:
         wanted[ANSWERS] = 16 * shard.answers
     for suffix, size in wanted.items():

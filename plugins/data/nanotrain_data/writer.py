@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nanotrain_core.api import write_atomically
-from nanotrain_core.api.text import piece_hashes
+from nanotrain_core.api.text import block_hashes
 from nanotrain_data.manifest import ShardInfo
 
 #: What a shard's files are called after its name.
@@ -110,7 +110,7 @@ def seal_shard(
     if len(tokens) != offsets[-1] or meant not in ("", sha256):
         raise OSError(errno.EIO, f"{paths['.tokens']} does not hold what was written to it")
     write_atomically(paths[".offsets"], lambda path: path.write_bytes(offsets.data))
-    hashes = piece_hashes(tokens)
+    hashes = block_hashes(tokens)
     write_atomically(paths[".hashes"], lambda path: path.write_bytes(hashes))
     return ShardInfo(
         name=name,

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import attrs
 
 from nanotrain_core.api import (
-    CHANGES,
+    CHANGEABLE,
     LARGEST_SIZE,
     MOST_LAYERS,
-    TRAINING,
+    TRAINING_ONLY,
     CachedToken,
     Divisible,
     ModelConfig,
@@ -80,7 +80,7 @@ class DeepSeekConfig(ModelConfig):
     """Size D of the residual stream."""
     vocab: int = attrs.field(validator=Range(2, LARGEST_SIZE))
     """Vocabulary size V."""
-    max_length: int = attrs.field(default=0, validator=Range(0, LARGEST_SIZE), metadata={TRAINING: True})
+    max_length: int = attrs.field(default=0, validator=Range(0, LARGEST_SIZE), metadata={TRAINING_ONLY: True})
     """Longest sequence in tokens; 0: any length."""
 
     heads: int = attrs.field(validator=Range(1, LARGEST_SIZE))
@@ -96,9 +96,9 @@ class DeepSeekConfig(ModelConfig):
     """Elements with position; those of the key are shared by all heads."""
     value_size: int = attrs.field(validator=Range(1, LARGEST_SIZE))
     """Elements of a value head."""
-    rope_theta: float = attrs.field(default=10000.0, validator=Range(1.0, 1e12), metadata={CHANGES: True})
+    rope_theta: float = attrs.field(default=10000.0, validator=Range(1.0, 1e12), metadata={CHANGEABLE: True})
     """Base of the RoPE frequencies."""
-    yarn: YarnConfig | None = attrs.field(default=None, metadata={CHANGES: True})
+    yarn: YarnConfig | None = attrs.field(default=None, metadata={CHANGEABLE: True})
     """Extends RoPE to longer sequences."""
 
     ffn: int = attrs.field(validator=Range(1, LARGEST_SIZE))
@@ -123,23 +123,27 @@ class DeepSeekConfig(ModelConfig):
     route_scale: float = attrs.field(default=1.0, validator=Range(0.0, 1e3, above=True))
     """Factor of the experts' weights."""
     bias_update_rate: float = attrs.field(
-        default=0.0, validator=Range(0.0, 1.0), metadata={TRAINING: True, CHANGES: True}
+        default=0.0, validator=Range(0.0, 1.0), metadata={TRAINING_ONLY: True, CHANGEABLE: True}
     )
     """Change per step of the bias of an expert with too many or too few tokens (V3: 0.001); 0 keeps it
     fixed."""
-    seq_balance: float = attrs.field(default=0.0, validator=Range(0.0, 1e3), metadata={TRAINING: True})
+    seq_balance: float = attrs.field(default=0.0, validator=Range(0.0, 1e3), metadata={TRAINING_ONLY: True})
     """Weight of V3's sequence-wise balance loss."""
-    expert_balance: float = attrs.field(default=0.0, validator=Range(0.0, 1e3), metadata={TRAINING: True})
+    expert_balance: float = attrs.field(
+        default=0.0, validator=Range(0.0, 1e3), metadata={TRAINING_ONLY: True}
+    )
     """Weight of V2's expert-level balance loss."""
-    device_balance: float = attrs.field(default=0.0, validator=Range(0.0, 1e3), metadata={TRAINING: True})
+    device_balance: float = attrs.field(
+        default=0.0, validator=Range(0.0, 1e3), metadata={TRAINING_ONLY: True}
+    )
     """Weight of V2's device-level balance loss."""
-    comm_balance: float = attrs.field(default=0.0, validator=Range(0.0, 1e3), metadata={TRAINING: True})
+    comm_balance: float = attrs.field(default=0.0, validator=Range(0.0, 1e3), metadata={TRAINING_ONLY: True})
     """Weight of V2's communication balance loss."""
 
     mtp: int = attrs.field(default=0, validator=Range(0, MOST_LAYERS))
     """Number of additional tokens predicted in training, each by a module of one layer (V3: 1)."""
     mtp_weight: float = attrs.field(
-        default=0.3, validator=Range(0.0, 1e3), metadata={TRAINING: True, CHANGES: True}
+        default=0.3, validator=Range(0.0, 1e3), metadata={TRAINING_ONLY: True, CHANGEABLE: True}
     )
     """Weight of the loss of those tokens."""
     mtp_input: Literal["hidden_first", "embedding_first"] = "hidden_first"
@@ -150,7 +154,7 @@ class DeepSeekConfig(ModelConfig):
     """Added to the mean square."""
     tied: bool = False
     """Use the embedding table as the head."""
-    init_std: float = attrs.field(default=0.006, validator=Range(1e-12, 10.0), metadata={TRAINING: True})
+    init_std: float = attrs.field(default=0.006, validator=Range(1e-12, 10.0), metadata={TRAINING_ONLY: True})
     """Standard deviation of the initial values of every matrix."""
 
     @property

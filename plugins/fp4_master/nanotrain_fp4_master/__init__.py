@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 import attrs
 
 from nanotrain_core.api import (
-    COMPUTES,
+    SAME_ON_RESUME,
     Component,
     Layout,
     Problem,
@@ -83,9 +83,9 @@ class QLoRAConfig:
         "llm_int8_skip_modules": "it is keep, with patterns of this model's parameters, such as layers.0.*",
     }
 
-    block_size: Literal[64, 32, 16] = attrs.field(default=64, metadata={COMPUTES: True})
+    block_size: Literal[64, 32, 16] = attrs.field(default=64, metadata={SAME_ON_RESUME: True})
     """Weights with one scale, next to each other in a row of a matrix."""
-    keep: tuple[str, ...] = attrs.field(default=(), metadata={COMPUTES: True})
+    keep: tuple[str, ...] = attrs.field(default=(), metadata={SAME_ON_RESUME: True})
     """Patterns (`layers.0.*`) of parameters to keep in bfloat16. Embeddings, the head, norms, biases and
     routers are kept in any case."""
 

@@ -14,8 +14,8 @@ from nanotrain_core.precision.quantized_storage import (
     dequantize,
     memory_like,
     move_into,
-    quantize_into,
     range_of,
+    requantize,
     storage_of,
 )
 from nanotrain_core.testing import Case
@@ -142,7 +142,7 @@ def test_ranges_share_the_rows_of_the_whole_and_can_live_elsewhere():
     assert dequantize(weight).flatten()[128:].count_nonzero() == 0
     assert torch.equal(dequantize(weight).flatten()[:128], before.flatten()[:128])
     assert memory[:2].count_nonzero() == 0
-    quantize_into(weight, before)
+    requantize(weight, before)
     assert torch.equal(dequantize(weight), before)
 
 

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import attrs
 
-from nanotrain_core.api import COMPUTES, Component, Range, Register, always_captured, hookimpl
+from nanotrain_core.api import SAME_ON_RESUME, Component, Range, Register, always_captured, hookimpl
 
 __version__ = "0.1.0"
 
@@ -34,9 +34,9 @@ class LoRAConfig:
 
     rank: int = attrs.field(default=8, validator=Range(1))
     """Rows of A, and columns of B."""
-    alpha: float = attrs.field(default=16.0, validator=Range(0.0, 1e6), metadata={COMPUTES: True})
+    alpha: float = attrs.field(default=16.0, validator=Range(0.0, 1e6), metadata={SAME_ON_RESUME: True})
     """What an adapter computes is multiplied by alpha / rank."""
-    rslora: bool = attrs.field(default=False, metadata={COMPUTES: True})
+    rslora: bool = attrs.field(default=False, metadata={SAME_ON_RESUME: True})
     """Multiply by alpha / sqrt(rank) instead, so that a higher rank learns as fast."""
     targets: tuple[str, ...] = ()
     """Names or patterns of modules whose linear layers get adapters: `q` is every module of that name, `ffn`

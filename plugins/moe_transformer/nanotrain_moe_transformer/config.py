@@ -10,7 +10,7 @@ import attrs
 from nanotrain_core.api import (
     LARGEST_SIZE,
     MOST_LAYERS,
-    TRAINING,
+    TRAINING_ONLY,
     Divisible,
     Problem,
     Range,
@@ -55,10 +55,12 @@ class MoETransformerConfig(TransformerConfig):
     """Every such layer has experts, beginning with layer `decoder_sparse_step` - 1: 1 is every layer."""
     mlp_only_layers: tuple[int, ...] = attrs.field(default=(), validator=Range(0, MOST_LAYERS))
     """Numbers of further layers with a dense feed-forward layer instead of experts; the first is 0."""
-    aux_loss_coeff: float = attrs.field(default=0.001, validator=Range(0.0, 1e3), metadata={TRAINING: True})
+    aux_loss_coeff: float = attrs.field(
+        default=0.001, validator=Range(0.0, 1e3), metadata={TRAINING_ONLY: True}
+    )
     """Weight of the auxiliary loss that balances experts, summed over layers. Even load gives 1 per layer."""
     load_balancing_type: Literal["seq_aux_loss", "global_aux_loss"] = attrs.field(
-        default="seq_aux_loss", metadata={TRAINING: True}
+        default="seq_aux_loss", metadata={TRAINING_ONLY: True}
     )
     """Whose tokens the auxiliary loss counts for each expert: those of the `seq`uence, or those of the whole
     batch of the step before, `global`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from nanotrain_core.api import Metric, Rule, of_ranks
+from nanotrain_core.api import Metric, Rule, rank_metrics
 
 _time = partial(Metric, unit="s", group="time")
 _speed = partial(Metric, group="speed")
@@ -105,7 +105,7 @@ RANKS_EVERY = 10
 #: place for every rank in what all ranks reduce.
 USE_EVERY = 5
 
-_memory = partial(of_ranks, unit="MiB", group="memory", every=USE_EVERY)
+_memory = partial(rank_metrics, unit="MiB", group="memory", every=USE_EVERY)
 
 MEMORY: tuple[Metric, ...] = (
     Metric(
@@ -202,7 +202,7 @@ PIPELINE: tuple[Metric, ...] = (
         name="pipeline/bubble/ideal/{stage}",
         summary="simulated pipeline/bubble/measured: forward takes 1, backward 2, send/recv 0",
     ),
-    *of_ranks(
+    *rank_metrics(
         "pipeline/work",
         "seconds of a rank's own work in forward, backward and the optimizer, median of 15 steps, over its "
         "pipeline stage's share of the FLOPs",
@@ -221,7 +221,7 @@ PIPELINE: tuple[Metric, ...] = (
     ),
 )
 
-_device = partial(of_ranks, group="device")
+_device = partial(rank_metrics, group="device")
 DEVICE: tuple[Metric, ...] = (
     *_device("device/utilization", "fraction of the time in which a kernel ran", unit="1"),
     *_device("device/memory", "GPU memory in use, by all programs", unit="MiB"),

@@ -55,7 +55,7 @@ class Device(Monitor):
             return
         self.known |= self.sampler.take()
         for name, value in self.known.items():
-            self.run.metrics.of_rank(f"device/{name}/{{over}}", value)
+            self.run.metrics.per_rank(f"device/{name}/{{over}}", value)
 
     def on_end(self, report: EndReport) -> None:
         """End the thread."""

@@ -129,4 +129,4 @@ class Memory(Monitor):
         self.run.metrics.histogram("memory/ranks", self.bin, bins=self.bins, weight=peak)
 
     def _put(self, name: str, value: float) -> None:
-        self.run.metrics.of_rank(f"memory/{name}/{{over}}", value)
+        self.run.metrics.per_rank(f"memory/{name}/{{over}}", value)

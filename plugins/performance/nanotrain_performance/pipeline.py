@@ -52,7 +52,7 @@ class Pipeline(Monitor):
                 self.run.metrics.scalar(f"pipeline/bubble/ideal/{name}", self._ideal(self.rank))
         self.passes = now
         if self.run.world_size > 1 and len(self.window) >= FEW:
-            self.run.metrics.of_rank("pipeline/work/{over}", percentile([*self.window], 0.5))
+            self.run.metrics.per_rank("pipeline/work/{over}", percentile([*self.window], 0.5))
 
     def _ideal(self, rank: int) -> float:
         """Simulate the schedule, again where a phase has changed it."""

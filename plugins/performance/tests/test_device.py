@@ -57,7 +57,7 @@ def test_readings_are_means_since_the_last_and_a_gpu_need_not_tell_all():
 
 def run_on(device, rank=0):
     told = []
-    metrics = SimpleNamespace(of_rank=lambda name, value: told.append((name, value)))
+    metrics = SimpleNamespace(per_rank=lambda name, value: told.append((name, value)))
     return SimpleNamespace(device=device, rank=rank, metrics=metrics), told
 
 

@@ -41,7 +41,7 @@ def test_what_the_allocator_counts_is_told_with_what_the_accounts_leave(monkeypa
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 40 * MIB)
     told = {}
     part = nn.Linear(MIB // 4, 1, bias=False)  # 1 MiB
-    metrics = SimpleNamespace(of_rank=told.__setitem__, scalar=told.__setitem__, histogram=nothing)
+    metrics = SimpleNamespace(per_rank=told.__setitem__, scalar=told.__setitem__, histogram=nothing)
     run = SimpleNamespace(
         device=torch.device("cuda", 0),
         metrics=metrics,
@@ -122,7 +122,7 @@ def test_ranks_publish_in_the_same_steps_whatever_their_clocks():
 def test_state_that_appears_with_the_first_update_is_counted_then():
     """As of torch's AdamW in a script; a step that is skipped makes none."""
     state = [0, 0, 3 * MIB]
-    metrics = SimpleNamespace(of_rank=nothing, scalar=nothing, histogram=nothing)
+    metrics = SimpleNamespace(per_rank=nothing, scalar=nothing, histogram=nothing)
     monitor = Memory(MemoryConfig())
     monitor.on_start(
         SimpleNamespace(

@@ -151,7 +151,7 @@ def test_statistics_of_a_tensor_are_families_apart():
 
 
 def test_a_number_of_each_rank_is_one_family():
-    """As ``of_ranks`` declares it: the largest, the mean, the lower median, and who has the largest."""
+    """As ``rank_metrics`` declares it: maximum, mean, lower median, and the rank with the maximum."""
     rule = Rule(warn_above=5, high="full")
     metrics = [
         Metric(

@@ -28,7 +28,7 @@ from nanotrain_core.api.torch import (
     Pending,
     Piece,
     PlacedParameter,
-    form_of,
+    storage_key,
 )
 from nanotrain_zero12 import ShardConfig, Zero12Config
 from nanotrain_zero12.bucket_exchange import bucket_exchange
@@ -263,7 +263,7 @@ def group(parameters: Sequence[PlacedParameter], mesh: Mesh) -> list[tuple[Key, 
         holders = placed.placement.replica_span(mesh.layout)
         tied = len(placed.parts) > 1 or bool(span.stages)
         part = TIED if tied else placed.parts[0]
-        found[part, span, holders, form_of(placed.parameter)].append(placed)
+        found[part, span, holders, storage_key(placed.parameter)].append(placed)
     tied_keys = sorted((key for key in found if key[0] == TIED), key=lambda key: key[1:])
     for key in tied_keys:
         found[key].sort(key=lambda placed: placed.placement.name)

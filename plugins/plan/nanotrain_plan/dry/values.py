@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.weak import WeakIdKeyDictionary
 
-from nanotrain_core.api.torch import describe_message, shard_range
+from nanotrain_core.api.torch import encode_metadata, shard_range
 
 #: Elements of a tensor whose numbers are followed.
 MOST = 2**16
@@ -125,4 +125,4 @@ class Values:
     def _describe(self, header: torch.Tensor) -> None:
         """Note what the next stage reads ahead of its first message."""
         dtype, shape = self.messages[self.tokens]
-        self.learn(header, describe_message(torch.empty((), dtype=dtype).expand(shape)))
+        self.learn(header, encode_metadata(torch.empty((), dtype=dtype).expand(shape)))

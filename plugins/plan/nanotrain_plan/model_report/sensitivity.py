@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 import torch
 
-from nanotrain_core.api import TRAINING, Layout, NanotrainError, Recipe, Registry, Selection
+from nanotrain_core.api import TRAINING_ONLY, Layout, NanotrainError, Recipe, Registry, Selection
 from nanotrain_plan.model_report.components import Pieces
 
 #: A key is raised by this, or to the next value above that the model takes.
@@ -97,7 +97,7 @@ def _numbers(config: Any) -> Iterator[tuple[str, int]]:
     """Yield the whole numbers above 0 that say what the model computes; fractions shape no tensor."""
     for field in attrs.fields(type(config)):
         value = getattr(config, field.name)
-        if type(value) is int and value > 0 and not field.metadata.get(TRAINING):
+        if type(value) is int and value > 0 and not field.metadata.get(TRAINING_ONLY):
             yield field.name, value
 
 
