@@ -54,7 +54,7 @@ class Batch:
         return None if self.cache is None else self.cache.layer(layer)
 
     @property
-    def places(self) -> torch.Tensor | None:
+    def document_positions(self) -> torch.Tensor | None:
         """Return these tokens' positions within their documents, int64 [B, S]; None without documents."""
         if self.begins is None:
             return None
@@ -120,7 +120,7 @@ class Batch:
             per_token={name: cut(tensor) for name, tensor in self.per_token.items()},
         )
 
-    def later(self, depth: int) -> Batch:
+    def shifted(self, depth: int) -> Batch:
         """Return the tokens and targets ``depth`` positions after these, of the same shape.
 
         Past the end of a sequence: token 0 and :data:`IGNORE`, and zeros in :attr:`per_token`. For a part,
@@ -131,17 +131,17 @@ class Batch:
         known = self if self.whole is None else self.whole
         begin, size = self.first + depth, self.tokens.shape[1]
 
-        def shifted(whole_BS: torch.Tensor, filling: int) -> torch.Tensor:
+        def shift(whole_BS: torch.Tensor, filling: int) -> torch.Tensor:
             there = whole_BS[:, begin : begin + size]
             sides = (0, 0) * (there.dim() - 2) + (0, size - there.shape[1])  # from the last axis to S
             return F.pad(there, sides, value=filling)
 
-        targets = None if known.targets is None else shifted(known.targets, IGNORE)
+        targets = None if known.targets is None else shift(known.targets, IGNORE)
         if targets is not None and self.begins is not None:
             own_BS = self.begins[:, self.first : self.first + size]
-            targets = targets.masked_fill(shifted(self.begins, -1) != own_BS, IGNORE)
-        later = {name: shifted(tensor, 0) for name, tensor in known.per_token.items()}
-        return Batch(shifted(known.tokens, 0), targets, per_sequence=self.per_sequence, per_token=later)
+            targets = targets.masked_fill(shift(self.begins, -1) != own_BS, IGNORE)
+        later = {name: shift(tensor, 0) for name, tensor in known.per_token.items()}
+        return Batch(shift(known.tokens, 0), targets, per_sequence=self.per_sequence, per_token=later)
 
     def split(self, size: int, count: int | None = None) -> Iterator[Batch]:
         """Yield consecutive microbatches of ``size`` sequences; the last may be smaller.

@@ -83,12 +83,12 @@ class SeesFurtherTargets(ScalesItsLogits):
     """A second term predicts the token after the next one from that token."""
 
     def loss_counts(self, batch):
-        return {**super().loss_counts(batch), "further": batch.later(1).target_tokens()}
+        return {**super().loss_counts(batch), "further": batch.shifted(1).target_tokens()}
 
     def change(self, part, inputs, output):
         if output.value is not None:
             return output
-        targets, table = inputs[1].later(1).targets, part.head.weight
+        targets, table = inputs[1].shifted(1).targets, part.head.weight
         logits = table[targets.clamp(min=0)] @ table.T
         further = cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction="sum")
         return PartOutput(None, {**output.losses, "further": further})

@@ -94,7 +94,7 @@ def test_a_monitor_that_says_it_is_alive_is_not_taken_for_a_hang(tmp_path):
     class Fetches(Monitor):
         def on_before_restore(self, restore):
             before = engine.progress.count
-            restore.alive()
+            restore.heartbeat()
             seen.append((engine.progress.count - before, engine.progress.phase, engine.progress.slow))
 
     seen = []

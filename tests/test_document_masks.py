@@ -56,9 +56,12 @@ def test_a_part_of_a_sequence_knows_where_its_documents_begin():
     tokens = torch.tensor([[5, 0, 6, 7, 0, 8, 9]])
     begins = torch.from_numpy(document_begins(tokens.numpy(), END))
     whole = Batch(tokens[:, :-1], tokens[:, 1:], begins=begins)
-    assert whole.places.tolist() == [[0, 1, 0, 1, 2, 0]]
+    assert whole.document_positions.tolist() == [[0, 1, 0, 1, 2, 0]]
     parts = [whole.part(index, 4) for index in range(4)]
-    assert torch.cat([part.places for part in parts], 1).tolist() == whole.places.tolist()
+    assert (
+        torch.cat([part.document_positions for part in parts], 1).tolist()
+        == whole.document_positions.tolist()
+    )
     assert all(part.begins.tolist() == begins.tolist() for part in parts)
     (rows,) = whole.split(1)
     assert rows.begins.tolist() == begins.tolist()
@@ -245,7 +248,7 @@ def test_masks_change_what_is_trained(files):
         held = data.validation_batch(0, data.validation + 3, Shard())
         assert (held.begins is not None) == mask
         if mask:
-            assert (batch.places == 0).sum() > 8
+            assert (batch.document_positions == 0).sum() > 8
             assert held.begins.shape == held.tokens.shape
     assert abs(losses[0] - losses[1]) > 1e-3
 

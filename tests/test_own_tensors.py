@@ -64,7 +64,7 @@ def test_parts_of_sequences_have_their_own_tokens():
 
 @pytest.mark.parametrize("parts", [1, 2])
 def test_later_tokens_have_theirs(parts):
-    later = made().part(parts - 1, parts).later(2)
+    later = made().part(parts - 1, parts).shifted(2)
     assert torch.equal(later.per_token["teacher"][:, :, 1], later.tokens.float())
     assert (later.targets[:, -2:] == IGNORE).all()
     assert torch.equal(later.per_sequence["name"], made().per_sequence["name"])

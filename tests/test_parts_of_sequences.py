@@ -30,13 +30,13 @@ def test_parts_are_the_whole_and_count_its_targets_once(count):
 @pytest.mark.parametrize("depth", [1, 2, 5, 9])
 def test_what_lies_further_on_may_be_in_the_next_part(depth):
     batch = whole()
-    shifted = batch.later(depth)
+    shifted = batch.shifted(depth)
     kept = max(0, 7 - depth)
     assert torch.equal(shifted.tokens[:, :kept], batch.tokens[:, depth:])
     assert torch.equal(shifted.targets[:, :kept], batch.targets[:, depth:])
     assert not shifted.tokens[:, kept:].any()
     assert (shifted.targets[:, kept:] == IGNORE).all()
-    parts = [batch.part(index, 3).later(depth) for index in range(3)]
+    parts = [batch.part(index, 3).shifted(depth) for index in range(3)]
     assert torch.equal(torch.cat([part.tokens for part in parts], 1), shifted.tokens)
     assert torch.equal(torch.cat([part.targets for part in parts], 1), shifted.targets)
 
@@ -48,7 +48,7 @@ def test_microbatches_of_a_part_are_parts_of_microbatches():
         assert torch.equal(one.tokens, other.tokens)
         assert torch.equal(one.whole.targets, other.whole.targets)
         assert one.start == other.start == 3
-        assert torch.equal(one.later(2).targets, other.later(2).targets)
+        assert torch.equal(one.shifted(2).targets, other.shifted(2).targets)
 
 
 def test_the_last_function_is_outermost_and_an_unknown_one_is_refused():

@@ -53,7 +53,7 @@ def fit(tmp_path, monitor, *, again, resume="auto", recipe=RECIPE):
     engine = RuntimeEngine.from_recipe(
         tmp_path / "recipe.toml", folder=tmp_path / "run", resume=resume, callbacks=[monitor]
     )
-    engine.restart = attrs.evolve(engine.restart, again=again)
+    engine.restart = attrs.evolve(engine.restart, restarted=again)
     engine.fit()
     return [placed.parameter.detach().clone() for placed in engine.run.placed]
 
@@ -151,7 +151,7 @@ def test_what_ranks_ask_for_is_deleted_with_their_launcher(tmp_path, monkeypatch
     with monkeypatch.context() as no_flush:  # which every step would wait for
         no_flush.delattr("nanotrain_core.run.files.flush")
         restart.recoverable(7)
-    assert ((scratch / RECOVERABLE).read_text(), restart.failed_at, restart.again) == ("7", 12.5, True)
+    assert ((scratch / RECOVERABLE).read_text(), restart.failed_at, restart.restarted) == ("7", 12.5, True)
     temporary.delete_named()
     assert (kept.exists(), other.exists()) == (False, True)
     shutil.rmtree(scratch)

@@ -134,7 +134,7 @@ class Restore:
     """Returns the live state that a load would fill."""
     may_restart: bool = False
     """Whether a launcher would restart the ranks after a failure."""
-    again: bool = False
+    restarted: bool = False
     """Whether a launcher has restarted the ranks."""
     failed_at: float | None = None
     """When the launcher detected the failure, in seconds since the epoch; None if unknown."""
@@ -146,7 +146,7 @@ class Restore:
     that as progress."""
     delete_at_end: Callable[[Path], None] = lambda path: None
     """Ask the launcher to delete a folder when it exits, however its ranks ended."""
-    alive: Callable[[], None] = lambda: None
+    heartbeat: Callable[[], None] = lambda: None
     """Call it again and again, equally often on all ranks, as long as work that takes long advances on any of
     them: otherwise ranks count as hung, also those that wait for others, after five times
     ``run.hang_timeout``."""

@@ -53,7 +53,7 @@ def restart_of(
 
     return Restart(
         may_restart=int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0,
-        again=failed_at is not None,
+        restarted=failed_at is not None,
         failed_at=float(failed_at) if failed_at else None,
         identity=identity,
         recoverable=recoverable,

@@ -132,7 +132,7 @@ class TransformerPart(ModelPart):
         x_BSD: torch.Tensor = self.embed(tokens_BS)
         if self.config.positions != "learned":
             return x_BSD
-        positions: torch.Tensor = self.positions(batch.start, end, batch.places)
+        positions: torch.Tensor = self.positions(batch.start, end, batch.document_positions)
         return x_BSD + positions
 
     def _rotation(self, batch: Batch, like: torch.Tensor) -> Rotation | None:

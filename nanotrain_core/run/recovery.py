@@ -23,7 +23,7 @@ class Restart:
     """A launcher's restart information, with the names of :class:`~nanotrain_core.contracts.Restore`."""
 
     may_restart: bool = False
-    again: bool = False
+    restarted: bool = False
     failed_at: float | None = None
     identity: Callable[[], Mapping[str, str]] = dict
     recoverable: Callable[[int], None] = lambda step: None
@@ -41,7 +41,7 @@ class Restart:
             verify=run.checkpoint.verify,
             mesh=run.mesh,
             state=lambda: capture_state(engine),
-            alive=lambda: engine.progress.note(START),
+            heartbeat=lambda: engine.progress.note(START),
             **attrs.asdict(self),
         )
 
@@ -53,7 +53,7 @@ def recover(engine: RuntimeEngine, restore: Restore) -> bool:
     If a checkpoint that was due since the newest one is missing, because its save was in progress when the
     ranks ended, one is saved after the next step.
     """
-    if not restore.again:
+    if not restore.restarted:
         return False
     mesh = engine.run.mesh
     steps: list[int] = mesh.gather([*restore.steps()] if mesh.rank == 0 else [])[0]

@@ -72,7 +72,7 @@ class DeepSeek:
 
     def _further_targets(self, batch: Batch) -> torch.Tensor:
         depths = range(1, self.config.mtp + 1)
-        return torch.stack([batch.later(depth).target_tokens() for depth in depths]).sum()
+        return torch.stack([batch.shifted(depth).target_tokens() for depth in depths]).sum()
 
     def flops(self, length: int) -> Costs:
         """Return 3 times the forward pass: 2 FLOPs per weight that a token uses, and causal attention.

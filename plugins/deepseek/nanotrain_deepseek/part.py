@@ -86,7 +86,7 @@ class DeepSeekPart(ModelPart):
         """Return the summed cross-entropies of all depths; the first starts from what the head receives."""
         found = []
         for depth, predictor in enumerate(self.mtp, start=1):
-            later = batch.later(depth)
+            later = batch.shifted(depth)
             embedded_BSD = self.embed(later.tokens)
             h_BSD, routed = predictor(h_BSD, embedded_BSD, cos_sin, batch.begins)
             self._count(cast(Predictor, predictor).block, routed, losses)

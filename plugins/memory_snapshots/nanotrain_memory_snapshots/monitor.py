@@ -63,7 +63,7 @@ class MemorySnapshots(Monitor):
         """Find this run's snapshots; delete those of earlier starts."""
         self.restore = self.found = None
         mesh, run_folder = restore.mesh, restore.folder.parent
-        if not (restore.may_restart or restore.again):
+        if not (restore.may_restart or restore.restarted):
             if mesh.rank == 0:
                 text = "no memory snapshots are kept: nobody would start the ranks again (run.max_restarts)"
                 log.info(text)
@@ -73,15 +73,15 @@ class MemorySnapshots(Monitor):
         changed = sorted({word for each in mesh.gather(_changes(old, now)) for word in each})
         machines: list[str] = mesh.gather(socket.gethostname())
         first_here = machines.index(machines[mesh.rank]) == mesh.rank
-        useless = old if changed or not restore.again else None
+        useless = old if changed or not restore.restarted else None
         held = useless is not None and first_here and places.forget(useless, self.config.folder)
         if any(mesh.gather(held)) and mesh.rank == 0:
             text = "the run folder is a copy of a live run's, whose memory snapshots are left to it"
             log.warning(text, folder=str(run_folder))
-        if restore.again and mesh.rank == 0 and (changed or old is None):
+        if restore.restarted and mesh.rank == 0 and (changed or old is None):
             why = f"changed: {', '.join(changed)}" if changed else "nobody knows where they are"
             _fall_back(why)
-        new = places.new_identity(now) if old is None or changed or not restore.again else old
+        new = places.new_identity(now) if old is None or changed or not restore.restarted else old
         self.identity: places.Identity = mesh.gather(new)[0]
         if mesh.rank == 0 and self.identity != old:
             places.write_identity(run_folder, self.identity)

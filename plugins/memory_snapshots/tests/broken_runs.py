@@ -106,7 +106,7 @@ def attempt(
     engine.restart = attrs.evolve(
         engine.restart,
         may_restart=may_restart,
-        again=again,
+        restarted=again,
         identity=lambda: identity,
         recoverable=recoverable.append,
     )

@@ -50,4 +50,4 @@ def agree(act: Callable[[Callable[[], None]], str], restore: Restore) -> str:
             return next((f"rank {rank}: {text}" for rank, text in enumerate(problems) if text), "")
         seconds, before, seen = min(2 * seconds, LAST), seen, sum(count for _, count in everyone)
         if seen > before:
-            restore.alive()
+            restore.heartbeat()

@@ -62,7 +62,7 @@ def ask(store: Store, prefix: Prefix, restore: Restore) -> Found:
     """Take the prefix and list it, on rank 0."""
     log = structlog.get_logger("nanotrain.object_store")
     found, first = Found(), True
-    until = time.monotonic() + (0.0 if restore.again and restore.steps() else PATIENCE)
+    until = time.monotonic() + (0.0 if restore.restarted and restore.steps() else PATIENCE)
     while first or time.monotonic() < until:
         first = False
         try:

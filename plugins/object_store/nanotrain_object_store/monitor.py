@@ -83,7 +83,7 @@ class ObjectStore(Monitor):
             text = "the object store does not answer, and the run begins without it"
             log.warning(text, url=self.store.url, problem=found.down)
         # A restart from memory needs no checkpoint: see on_recover.
-        brought = before_restore.bring(self.store, found.stored, restore, comparing=not restore.again)
+        brought = before_restore.bring(self.store, found.stored, restore, comparing=not restore.restarted)
         self._to_compare = found.stored if brought.later else []
         self._in_store, self._diverged = frozenset(each.step for each in found.stored), brought.diverged
         self._elsewhere = restore.which is not None and before_restore.is_elsewhere(restore.which)

@@ -38,7 +38,7 @@ class Restore:
     folder = Path("checkpoints")
     alive_at: list = attrs.field(factory=list)
 
-    def alive(self):
+    def heartbeat(self):
         self.alive_at.append(time.monotonic())
 
 

@@ -42,7 +42,7 @@ def restart(folder, url, keeps, *, steps=6):
     )
     engine = RuntimeEngine.from_recipe(path, folder=folder, resume="auto")
     engine.events.monitors = [keeps, *engine.events.monitors]
-    engine.restart = attrs.evolve(engine.restart, again=True)
+    engine.restart = attrs.evolve(engine.restart, restarted=True)
     engine.fit()
     return keeps.first
 
