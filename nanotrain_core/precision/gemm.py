@@ -35,8 +35,8 @@ from nanotrain_core.precision.gemm_backend import (
     as_quantized,
     deferred_wgrad,
 )
-from nanotrain_core.precision.placed_wgrad import Place
 from nanotrain_core.precision.wgrad_carrier import wgrad_carrier
+from nanotrain_core.precision.wgrad_point import WgradPoint
 
 __all__ = [
     "GEMMBackend",
@@ -105,7 +105,7 @@ class LinearGEMMs:
         """The backend of each parameter. Parameters with the same backend object share the quantized form of
         their input. Read in every call, so a monitor can replace entries by wrappers."""
         self.passes = passes
-        self.place: Place | None = None
+        self.wgrad_point: WgradPoint | None = None
         """Where the next call's wgrad is computed: tensor parallelism sets it, the call removes it."""
         self.recomputed = Recomputed()
         self.prepared: dict[str, Kept] = {}
@@ -121,10 +121,10 @@ class LinearGEMMs:
                 self.prepared[name] = backend.prepare(weight)
             self.carriers[name] = wgrad_carrier(weight)
 
-    def take_place(self) -> Place | None:
-        """Return the wgrad place for this call."""
-        place, self.place = self.place, None
-        return place
+    def take_wgrad_point(self) -> WgradPoint | None:
+        """Return the wgrad point of this call."""
+        point, self.wgrad_point = self.wgrad_point, None
+        return point
 
 
 _ATTRIBUTE = "nanotrain_gemms"
@@ -190,8 +190,8 @@ def _forward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """Replaces a linear layer's forward; a hook may have removed its bias."""
     gemms = gemms_of(module)
     assert gemms is not None
-    place = gemms.take_place()
-    offer, handle = gemms.recomputed.take(x), None if place is None else place.handle
+    point = gemms.take_wgrad_point()
+    offer, handle = gemms.recomputed.take(x), None if point is None else point.handle
     weight: torch.Tensor = module.weight  # type: ignore[assignment]
     compiling = torch.compiler.is_compiling()
     forms = gemms.prepared.get("weight", ()) if compiling else ()
@@ -199,13 +199,13 @@ def _forward(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
     weight = weight if carrier is None else weight.detach()
     of, make, read = offer or ((), None, ())
     y: torch.Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
-        x, weight, carrier, gemms, make, (len(of), len(read)), place, handle, *of, *read, *forms
+        x, weight, carrier, gemms, make, (len(of), len(read)), point, handle, *of, *read, *forms
     )
     return y if module.bias is None else y + module.bias  # type: ignore[operator]
 
 
 class _Linear(torch.autograd.Function):
-    """y = x W^T. Backward: dgrad now; wgrad now, or in a W pass or at its place."""
+    """y = x W^T. Backward: dgrad now; wgrad now, or in a W pass or at its point."""
 
     @staticmethod
     def forward(
@@ -216,7 +216,7 @@ class _Linear(torch.autograd.Function):
         gemms: LinearGEMMs,
         make: Callable[..., torch.Tensor] | None,
         counts: tuple[int, int],
-        place: Place | None,
+        point: WgradPoint | None,
         handle: torch.Tensor | None,
         *tensors: torch.Tensor,
     ) -> torch.Tensor:
@@ -224,12 +224,12 @@ class _Linear(torch.autograd.Function):
         of, forms = tensors[:made_of], tensors[made_of + read :]
         x_MK = as_quantized(x.reshape(-1, x.shape[-1]), tensors[made_of : made_of + read])
         (y_MN,), kept = backend.forward(x_MK, as_prepared(weight_NK, forms))
-        ctx.backend, ctx.passes, ctx.shape, ctx.place = backend, gemms.passes, x.shape, place
+        ctx.backend, ctx.passes, ctx.shape, ctx.point = backend, gemms.passes, x.shape, point
         ctx.make, ctx.forms, ctx.tensors = make, len(forms), len(tensors)
         # Activation checkpointing saves a detached copy, but gradient hooks are on the parameter itself,
         # and a backend that caches a form of a weight identifies the weight by its parameter.
         ctx.parameter = None if torch.compiler.is_compiling() else weight_NK
-        share, ctx.again = (place and place.again) or (None, None)
+        share, ctx.again = (point and point.again) or (None, None)
         frozen = not any(ctx.needs_input_grad[1:3])  # then nothing reads the input again
         saved = () if frozen else (share,) if share is not None else of if make is not None else kept
         ctx.save_for_backward(weight_NK, *forms, *saved)
@@ -264,8 +264,8 @@ class _Linear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             d_x = backend.dgrad(d_y_MN, as_prepared(parameter, forms)).view(ctx.shape)
         if needed:
-            if ctx.place is not None and not ctx.passes.defers(parameter):
-                ctx.place.left.append(wgrad)
+            if ctx.point is not None and not ctx.passes.defers(parameter):
+                ctx.point.left.append(wgrad)
             else:
                 defer = partial(deferred_wgrad, backend, d_y_MN, keep)
                 d_weight_NK = ctx.passes.weight_gradient(parameter, wgrad, defer)

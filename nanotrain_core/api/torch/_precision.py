@@ -11,7 +11,6 @@ from nanotrain_core.precision.gemm_backend import (
     TorchGEMM,
 )
 from nanotrain_core.precision.loss_scale import DynamicLossScale, NoLossScale
-from nanotrain_core.precision.placed_wgrad import Again, Place
 from nanotrain_core.precision.quantized_storage import (
     PackedWeight,
     Packing,
@@ -28,10 +27,10 @@ from nanotrain_core.precision.quantized_storage import (
 )
 from nanotrain_core.precision.quantized_swiglu import quantize_swiglu
 from nanotrain_core.precision.uniform import Float32Master, LiveMaster, Uniform
+from nanotrain_core.precision.wgrad_point import RecomputedInput, WgradPoint
 
 __all__ = [
     "LINEAR_ROLES",
-    "Again",
     "DequantizingGEMM",
     "DynamicLossScale",
     "Float32Master",
@@ -41,13 +40,14 @@ __all__ = [
     "NoLossScale",
     "PackedWeight",
     "Packing",
-    "Place",
     "Prepared",
     "PreparesWeights",
     "QuantizedActivations",
     "QuantizedInput",
+    "RecomputedInput",
     "TorchGEMM",
     "Uniform",
+    "WgradPoint",
     "cast",
     "dequantize",
     "gemm_parameters",

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanotrain_core.api.torch import Again, Batch, Place, Routing, gemms_of, ops_of
+from nanotrain_core.api.torch import Batch, RecomputedInput, Routing, WgradPoint, gemms_of, ops_of
 from nanotrain_tp.collectives import Copy, Gather, GatherWhole, Ranks, Reduce, Scatter, Slice
 from nanotrain_tp.head import Rows, split_cross_entropy
 from nanotrain_tp.overlap import OverlappedInput
@@ -44,12 +44,12 @@ class RegionInput:
         """The same values for replicated modules, such as routers: its gradient is complete on every rank."""
         self.first: nn.Module | None = None
         """The first sharded layer that read it, where wgrads are placed; otherwise None."""
-        self.again: Again | None = None
+        self.again: RecomputedInput | None = None
         """This rank's share and :meth:`OverlappedInput.gather_again`, by which layers gather it again in
         backward; None: they keep it."""
         self.watched = False
         """Whether a gradient hook that calls :meth:`ShardedRegion.forget` is installed."""
-        self.places: dict[nn.Module, Place] = {}
+        self.wgrad_points: dict[nn.Module, WgradPoint] = {}
         """For each layer known from an earlier pass to read it: where its wgrad is computed."""
 
     def is_of(self, x: torch.Tensor) -> bool:
@@ -61,10 +61,10 @@ class RegionInput:
         # A compiled graph has no versions: there, a model must not write into the inputs of sharded layers.
         return 0 if torch.compiler.is_compiling() else x._version, torch.is_grad_enabled()
 
-    def place_of(self, layer: nn.Module) -> Place | None:
-        """Return a new place for the weight of ``layer``, if it is trained."""
+    def wgrad_point_of(self, layer: nn.Module) -> WgradPoint | None:
+        """Return a new wgrad point for the weight of ``layer``, if it is trained."""
         weight = layer.get_parameter("weight")
-        return Place(weight, self.again) if weight.requires_grad else None
+        return WgradPoint(weight, self.again) if weight.requires_grad else None
 
     @property
     def values(self) -> torch.Tensor | None:
@@ -162,7 +162,7 @@ class ShardedRegion:
         if cached.inside is None and gemms is not None and self._overlaps(x):
             self._enter_overlapped(cached, layer)
         if gemms is not None:
-            gemms.place = None if cached.first is None else self._place(cached, layer)
+            gemms.wgrad_point = None if cached.first is None else self._wgrad_point(cached, layer)
         return self.enter(x)
 
     @property
@@ -182,11 +182,11 @@ class ShardedRegion:
         if not self.keep:
             cached.again = (cached.outside.detach(), overlapped.gather_again)
         cached.first, readers = first, self._readers.setdefault(first, [first])
-        cached.places = {layer: place for layer in readers if (place := cached.place_of(layer))}
+        cached.wgrad_points = {layer: point for layer in readers if (point := cached.wgrad_point_of(layer))}
         cached.inside = overlapped.enter(gathered)
 
-    def _place(self, cached: RegionInput, layer: nn.Module) -> Place | None:
-        """Return the place of ``layer``'s wgrad, None if its weight is not trained.
+    def _wgrad_point(self, cached: RegionInput, layer: nn.Module) -> WgradPoint | None:
+        """Return the point of ``layer``'s wgrad, None if its weight is not trained.
 
         For a layer not seen in an earlier pass it runs before the reduction starts: no overlap, but
         recomputation needs the same graph.
@@ -195,7 +195,7 @@ class ShardedRegion:
         readers = self._readers[cached.first]
         if layer not in readers:
             readers.append(layer)
-        return cached.places.pop(layer, None) or cached.place_of(layer)
+        return cached.wgrad_points.pop(layer, None) or cached.wgrad_point_of(layer)
 
     def whole(self, x: torch.Tensor) -> torch.Tensor:
         """All-gather a share of tokens ``x`` [B, S, ...] for a computation that is the same on every rank."""

@@ -223,7 +223,7 @@ def left_after(kind, *, fails):
     with suppress(ArithmeticError), failing:
         region(x)
     layers = [(name, gemms_of(getattr(region, name))) for name in COLUMNS]
-    return [name for name, gemms in layers if gemms and gemms.place is not None]
+    return [name for name, gemms in layers if gemms and gemms.wgrad_point is not None]
 
 
 @pytest.mark.parametrize(("kind", "fails"), [(Apart, False), (Apart, True), (nn.Linear, True)])

@@ -1,6 +1,6 @@
-"""Computes a wgrad at a later place of the same backward pass, overlapping a more urgent operation.
+"""Computes a wgrad at a later point of the same backward pass, overlapping a more urgent operation.
 
-Autograd runs operations in the reverse order of forward. Make a place, then call the operation that is
+Autograd runs operations in the reverse order of forward. Create a point, then call the operation that is
 urgent in backward (whose backward is the all-reduce of the dgrad), then the layer: backward is the layer's
 dgrad, the launch of the all-reduce, then the wgrad, which overlaps it.
 """
@@ -16,13 +16,13 @@ from torch.autograd.function import once_differentiable
 from nanotrain_core.pipeline.weight_gradients import WgradFn
 
 #: A tensor to save for backward, and a function that begins to compute the input from it and returns a wait.
-Again = tuple[torch.Tensor, Callable[[torch.Tensor], WgradFn]]
+RecomputedInput = tuple[torch.Tensor, Callable[[torch.Tensor], WgradFn]]
 
 
-class Place:
-    """The place in a backward pass where the wgrad of one use of a weight is computed."""
+class WgradPoint:
+    """The point in a backward pass at which the wgrad of one use of a weight is computed."""
 
-    def __init__(self, weight: torch.Tensor, again: Again | None = None) -> None:
+    def __init__(self, weight: torch.Tensor, again: RecomputedInput | None = None) -> None:
         """``again``: how the layer recomputes its input in backward instead of saving it."""
         self.again = again
         self.left: list[WgradFn] = []
