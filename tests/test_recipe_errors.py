@@ -93,6 +93,16 @@ def problems(tmp_path, text=SMALL, **arguments) -> list[str]:
             "checkpoint 'sharded_v2'; valid: every, keep",
         ),
         (
+            "steps = 3",
+            "steps = 3\nextends = 'laptop'",
+            "recipe.toml:3: run.extends: unknown key 'extends': extends belongs above all tables of the",
+        ),
+        (
+            "vocab = 256",
+            "vocab = 256\nprecision = {use = 'bf16'}",
+            "recipe.toml:15: model.precision: unknown key 'precision': precision belongs above all tables",
+        ),
+        (
             "heads = 4",
             "n_head = 4",
             "recipe.toml:13: model.n_head: unknown key 'n_head': it is heads; valid: ",

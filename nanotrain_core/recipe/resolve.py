@@ -85,6 +85,8 @@ class Resolver:
         kind = key.partition(".")[0]
 
         def elsewhere(name: str) -> str:
+            if name == "extends" or name in attrs.fields_dict(Recipe):
+                return f": {name} belongs above all tables of the file"
             other = of_another(name, kind, self._registry) if kind in KINDS else ""
             return other or with_section(name, self._tree, self._registry)
 

@@ -196,8 +196,9 @@ def _problems(
         names = [field.name for field in attrs.fields(error.cl)]
         for name in sorted(error.extra_fields):
             valid = f"valid: {', '.join(names)}" if names else "this table has no keys"
-            told = [keys[name] for c in error.cl.__mro__ if name in (keys := vars(c).get("NOT_KEYS", {}))]
-            hint = f": {told[0]}" if told else elsewhere(name) or did_you_mean(name, names)
+            bases = (base for base in error.cl.__mro__ if isinstance(base, ExplainsKeys))
+            told = next((base.NOT_KEYS[name] for base in bases if name in base.NOT_KEYS), "")
+            hint = f": {told}" if told else elsewhere(name) or did_you_mean(name, names)
             yield Problem(join(key, name), f"unknown key '{name}'{hint}; {valid}")
     elif config is not None and isinstance(error, KeyError):
         name = key.rpartition(".")[2]
