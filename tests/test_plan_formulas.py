@@ -227,3 +227,107 @@ def test_operands_of_deepseek_v3_wait_for_w_passes_in_fp8():
     layers = stage["last"] - stage["first"]
     waiting = bend["at_peak"]["activations"]
     assert waiting == pytest.approx((pp - 1) * layers * of_layer, rel=0.01)
+
+
+#: A Llama of 4 layers on 8 ranks, whose tensors are small, and figures of it.
+SMALL = """
+[run]
+steps = 1
+ranks = 8
+[batch]
+sequences = 32
+microbatch = 2
+length = 512
+[model]
+use = "transformer"
+layers = 4
+width = 1024
+heads = 8
+kv_heads = 4
+ffn = 2816
+vocab = 8192
+[precision]
+use = "bf16"
+[data]
+use = "synthetic"
+vocab = 128
+"""
+L, D, KV, V, TOKENS = 4, 1024, 512, 8192, 2 * 512
+LAYER = 2 * D * D + 2 * D * KV + 3 * D * 2816 + 2 * D
+P = L * LAYER + 2 * V * D + D
+HIDDEN = BF16 * TOKENS * D
+
+
+def layout_of(degrees, wrappers):
+    return [f"--set=topology.{dim}={n}" for dim, n in degrees.items()] + [f"--set=parallel={wrappers}"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_tensor_parallelism_sends_hidden_states_four_times_a_layer_each_way(sequence_parallel, tmp_path):
+    """Two operations forward and two backward for each half of a layer: section 4.2.2 of 2205.05198.
+
+    The embedding's output and the head's input have one each way; statistics of logits are of 3 numbers.
+    """
+    file, tp, dp = tmp_path / "recipe.toml", 4, 2
+    file.write_text(SMALL)
+    wrappers = f'[{{use="tp",sequence_parallel={str(sequence_parallel).lower()}}},{{use="ddp"}}]'
+    found = moved(planned(str(file), "h100", *layout_of({"tp": tp}, wrappers)))
+    microbatches = 32 // dp // 2
+    times = microbatches * (4 * L + 2)
+    statistics = microbatches, microbatches * 3 * FP32 * TOKENS * tp
+    if sequence_parallel:
+        assert found["tp", "reduce_scatter"] == (times, times * HIDDEN)
+        assert found["tp", "all_gather"] == (times + statistics[0], times * HIDDEN + statistics[1])
+    else:
+        assert found["tp", "all_reduce"] == (times, times * HIDDEN)
+        assert found["tp", "all_gather"] == statistics
+    norms = (2 * L + 1) * D
+    divided = FP32 * ((P - norms) // tp + (0 if sequence_parallel else norms))
+    assert found["dp", "all_reduce"][1] == divided  # without norms under sequence parallelism: over all ranks
+
+
+@pytest.mark.full
+def test_fsdp2_gathers_weights_for_each_pass_and_sums_gradients_of_each_microbatch(tmp_path):
+    """ZeRO-3, 1910.02054: what torch does not reshard after forward, embedding and head, is gathered once."""
+    file, microbatches = tmp_path / "recipe.toml", 2
+    file.write_text(SMALL)
+    found = moved(planned(str(file), "h100", *layout_of({}, '[{use="fsdp2"}]')))
+    assert found["dp", "all_gather"] == (microbatches * (2 * L + 1), microbatches * BF16 * (P + L * LAYER))
+    assert found["dp", "reduce_scatter"] == (microbatches * (L + 1), microbatches * FP32 * P)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("communication", ["all_to_all", "ring"])
+def test_ranks_that_share_sequences_send_heads_or_keys_and_values(communication, tmp_path):
+    """Ulysses, 2309.14509: q, k, v and the output, each way. A ring, 2310.01889: blocks of k and v, each way.
+
+    Gradients of these blocks travel in float32, once more than the blocks, back to where they belong.
+    """
+    file, cp, dp = tmp_path / "recipe.toml", 4, 2
+    file.write_text(SMALL)
+    wrappers = f'[{{use="cp",communication="{communication}"}},{{use="ddp"}}]'
+    found = moved(planned(str(file), "h100", *layout_of({"cp": cp}, wrappers)))
+    times, mine = 32 // dp // 2 * L, TOKENS // cp
+    if communication == "all_to_all":
+        assert found["cp", "all_to_all"] == (times * 8, times * 2 * BF16 * mine * (2 * D + 2 * KV))
+        return
+    blocks, gradients = 2 * (cp - 1) * BF16, cp * FP32
+    assert found["cp", "send"] == (times * (3 * cp - 2), times * mine * 2 * KV * (blocks + gradients))
+    assert found["cp", "recv"] == found["cp", "send"]
+
+
+@pytest.mark.full
+def test_stages_send_what_a_tensor_parallel_rank_has_of_hidden_states(tmp_path):
+    """Under sequence parallelism a rank sends its part of the sequence, and a gradient back: 2205.05198."""
+    file, pp, tp = tmp_path / "recipe.toml", 4, 2
+    file.write_text(SMALL)
+    words = [*layout_of({"pp": pp, "tp": tp}, '[{use="tp"}]'), '--set=schedule={use="1f1b"}']
+    plan = planned(str(file), "h100", *words)
+    microbatches = 32 // 2
+    for rank in plan["collectives"]["ranks"]:
+        neighbors = 1 if rank["pp_rank"] in (0, pp - 1) else 2
+        found = {each["op"]: each for each in rank["of_a_step"] if each["axis"] == "pp"}
+        for op in ("send", "recv"):
+            assert found[op]["count"] == microbatches * neighbors
+            assert found[op]["bytes"] == microbatches * neighbors * HIDDEN // tp
