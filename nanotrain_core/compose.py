@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import attrs
@@ -23,11 +22,13 @@ from nanotrain_core.contracts import (
     Model,
     Monitor,
     Optimizer,
+    Precision,
 )
 from nanotrain_core.errors import PluginError, expect_result
-from nanotrain_core.hf.load_weights import load_weights
+from nanotrain_core.hf.load_weights import saved_weights
+from nanotrain_core.layout.dtensors import is_dtensor
 from nanotrain_core.layout.gradients import AllReduceGradients
-from nanotrain_core.layout.initialization import equalize
+from nanotrain_core.layout.initialization import equalize, materialize
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.meta_device import meta_device
 from nanotrain_core.layout.placement import PlacedParameter, Placement, Placements, place, placed_parameters
@@ -42,7 +43,7 @@ from nanotrain_core.phases.timeline import PhaseTimeline
 from nanotrain_core.pipeline.actions import Action, Part, describe_stages
 from nanotrain_core.pipeline.passes import Passes
 from nanotrain_core.precision.gemm import GEMMBackend, gemm_parameters, gemms_of, use_gemm
-from nanotrain_core.precision.quantized_storage import release_unquantized
+from nanotrain_core.precision.quantized_storage import Packing, release_unquantized
 from nanotrain_core.recipe.tree import EvaluationConfig, OptimizerConfig, Recipe, Selection
 from nanotrain_core.registry.contract_checks import check_part
 from nanotrain_core.registry.registry import Registry
@@ -50,7 +51,7 @@ from nanotrain_core.run.components import Components
 from nanotrain_core.run.current_device import make_current
 from nanotrain_core.run.evaluation import ValidationSums
 from nanotrain_core.run.feed import DataFeed, Feed
-from nanotrain_core.run.memory import expect_training_to_fit
+from nanotrain_core.run.memory import expect_training_to_fit, expect_weights_to_fit
 from nanotrain_core.run.validate_components import (
     check_converted,
     check_costs,
@@ -62,7 +63,7 @@ from nanotrain_core.run.validate_components import (
     expect_lengths,
     placed_by,
 )
-from nanotrain_core.run.wrapping import shard_and_initialize, share_between_stages, wrap
+from nanotrain_core.run.wrapping import shard, share_between_stages, wrap
 
 
 @attrs.define(frozen=True, eq=False, kw_only=True)
@@ -354,19 +355,34 @@ def _with_weights(
     weights: str | None,
 ) -> list[PlacedParameter]:
     """Allocate the parameters, and give them their initial weights or ``weights``, the same on all ranks that
-    hold the same block; then quantize them, if the precision stores them so. Collective."""
+    hold the same block; each is packed at once, if the precision stores it so. Collective."""
     parts = tuple(stages.values())
-    shard_and_initialize(parts, placements, mesh, built.wrappers, recipe)
-    placed = placed_parameters(parts, placements)
-    if weights:
-        wrappers = [each.config for each in recipe.parallel]
-        load_weights(Path(weights), registry, recipe.model, wrappers, placed, mesh)
+    shard(parts, placements, mesh, built.wrappers)
+    packings = _packings(parts, built.precision)
+    expect_weights_to_fit(parts, placements, packings, recipe, mesh)
+    wrappers, on_meta = [each.config for each in recipe.parallel], placed_parameters(parts, placements)
+    with saved_weights(weights, registry, recipe.model, wrappers, on_meta, mesh) as saved:
+        materialize(parts, placements, recipe.run.seed, mesh.device, packings=packings, saved=saved)
+    placed = placed_by(f"precision '{recipe.precision.use}'", parts, placements)
     spans = (Placement.sync_span, Placement.replica_span)
     mesh.agree_on_groups(span(p.placement, mesh.layout) for p in placed for span in spans)
     equalize(placed, mesh)
-    del placed  # so that a weight that is replaced by a packed one is freed
-    built.precision.pack(parts)
-    return placed_by(f"precision '{recipe.precision.use}'", parts, placements)
+    return placed
+
+
+def _packings(parts: Collection[nn.Module], precision: Precision) -> dict[str, Packing]:
+    """Return the format of each parameter that the precision stores packed.
+
+    Raises:
+        PluginError: one is a DTensor.
+    """
+    found = {}
+    for name, parameter in (named for part in parts for named in part.named_parameters()):
+        if parameter.numel() and (packing := precision.packing(name, parameter)) is not None:
+            if is_dtensor(parameter):
+                raise PluginError(f"{name} is a DTensor, as of fully_shard, which no precision can pack")
+            found[name] = packing
+    return found
 
 
 def _gradient_sync(

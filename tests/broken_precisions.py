@@ -10,7 +10,6 @@ from nanotrain_core.layout.roles import tagged
 from nanotrain_core.precision.dequantizing_gemm import DequantizingGEMM
 from nanotrain_core.precision.gemm import TorchGEMM, gemm_parameters, use_gemm
 from nanotrain_core.precision.loss_scale import NoLossScale
-from nanotrain_core.precision.quantized_storage import PackedWeight
 from nanotrain_core.precision.uniform import Float32Master, Uniform
 
 
@@ -69,6 +68,7 @@ class UsesPasses(Uniform):
 
     def __init__(self, config):
         super().__init__(torch.bfloat16, NoLossScale())
+        self.packed = set()
 
     def setup(self, seed, passes, gemm):
         self.passes = passes
@@ -105,16 +105,14 @@ class Bytes:
 
 class LosesTheLastRow(UsesPasses):
     def convert(self, part):
-        for _, module, _ in tagged(part):
+        for name, module, _ in tagged(part):
             backend = DequantizingGEMM(TorchGEMM())
             use_gemm(module, dict.fromkeys(gemm_parameters(module), backend), self.passes)
+            self.packed |= {f"{name}.{key}" for key in gemm_parameters(module)}
         return super().convert(part)
 
-    def pack(self, parts):
-        for part in parts:
-            for _, module, _ in tagged(part):
-                for name in gemm_parameters(module):
-                    setattr(module, name, nn.Parameter(PackedWeight.of(getattr(module, name), Bytes())))
+    def packing(self, name, parameter):
+        return Bytes() if name in self.packed else None
 
 
 class UnitGEMM(TorchGEMM):

@@ -253,18 +253,6 @@ class KeepsVectorsAlone(CastsEverything):
         return parameter.dim() == 1
 
 
-class PacksWhatIsKept(Uniform):
-    """Leaves alone what is kept, until weights are packed."""
-
-    def __init__(self, config):
-        super().__init__(torch.bfloat16, NoLossScale())
-
-    def pack(self, parts):
-        for part in parts:
-            for parameter in part.parameters():
-                parameter.data = parameter.data.to(torch.bfloat16)
-
-
 class ForgetfulScale(DynamicLossScale):
     def meta(self):
         return {"value": self.value}
@@ -342,7 +330,6 @@ def nanotrain_register_precision(register):
         CastsEverything,
         KeepsRoutersAlone,
         KeepsVectorsAlone,
-        PacksWhatIsKept,
         ForgetsItsGrowth,
         BeginsItsGrowthAnew,
         RoundsItsGrowth,

@@ -132,7 +132,7 @@ def split_blocks(path, rank_count):
     import torch.distributed as dist
     from torch import nn
 
-    from nanotrain_core.hf.load_weights import load_weights
+    from nanotrain_core.hf.load_weights import saved_weights
     from nanotrain_core.hf.open_weights import open_weights
     from nanotrain_core.layout.layout import Layout, View
     from nanotrain_core.layout.mesh import Mesh
@@ -150,8 +150,10 @@ def split_blocks(path, rank_count):
     ):
         placement = Placement.whole(name, shape, layout).split(axis, "tp", rank, rank_count)
         placed.append(PlacedParameter(nn.Parameter(torch.empty(placement.shape)), placement))
-    load_weights(Path(path), load_plugins(), selection, (), placed, Mesh(layout, rank=rank))
-    return {p.placement.name: (p.placement.slices, p.parameter.detach()) for p in placed}
+    mesh = Mesh(layout, rank=rank)
+    with saved_weights(Path(path), load_plugins(), selection, (), placed, mesh) as saved:
+        found = [(p.placement, saved(p.placement.name, p.parameter)) for p in placed]
+    return {placement.name: (placement.slices, block) for placement, block in found}
 
 
 @pytest.mark.full
@@ -175,7 +177,7 @@ def load_from_own_disk(path):
     """Load the weights of this rank's own folder, and return the error."""
     import torch.distributed as dist
 
-    from nanotrain_core.hf.load_weights import load_weights
+    from nanotrain_core.hf.load_weights import saved_weights
     from nanotrain_core.hf.open_weights import open_weights
     from nanotrain_core.layout.layout import Layout, View
     from nanotrain_core.layout.mesh import Mesh
@@ -186,7 +188,8 @@ def load_from_own_disk(path):
     selection = open_weights(path, registry).selection
     mesh = Mesh(Layout({"dense": View(("dp",), (2,))}), rank=rank)
     try:
-        load_weights(path, registry, selection, (), [], mesh)
+        with saved_weights(path, registry, selection, (), [], mesh):
+            pass
     except CheckpointError as error:
         return str(error)
     return ""

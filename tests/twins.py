@@ -256,7 +256,7 @@ FAULTS = (
         "broken_stores",
         "precision",
         "keep_dtype is ignored",
-        "casts_everything keeps_routers_alone keeps_vectors_alone packs_what_is_kept",
+        "casts_everything keeps_routers_alone keeps_vectors_alone",
         "kept_dtypes_are_kept kept_dtypes_are_kept_to_the_end",
     ),
     _fault(

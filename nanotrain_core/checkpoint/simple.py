@@ -34,6 +34,7 @@ from nanotrain_core.checkpoint.tensor_boxes import Box, Shape, box_slices
 from nanotrain_core.contracts import Block, CheckpointReport, SavedWeights, TrainState
 from nanotrain_core.errors import CheckpointError
 from nanotrain_core.layout.mesh import Mesh
+from nanotrain_core.precision.quantized_storage import dequantize
 from nanotrain_core.run.files import remove_leftovers, write_atomically
 from nanotrain_core.run.progress_bar import show_progress
 
@@ -317,9 +318,10 @@ def gather_whole(
     for key, owner in owners.items():
         if owner and mesh.rank == owner:
             # As bytes: NCCL lacks some dtypes.
-            dist.send(raw_bytes(mine[key].to(mesh.p2p_device)), dst=0, group=group)
+            dist.send(raw_bytes(dequantize(mine[key]).to(mesh.p2p_device)), dst=0, group=group)
         elif mesh.rank == 0:
-            put(whole, key, receive(forms[owner][key], owner, mesh, group) if owner else mine[key])
+            form = forms[owner][key]
+            put(whole, key, receive(form, owner, mesh, group) if owner else dequantize(mine[key]))
     return whole
 
 

@@ -57,7 +57,8 @@ class Checkpoint(Protocol):
     def save(self, step: int, state: TrainState) -> None:
         """Begin a checkpoint that will appear complete or not at all. No other save may be in progress.
 
-        The blocks of ``state`` stay unchanged until :meth:`settle` or ``advance(wait=True)`` has returned,
+        Of a packed weight the values are saved, ``dequantize(block.tensor)``, in the weight's dtype. The
+        blocks of ``state`` stay unchanged until :meth:`settle` or ``advance(wait=True)`` has returned,
         its ``meta`` and streams only until this method returns.
 
         Raises:

@@ -21,7 +21,11 @@ from nanotrain_core.layout.placement import Piece, PlacedParameter, Placement
 
 @attrs.define(frozen=True, eq=False)
 class Block:
-    """A live tensor that a checkpoint saves and fills, and its position in the global tensor."""
+    """A live tensor that a checkpoint saves and fills, and its position in the global tensor.
+
+    A weight that the precision stores packed is a
+    :class:`~nanotrain_core.precision.quantized_storage.PackedWeight`.
+    """
 
     name: str
     global_shape: Shape

@@ -12,6 +12,7 @@ from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import Piece
 from nanotrain_core.pipeline.passes import Passes
 from nanotrain_core.precision.gemm import GEMMBackend
+from nanotrain_core.precision.quantized_storage import Packing
 
 
 class MasterWeight:
@@ -120,13 +121,16 @@ class Precision:
         It may communicate, to find out whether a pattern of the recipe matches any module of the model.
         """
 
-    def pack(self, parts: Sequence[nn.Module]) -> None:
-        """Quantize weights, once on every rank after they are initialized, loaded and equal on all replicas.
+    def packing(self, name: str, parameter: nn.Parameter) -> Packing | None:
+        """Return the format in which a parameter is stored packed, or None: it is stored as it is.
 
-        It may replace parameters by ones with the same names and shapes that use less memory, each a
-        :class:`~nanotrain_core.precision.quantized_storage.PackedWeight`. In :meth:`convert`, give their
-        layers a :class:`~nanotrain_core.precision.dequantizing_gemm.DequantizingGEMM`.
+        Called for each parameter of this rank, still on ``meta``, after all wrappers are done. Those that are
+        packed are allocated one at a time: each gets its values, is replaced by a
+        :class:`~nanotrain_core.precision.quantized_storage.PackedWeight` and freed before the next one. In
+        :meth:`convert`, give their layers a
+        :class:`~nanotrain_core.precision.dequantizing_gemm.DequantizingGEMM`.
         """
+        return None
 
     def describe(self) -> Sequence[str]:
         """Return lines for the console that describe each module's precision, the same on every rank."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import structlog
 import torch
+from torch import nn
 
 from nanotrain_core.checkpoint.tensor_boxes import Shape
 from nanotrain_core.contracts import WeightReader
@@ -37,31 +39,41 @@ def fingerprint(reader: WeightReader) -> str:
     return digest.hexdigest()
 
 
-@torch.no_grad()
-def load_weights(
-    path: Path,
+#: Returns this rank's block of a parameter of this name, in its dtype, on the CPU; None if it is not saved.
+ReadBlock = Callable[[str, nn.Parameter], torch.Tensor | None]
+
+
+@contextmanager
+def saved_weights(
+    path: Path | str | None,
     registry: Registry,
     selection: Selection,
     wrappers: Sequence[Any],
     placed: Sequence[PlacedParameter],
     mesh: Mesh,
-) -> None:
-    """Fill this rank's blocks one at a time, reading little more. Rank 0 checks for damage. Collective.
+) -> Iterator[ReadBlock]:
+    """Open weights, whose blocks are read one at a time, reading little more. Rank 0 checks for damage.
 
-    Parameters that a wrapper has added to the model keep their initial values if the weights lack them.
+    Collective when it is entered, and when it is left, after all blocks have been read. Parameters that a
+    wrapper has added to the model may be missing from the weights.
 
     Args:
-        path: of the weights, as for :func:`~nanotrain_core.hf.open_weights.open_weights`.
+        path: of the weights, as for :func:`~nanotrain_core.hf.open_weights.open_weights`. None: nothing is
+            saved.
         registry: the plugins.
         selection: the run's model.
         wrappers: configs of the run's wrappers.
-        placed: this rank's parameters, which are filled in place.
+        placed: this rank's parameters, on any device.
         mesh: of the run.
 
     Raises:
         CheckpointError: the weights are damaged, of another model than the run's, beyond the range of its
             dtypes, or differ on some rank.
     """
+    if not path:
+        yield lambda name, parameter: None
+        return
+    path = Path(path)
     added_shapes = _shapes_of_added(selection, registry, placed, mesh)
     weights = open_weights(path, registry, added_shapes, wrappers)
     refuse_other_model(model_table(weights.selection), selection, what=f"{path} has weights")
@@ -81,17 +93,23 @@ def load_weights(
     if other is not None:
         raise CheckpointError(f"rank {other} finds other weights in {path} than rank 0")
     added = _missing_from(path, weights.reader, added_shapes, placed, mesh)
-    wanted = [each for each in placed if each.placement.name not in added]
+    slices = {each.placement.name: each.placement.slices for each in placed}
     not_finite_values: list[str] = []
-    with show_progress("loading weights", sum(each.parameter.nbytes for each in wanted), "B") as advance:
-        for parameter in wanted:
-            block = weights.reader.read(parameter.placement.name, parameter.placement.slices)
+    total = sum(each.parameter.nbytes for each in placed if each.placement.name not in added)
+    with show_progress("loading weights", total, "B") as advance:
+
+        def read(name: str, parameter: nn.Parameter) -> torch.Tensor | None:
+            if name in added:
+                return None
+            block = weights.reader.read(name, slices[name])
             # Checked in host memory, before it is on the device.
-            rounded = block.to(parameter.parameter.dtype)
-            parameter.parameter.copy_(rounded)
-            if parameter.parameter.requires_grad and (problem := not_finite(block, rounded)):
-                not_finite_values.append(f"{parameter.placement.name} {problem}")
-            advance(parameter.parameter.nbytes)
+            rounded = block.to(parameter.dtype)
+            if parameter.requires_grad and (problem := not_finite(block, rounded)):
+                not_finite_values.append(f"{name} {problem}")
+            advance(rounded.nbytes)
+            return rounded
+
+        yield read
     if first := next((names[0] for names in mesh.gather(not_finite_values) if names), ""):
         raise CheckpointError(f"{path}: {first}")
 

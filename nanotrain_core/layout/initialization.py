@@ -7,9 +7,11 @@ run starts from the same values on CPU and GPU.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from math import prod
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -22,6 +24,7 @@ from nanotrain_core.layout.dtensors import local_of
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import PlacedParameter, Placement, Placements
 from nanotrain_core.moe.routing import router_buffers
+from nanotrain_core.precision.quantized_storage import PackedWeight, Packing, live_tensors
 from nanotrain_core.run.random_state import stream_seed
 
 #: Approximate elements per random stream. Part of the definition of every run's initial weights.
@@ -60,11 +63,28 @@ def _uniform(shape: tuple[int, ...], seed: int) -> torch.Tensor:
 
 
 @torch.no_grad()
-def materialize(parts: Iterable[nn.Module], placements: Placements, seed: int, device: torch.device) -> None:
-    """Allocate storage on ``device`` for parts built on ``meta``, and initialize their weights.
+def materialize(
+    parts: Iterable[nn.Module],
+    placements: Placements,
+    seed: int,
+    device: torch.device,
+    *,
+    packings: Mapping[str, Packing] = MappingProxyType({}),
+    saved: Callable[[str, nn.Parameter], torch.Tensor | None] = lambda name, parameter: None,
+) -> None:
+    """Allocate storage on ``device`` for parts built on ``meta``, and give weights their first values.
 
     A name that occurs in several parts is one tied parameter. On ``meta``, in a dry run, there are no values
     to draw.
+
+    Args:
+        parts: of the model, on this rank.
+        placements: of their parameters and buffers.
+        seed: of the run.
+        device: where they are allocated.
+        packings: the format of parameters that are packed, by name. No more than one of these is unpacked at
+            any time.
+        saved: returns saved values of a parameter, on the host; None: it is initialized.
 
     Raises:
         PluginError: a part has a buffer whose values it does not provide, or a parameter without an
@@ -73,7 +93,8 @@ def materialize(parts: Iterable[nn.Module], placements: Placements, seed: int, d
     seen: dict[str, nn.Parameter] = {}
     for part in parts:
         constants = {name: _constant(part, name, placements) for name, _ in part.named_buffers()}
-        part.to_empty(device=device)
+        later = {each for name, each in part.named_parameters() if name in packings or name in seen}
+        part._apply(lambda each: each if each in later else torch.empty_like(each, device=device))  # type: ignore[no-untyped-call]  # noqa: B023
         for name, buffer in part.named_buffers():
             if device.type != "meta":
                 buffer.copy_(constants[name])
@@ -83,12 +104,37 @@ def materialize(parts: Iterable[nn.Module], placements: Placements, seed: int, d
                     f"parameter {name} has no placement: is it tied to another? A tie does not "
                     "survive materialization: lend the other module's weight in forward"
                 )
-            if name in seen:
+            if name not in seen:
+                values = partial(_values, part, name, parameter, placements[name], seed, saved)
+                seen[name] = _with_values(parameter, values, packings.get(name), device)
+            if seen[name] is not parameter:
                 replace_parameter(part, name, seen[name])
-                continue
-            if device.type != "meta":
-                local_of(parameter).copy_(initial_block(_initializer(part, name), seed, placements[name]))
-            seen[name] = parameter
+
+
+def _values(
+    part: nn.Module,
+    name: str,
+    parameter: nn.Parameter,
+    placement: Placement,
+    seed: int,
+    saved: Callable[[str, nn.Parameter], torch.Tensor | None],
+) -> torch.Tensor:
+    """Return this rank's block of saved or initial values, on the CPU."""
+    found = saved(name, parameter)
+    return initial_block(_initializer(part, name), seed, placement) if found is None else found
+
+
+def _with_values(
+    parameter: nn.Parameter, values: Callable[[], torch.Tensor], packing: Packing | None, device: torch.device
+) -> nn.Parameter:
+    """Fill an allocated parameter, or return a packed one in place of one on ``meta``."""
+    unpacked = parameter if packing is None else torch.empty_like(parameter, device=device)
+    if device.type != "meta":
+        local_of(unpacked).copy_(values())
+    if packing is None:
+        return parameter
+    trained = parameter.requires_grad
+    return nn.Parameter(PackedWeight.of(unpacked, packing, trained=trained), trained)
 
 
 def _constant(part: nn.Module, name: str, placements: Placements) -> torch.Tensor:
@@ -151,4 +197,5 @@ def equalize(placed: Sequence[PlacedParameter], mesh: Mesh) -> None:
         span = parameter.placement.replica_span(mesh.layout)
         group = mesh.group_of(span)
         if group is not None:
-            dist.broadcast(parameter.parameter.data, src=mesh.layout.members(mesh.rank, span)[0], group=group)
+            for tensor in live_tensors(parameter.parameter):
+                dist.broadcast(tensor, src=mesh.layout.members(mesh.rank, span)[0], group=group)

@@ -9,6 +9,7 @@ from nanotrain_core.builtin.configs import BitFlipsConfig
 from nanotrain_core.contracts import EndReport, Monitor, RunInfo, StepEnd, UpdateReport
 from nanotrain_core.errors import Corrupted
 from nanotrain_core.monitors.replicas import hash_bits
+from nanotrain_core.precision.quantized_storage import storage_of
 
 
 class BitFlips(Monitor):
@@ -51,7 +52,8 @@ class BitFlips(Monitor):
 
     def _hashes(self, end: StepEnd) -> torch.Tensor:
         """Return the hash of each block, on the run's device: offloaded ones are hashed where they are."""
-        hashes = [hash_bits(block.tensor).to(self.run.device) for block in end.state().blocks]
+        stored = (storage_of(block.tensor) for block in end.state().blocks)
+        hashes = [hash_bits(tensor).to(self.run.device) for tensor in stored]
         return torch.stack(hashes) if hashes else torch.zeros(0, dtype=torch.int64, device=self.run.device)
 
     def _compare(self) -> None:

@@ -104,6 +104,10 @@ class PackedWeight(torch.Tensor):
         """Return a flat range that shares the same rows; its ends are as in :meth:`write`."""
         return self._sharing(self._rows(begin, end), (end - begin,), self.first + begin)
 
+    def stored_in(self, rows: torch.Tensor) -> PackedWeight:
+        """Return a weight like this one with other rows, such as a copy on another device."""
+        return PackedWeight(rows, self.packing, tuple(self.shape), self.dtype, Exact(None), self.first)
+
     def _rows(self, begin: int, end: int) -> torch.Tensor:
         return self.rows[begin // RANGE : -(-end // RANGE)]
 
@@ -119,6 +123,10 @@ class PackedWeight(torch.Tensor):
         first: Any = args[0] if args else None
         if func in (aten.detach.default, aten.alias.default):
             return first._sharing(first.rows, tuple(first.shape), first.first)
+        if func is aten.copy_.default and isinstance(first, cls):  # which reads nothing of what it replaces
+            numbers = torch.empty(first.shape, dtype=first.dtype, device=first.device)
+            requantize(first, numbers.copy_(dequantize(args[1])))
+            return first
         aliased = [
             (value, wanted.alias_info.is_write)
             for value, wanted in zip(args, func._schema.arguments, strict=False)
@@ -134,9 +142,8 @@ class PackedWeight(torch.Tensor):
         result = func(*plain_args, **plain)
         if not aliased:
             return result
-        target: PackedWeight = aliased[0][0]
-        target.rows.copy_(target.packing.pack(target.packing.rounded(plain_args[0].reshape(-1))))
-        return target
+        requantize(aliased[0][0], plain_args[0])
+        return aliased[0][0]
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         """Let ``torch.compile`` take it as an input of a graph, which reads its rows."""
@@ -166,11 +173,19 @@ def dequantize(weight: torch.Tensor) -> torch.Tensor:
     return weight.read(0, weight.numel()).view(weight.shape)
 
 
+def bytes_packed(weight: torch.Tensor, packing: Packing) -> int:
+    """Return the bytes of a weight's rows once it is packed."""
+    return -(-weight.numel() // RANGE) * packing.width
+
+
 def requantize(weight: torch.Tensor, numbers: torch.Tensor) -> None:
-    """Store what was written to the tensor that :func:`dequantize` returned; a no-op for a live view."""
+    """Store what was written to the tensor that :func:`dequantize` returned; a no-op for a live view.
+
+    ``numbers`` have the weight's shape and dtype, and are on its device.
+    """
     if isinstance(weight, PackedWeight):
-        with torch.no_grad():
-            weight.copy_(numbers)
+        flat = numbers.detach().reshape(-1)
+        weight.rows.copy_(weight.packing.pack(weight.packing.rounded(flat)))
 
 
 def unquantized(weight: torch.Tensor) -> torch.Tensor:
@@ -189,6 +204,12 @@ def release_unquantized(weight: torch.Tensor) -> None:
 def storage_of(weight: torch.Tensor) -> torch.Tensor:
     """Return the live storage of a weight: itself, or the rows of a packed one."""
     return weight.rows if isinstance(weight, PackedWeight) else weight.detach()
+
+
+def live_tensors(weight: torch.Tensor) -> list[torch.Tensor]:
+    """Return the live storage of a weight, and the values before packing while they are kept."""
+    exact = [weight.exact.flat] if isinstance(weight, PackedWeight) else []
+    return [storage_of(weight), *(each for each in exact if each is not None)]
 
 
 def range_of(weight: torch.Tensor, begin: int, end: int) -> torch.Tensor:

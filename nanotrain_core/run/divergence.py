@@ -18,6 +18,7 @@ from nanotrain_core.layout.layout import Span
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import PlacedParameter
 from nanotrain_core.monitors.replicas import differing
+from nanotrain_core.precision.quantized_storage import PackedWeight, dequantize
 from nanotrain_core.run.scalar_state import differing_meta, differing_scalar, digests, scalars_of
 from nanotrain_core.run.step_readback import StepFlags
 
@@ -77,7 +78,11 @@ def first_not_finite(blocks: Sequence[Block]) -> str:
     if not floats:
         return ""
     # One kernel for many tensors, and one device synchronization: the largest magnitude shows both.
-    largest = torch._foreach_norm([*floats.values()], ord=torch.inf)
+    apart = [name for name, tensor in floats.items() if isinstance(tensor, PackedWeight)]
+    packed = {name: floats.pop(name) for name in apart}  # unpacked one at a time
+    largest = list(torch._foreach_norm([*floats.values()], ord=torch.inf)) if floats else []
+    largest += [dequantize(tensor).norm(torch.inf) for tensor in packed.values()]
+    floats |= packed
     finite = torch.stack([each.double() for each in largest]).isfinite().tolist()
     return next((name for name, good in zip(floats, finite, strict=True) if not good), "")
 

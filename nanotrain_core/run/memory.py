@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 
 import attrs
@@ -15,7 +15,7 @@ from nanotrain_core.contracts import GradientSync, Optimizer, Precision
 from nanotrain_core.errors import NanotrainError, expect_result, in_one_line
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import PlacedParameter, Placements
-from nanotrain_core.precision.quantized_storage import storage_of
+from nanotrain_core.precision.quantized_storage import Packing, bytes_packed, storage_of
 from nanotrain_core.recipe.tree import Recipe
 from nanotrain_core.run.host_memory import host_memory
 from nanotrain_core.run.progress_bar import amount
@@ -26,15 +26,23 @@ SIGNS = ("can't allocate memory", "Storage size calculation overflowed")
 
 
 def expect_weights_to_fit(
-    parts: Iterable[nn.Module], placements: Placements, recipe: Recipe, mesh: Mesh
+    parts: Iterable[nn.Module],
+    placements: Placements,
+    packings: Mapping[str, Packing],
+    recipe: Recipe,
+    mesh: Mesh,
 ) -> None:
     """Reject weights that are larger than all memory, before they are allocated. Collective.
+
+    ``packings``: the format of those that are packed, by name.
 
     Raises:
         NanotrainError: on every rank, with ranks, host, sizes and keys.
     """
     sizes = {
-        name: prod(placements[name].shape) * parameter.element_size()
+        name: bytes_packed(parameter, packings[name])
+        if name in packings
+        else prod(placements[name].shape) * parameter.element_size()
         for part in parts
         for name, parameter in part.named_parameters()
         if name in placements  # one that is missing is an error of its own

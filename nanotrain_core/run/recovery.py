@@ -61,7 +61,7 @@ def recover(engine: RuntimeEngine, restore: Restore) -> bool:
     saved = engine.events.recover(restore, newest)
     if saved is None:
         return False
-    resume_from(engine, saved, saved.blocks)
+    resume_from(engine, saved)
     engine.resume = None
     if engine.step in steps:
         engine.saved_step = engine.step

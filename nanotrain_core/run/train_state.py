@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,6 @@ from nanotrain_core.checkpoint.run_state import NO_RUN_STATE, state_problems
 from nanotrain_core.contracts import Block, TrainState
 from nanotrain_core.errors import CheckpointError, NanotrainError
 from nanotrain_core.moe.routing import router_buffers
-from nanotrain_core.precision.quantized_storage import dequantize, requantize
 from nanotrain_core.recipe import write_resolved
 from nanotrain_core.recipe.differences import expect_same, other_tensors
 from nanotrain_core.recipe.model_table import model_table, refuse_other_model
@@ -28,7 +27,7 @@ def capture_state(engine: RuntimeEngine) -> TrainState:
     """Return the live tensors of this rank, the random-number streams, and everything else as JSON."""
     run = engine.run
     engine.weights_ready()
-    weights = [Block.of("", dequantize(p.parameter), p.placement) for p in run.placed]
+    weights = [Block.of("", p.parameter.detach(), p.placement) for p in run.placed]
     buffers = router_buffers(run.stages.values()).items() if run.placements else ()  # else it is a script
     kept = [Block.of("router", tensor, run.placements[name]) for name, tensor in buffers]
     meta = {
@@ -112,23 +111,20 @@ def load_checkpoint(engine: RuntimeEngine, which: str) -> bool:
         raise
     if saved is None:
         return False
-    resume_from(engine, saved, state.blocks)
+    resume_from(engine, saved)
     if engine.folder is not None:
         folder = engine.folder / "checkpoints"
         on_rank_0(partial(set_branch_aside, folder, which, engine.step), folder, engine.run.mesh)
     return True
 
 
-def resume_from(engine: RuntimeEngine, saved: TrainState, blocks: Sequence[Block]) -> None:
-    """Resume from a saved state, which has filled ``blocks`` of :func:`capture_state`.
+def resume_from(engine: RuntimeEngine, saved: TrainState) -> None:
+    """Resume from a saved state, which has filled the blocks of :func:`capture_state`.
 
     Raises:
         NanotrainError: see :func:`restore_progress`.
     """
-    run = engine.run
-    for placed, block in zip(run.placed, blocks, strict=False):  # weights come first
-        requantize(placed.parameter, block.tensor)
     restore_progress(engine, saved)
     if not saved.rank_tensors:  # another layout: new streams, not those of the first steps again
-        seed = random_state.stream_seed(run.seed, "resumed", engine.step)
-        random_state.seed_all(seed, run.mesh.rank)
+        seed = random_state.stream_seed(engine.run.seed, "resumed", engine.step)
+        random_state.seed_all(seed, engine.run.mesh.rank)

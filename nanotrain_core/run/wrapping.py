@@ -10,11 +10,9 @@ from torch import nn
 from nanotrain_core.contracts import Parallel
 from nanotrain_core.errors import PluginError
 from nanotrain_core.layout.dtensors import read_dtensors
-from nanotrain_core.layout.initialization import materialize
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import Placements, note_roles
-from nanotrain_core.recipe.tree import Recipe, Selection
-from nanotrain_core.run.memory import expect_weights_to_fit
+from nanotrain_core.recipe.tree import Selection
 from nanotrain_core.run.split_conflicts import Splits
 from nanotrain_core.run.validate_components import check_experts, check_per_head, check_routers, check_wrapped
 
@@ -63,10 +61,8 @@ def share_between_stages(placements: Placements, parts: Iterable[nn.Module], mes
     return placements
 
 
-def shard_and_initialize(
-    parts: Collection[nn.Module], placements: Placements, mesh: Mesh, wrappers: Wrappers, recipe: Recipe
-) -> None:
-    """Let the wrappers shard parameters of finished parts, update ``placements``, initialize weights."""
+def shard(parts: Collection[nn.Module], placements: Placements, mesh: Mesh, wrappers: Wrappers) -> None:
+    """Let the wrappers shard parameters of finished parts, and update ``placements``."""
     for selection, wrapper in wrappers:
         for part in parts:
             wrapper.shard(part, placements, mesh)
@@ -76,5 +72,3 @@ def shard_and_initialize(
             raise PluginError(f"parallel '{selection.use}': {problem}") from None
         check_wrapped(selection, parts, placements)
     share_between_stages(placements, parts, mesh)  # again, for parameters that wrappers added
-    expect_weights_to_fit(parts, placements, recipe, mesh)
-    materialize(parts, placements, recipe.run.seed, mesh.device)

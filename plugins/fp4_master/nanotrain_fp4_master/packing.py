@@ -12,15 +12,10 @@ Rows share nothing, so a range of rows of a weight can be stored, sent and updat
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Set
-
 import torch
-from torch import nn
 from torch.nn.functional import pad
 
-from nanotrain_core.api import NanotrainError
-from nanotrain_core.api.torch import RANGE, PackedWeight, replace_parameter
+from nanotrain_core.api.torch import RANGE
 from nanotrain_fp4_master.blocks import Format, in_triton, nonzero, on_grid, to_nearest
 from nanotrain_fp4_master.noise import chunks
 from nanotrain_fp4_master.pack import pack, unpack
@@ -100,28 +95,3 @@ class FourBits:
         pairs = self.pairs_on(rows_UW.device)
         numbers = pairs.index_select(0, rows_UW[:, :CODES].reshape(-1).int()).view(torch.float32)
         return numbers.view(-1, self.form.block).mul_(codec.from_bytes(stored)).bfloat16().view(-1)
-
-
-def pack_parameters(parts: Iterable[nn.Module], names: Set[str], packing: FourBits) -> None:
-    """Replace the parameters of these names by packed ones, trained or frozen as they were.
-
-    Raises:
-        NanotrainError: a wrapper has made one a DTensor.
-    """
-    held = defaultdict[nn.Parameter, list[tuple[nn.Module, str]]](list)
-    for part in parts:
-        for name, parameter in part.named_parameters(remove_duplicate=False):  # tied ones, too
-            held[parameter].append((part, name))
-    while held:  # what was packed is freed, if it is frozen: it has no masters
-        parameter, places = held.popitem()
-        if not parameter.numel() or names.isdisjoint(name for _, name in places):
-            continue
-        if hasattr(parameter, "to_local"):
-            raise NanotrainError(
-                f"{places[0][1]} is a DTensor, as of fully_shard, and cannot be packed: expected plain "
-                "weights, as of zero12; or, with fp4_master, precision.packed = false"
-            )
-        trained = parameter.requires_grad
-        packed = nn.Parameter(PackedWeight.of(parameter, packing, trained=trained), trained)
-        for part, name in places:
-            replace_parameter(part, name, packed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
+from functools import cached_property
 
 import attrs
 import torch
@@ -30,7 +31,7 @@ from nanotrain_core.api.torch import (
 from nanotrain_fp4_master import BLOCKS, FP4MasterConfig, bfloat16, lowbit
 from nanotrain_fp4_master.blocks import Format, NF4Blocks, NVFP4Blocks
 from nanotrain_fp4_master.noise import Clock, Noise, cut_blocks
-from nanotrain_fp4_master.packing import FourBits, pack_parameters
+from nanotrain_fp4_master.packing import FourBits
 from nanotrain_fp4_master.table import Row, lines, of_all_stages, summed
 
 FORMATS = {"nvfp4": NVFP4Blocks, "nf4": NF4Blocks}
@@ -103,10 +104,9 @@ class FP4Master(Precision):
         own = weight.dtype == self.parameter_dtype and weight.requires_grad
         return own and self.is_low(name, weight.dim())
 
-    def pack(self, parts: Sequence[nn.Module]) -> None:
-        """Replace weights in four bits by packed ones."""
-        if self.packed:
-            pack_parameters(parts, self.packed, self._four_bits())
+    def packing(self, name: str, parameter: nn.Parameter) -> FourBits | None:
+        """Return the format of weights in four bits."""
+        return self.four_bits if name in self.packed else None
 
     def is_low(self, name: str, dimensions: int) -> bool:
         """Return whether a parameter gets the format and variant; without a model, every matrix does."""
@@ -129,11 +129,13 @@ class FP4Master(Precision):
             return of_bfloat16(self.config.variant, weight, noise)
         if cut_blocks(piece, self.config.block):
             raise NanotrainError(straddling(piece, self.config))
-        form = self._four_bits().form
+        form = self.four_bits.form
         check_largest(piece, unquantized(weight), form)
         return LOW_BIT[self.config.variant](weight, form, noise)
 
-    def _four_bits(self) -> FourBits:
+    @cached_property
+    def four_bits(self) -> FourBits:
+        """The format of low-bit weights, if it has four bits."""
         return FourBits(FORMATS[self.config.form](self.config.block))
 
     def table(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> list[Row]:
@@ -153,7 +155,7 @@ class FP4Master(Precision):
         beside = {"residual": 1.0, "remainder": 2.0}.get(self.config.variant, 0.0)
         weights, held = f"{self.config.form} {self.config.variant}", 2.0
         if name in self.packed:
-            held = self._four_bits().width / RANGE
+            held = self.four_bits.width / RANGE
         elif self.config.form in FORMATS:
             weights += ", not packed"
         return role, weights, held + beside

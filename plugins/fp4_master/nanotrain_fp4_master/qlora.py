@@ -32,7 +32,7 @@ from nanotrain_core.api.torch import (
 )
 from nanotrain_fp4_master import BLOCKS, QLoRAConfig
 from nanotrain_fp4_master.blocks import NF4Blocks
-from nanotrain_fp4_master.packing import FourBits, pack_parameters
+from nanotrain_fp4_master.packing import FourBits
 from nanotrain_fp4_master.table import Row, lines, of_all_stages
 
 
@@ -41,7 +41,7 @@ class QLoRA(Uniform):
 
     def __init__(self, config: QLoRAConfig) -> None:
         super().__init__(torch.bfloat16, NoLossScale())
-        self.config, self.packing = config, FourBits(NF4Blocks(config.block_size))
+        self.config, self.four_bits = config, FourBits(NF4Blocks(config.block_size))
         self.passes = Passes()
         self.gemm: GEMMBackend = TorchGEMM()
         self.roles: dict[str, str] = {}
@@ -59,7 +59,7 @@ class QLoRA(Uniform):
             NanotrainError: a rank's rows of one are no whole number of blocks.
         """
         super().convert(part)
-        backend = DequantizingGEMM(self.gemm, self.packing)
+        backend = DequantizingGEMM(self.gemm, self.four_bits)
         for prefix, module, found in tagged(part):
             names = {name: f"{prefix}.{name}" if prefix else name for name in gemm_parameters(module)}
             low = [full for name, full in names.items() if self._is_packed(full, getattr(module, name))]
@@ -85,7 +85,7 @@ class QLoRA(Uniform):
     def _table(self, parameters: Sequence[tuple[str, nn.Parameter]]) -> Iterator[Row]:
         for name, each in parameters:
             if name in self.roles:
-                yield Row(self.roles[name], "nf4, frozen", each.numel(), self.packing.width / RANGE)
+                yield Row(self.roles[name], "nf4, frozen", each.numel(), self.four_bits.width / RANGE)
             else:
                 master = 4 if each.requires_grad and each.dtype == self.parameter_dtype else 0
                 what = f"{str(each.dtype).removeprefix('torch.')}, {'trained' if master else 'frozen'}"
@@ -97,9 +97,9 @@ class QLoRA(Uniform):
         in_bf16 = sum(row.parameters * max(row.bytes_each, 2) for row in self.rows)  # 2: what is packed
         return lines(self.rows, in_bf16 / max(1, total))
 
-    def pack(self, parts: Sequence[nn.Module]) -> None:
-        """Replace frozen matrices by packed ones."""
-        pack_parameters(parts, self.roles.keys(), self.packing)
+    def packing(self, name: str, parameter: nn.Parameter) -> FourBits | None:
+        """Return the format of frozen matrices."""
+        return self.four_bits if name in self.roles else None
 
 
 def uneven(name: str, columns: int, block: int) -> str:

@@ -5,10 +5,12 @@ from nanotrain_fp4_master import FP4MasterConfig
 from nanotrain_fp4_master.precision import FP4Master
 from torch import nn
 
+from nanotrain_core.layout.initialization import replace_parameter
 from nanotrain_core.layout.layout import Layout, View
 from nanotrain_core.layout.placement import Piece, Placement
 from nanotrain_core.pipeline.passes import Passes
 from nanotrain_core.precision.gemm import TorchGEMM
+from nanotrain_core.precision.quantized_storage import PackedWeight
 
 LAYOUT = Layout({"dense": View(("dp", "tp"), (2, 2))})
 
@@ -29,3 +31,11 @@ def master_of(value, form, variant, *, span=None, placement=None, seed=0, **conf
     placement = placement or Placement.whole("layers.0.w", value.shape, LAYOUT)
     piece = Piece(parameter, placement, span)
     return precision, precision.master(piece.weight, piece)
+
+
+def pack(part, precision):
+    """Replace the parameters of a part that a precision packs, as a run does."""
+    for name, parameter in [*part.named_parameters()]:
+        if (packing := precision.packing(name, parameter)) is not None:
+            trained = parameter.requires_grad
+            replace_parameter(part, name, nn.Parameter(PackedWeight.of(parameter, packing, trained=trained), trained))

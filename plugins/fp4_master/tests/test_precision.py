@@ -9,6 +9,7 @@ import pytest
 import torch
 from nanotrain_fp4_master import FP4MasterConfig
 from nanotrain_fp4_master.precision import FP4Master
+from pieces import pack
 
 from nanotrain_core.cli import main
 from nanotrain_core.errors import CheckpointError, Diverged, Exit, NanotrainError, RecipeError
@@ -135,7 +136,7 @@ def packed_after(change):
     change(part)
     precision = FP4Master(FP4MasterConfig())
     precision.convert(part)
-    precision.pack([part])
+    pack(part, precision)
     return part, precision
 
 
@@ -152,15 +153,6 @@ def test_a_frozen_weight_stays_as_it_is_since_no_master_would_keep_what_rounding
     found = {row.weights: row.parameters for row in precision.table(part.named_parameters())}
     assert found["bf16, frozen"] == kept["weight"].numel()
     assert isinstance(part.layers["1"].ffn.up.weight, PackedWeight)
-
-
-def test_layers_that_share_a_weight_share_the_packed_one():
-    def tie(part):
-        part.layers["1"].ffn.up.weight = part.layers["0"].ffn.up.weight
-
-    part, _ = packed_after(tie)
-    assert isinstance(part.layers["0"].ffn.up.weight, PackedWeight)
-    assert part.layers["1"].ffn.up.weight is part.layers["0"].ffn.up.weight
 
 
 def test_a_step_after_a_weight_grew_beyond_the_largest_is_not_taken():

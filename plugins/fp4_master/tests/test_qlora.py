@@ -4,6 +4,7 @@ import pytest
 import torch
 from nanotrain_fp4_master import QLoRAConfig
 from nanotrain_fp4_master.qlora import QLoRA
+from pieces import pack
 from torch import nn
 
 from nanotrain_core.errors import NanotrainError
@@ -49,7 +50,7 @@ def prepared(layers, **config):
     precision = QLoRA(QLoRAConfig(**config))
     precision.setup(1, Passes(), TorchGEMM())
     precision.convert(layers)
-    precision.pack([layers])
+    pack(layers, precision)
     return layers
 
 

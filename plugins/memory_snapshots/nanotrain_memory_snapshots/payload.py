@@ -11,7 +11,7 @@ import attrs
 import numpy as np
 import torch
 
-from nanotrain_core.api.torch import TrainState
+from nanotrain_core.api.torch import TrainState, storage_of
 
 #: Alignment of every tensor in bytes.
 ALIGNED = 64
@@ -30,7 +30,7 @@ class Form:
     @classmethod
     def of(cls, state: TrainState) -> Form:
         """Compute the layout of a state."""
-        tensors = [block.tensor.detach() for block in state.blocks] + [*state.rank_tensors.values()]
+        tensors = [storage_of(block.tensor) for block in state.blocks] + [*state.rank_tensors.values()]
         names = [(block.name, tuple(block.offset)) for block in state.blocks] + [*state.rank_tensors]
         begins, end = [], 0
         for tensor in tensors:

@@ -50,7 +50,8 @@ class HostMemory:
     activations: int
     """Activations that wait on the host for their backward pass."""
     checkpoint: int
-    """A copy of what its ranks save, while they go on training; the whole checkpoint if it gathers that."""
+    """A copy of what its ranks save, while they go on training, in which packed weights are packed; the whole
+    checkpoint, unpacked, if it gathers that."""
     available: int
     """What the hardware's nodes have."""
 
@@ -131,7 +132,7 @@ def host_memory(
             tensors=sum(highest.ranks[rank].peak for rank in pp_ranks) if hardware.gloo else 0,
             offloaded=state if offloads_state(recipe) else 0,
             activations=sum(highest.on_host[rank] for rank in pp_ranks),
-            checkpoint=checkpoint if gathers else round(sum(step.saved for step in steps)),
+            checkpoint=checkpoint if gathers else round(sum(step.saved_packed for step in steps)),
             available=round(hardware.host_memory_gb * 1e9),
         )
         found.append(one)

@@ -34,7 +34,8 @@ class RankMemory:
     step leaves to the next: buckets of gradient sync, quantized tensors, its batch) and ``other``."""
     peak: int
     where: str
-    """What runs at the peak: an action as ``F0.3``, or ``gradient sync``, ``optimizer step``."""
+    """What runs at the peak: an action as ``F0.3``, or ``gradient sync``, ``optimizer step``, or ``start or
+    resume``."""
     in_flight: int
     """Most microbatches (of any stage) whose activations are held at once."""
     timeline: Sequence[tuple[str, int]]
@@ -97,7 +98,7 @@ def rank_memory(stages: Stages, pp_rank: int, *, offloaded: bool = False) -> Ran
     ``offloaded``: masters and optimizer state are on the host. A dry run has them on the device, whatever
     ``optimizer.offload`` says, so ``stages`` cannot tell.
     """
-    found = _on_device(stages, pp_rank)
+    found = _or_at_start(_on_device(stages, pp_rank), stages.step_of(pp_rank))
     gone = {"masters": 0, "optimizer": 0} if offloaded else {}
     moved = sum(found.state[name] for name in gone)
     return attrs.evolve(
@@ -107,6 +108,15 @@ def rank_memory(stages: Stages, pp_rank: int, *, offloaded: bool = False) -> Ran
         state={**found.state, **gone},
         timeline=[(name, level - moved) for name, level in found.timeline],
     )
+
+
+def _or_at_start(found: RankMemory, step: RankStep) -> RankMemory:
+    """Return the memory of a step, with the peak of the run's start if that is higher."""
+    if step.starting <= found.peak:
+        return found
+    held = {**step.state, "activations": 0, "buffers": 0}
+    held["transient"] = step.starting - sum(held.values())
+    return attrs.evolve(found, peak=step.starting, where="start or resume", held=held)
 
 
 def _on_device(stages: Stages, pp_rank: int) -> RankMemory:

@@ -240,13 +240,6 @@ def assumptions(
         f"{hardware.reserved_gb:g} GB of {hardware.memory_gb:g} are not the run's; tensors without an "
         "allocator's rounding and fragmentation",
     ]
-    starting = max(step.unpacked for step in stages.steps.values())
-    if starting:
-        found.append(
-            "while the run starts, a rank has its weights as they are before some are packed, "
-            f"{size(starting)}, which the peak leaves out"
-            + (": more than there is" if starting > hardware.usable else "")
-        )
     passes = [phase for step in stages.steps.values() for phase in step.measured.values()]
     if any(map(Links(hardware, stages.layout).ring, passes)):
         found.append("messages between ranks that share sequences are hidden while a pass computes attention")

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from nanotrain_core.api import DTYPE_NAMES, CheckpointError
-from nanotrain_core.api.torch import Block
+from nanotrain_core.api.torch import Block, PackedWeight, dequantize, storage_of
 from nanotrain_sharded_ckpt_v2 import shard
 from nanotrain_sharded_ckpt_v2.manifest import File, key
 from nanotrain_sharded_ckpt_v2.save_plan import BlockMetadata
@@ -59,7 +59,7 @@ def parts(tensors: Iterable[torch.Tensor]) -> Iterator[memoryview]:
     """Yield the bytes of tensors, with one at a time on the host."""
     for tensor in tensors:
         if tensor.numel():
-            yield memoryview(_bytes(tensor.cpu().contiguous()))
+            yield memoryview(_bytes(dequantize(tensor).cpu().contiguous()))
 
 
 def _bytes(tensor: torch.Tensor) -> Any:
@@ -110,7 +110,8 @@ def _stream_of_its_own(after: Computed | None) -> Iterator[None]:
 class Copies:
     """Host memory for a copy of what this rank writes, reused from save to save.
 
-    Copying into fresh memory costs more than the copy itself: only the first save pays for it.
+    Copying into fresh memory costs more than the copy itself: only the first save pays for it. Packed weights
+    are copied packed, and unpacked one at a time as they are written.
     """
 
     def __init__(self) -> None:
@@ -123,13 +124,17 @@ class Copies:
             tensors: by name.
             after: what :func:`computed` returned for them.
         """
-        if not self._fit(tensors):
+        stored = {name: storage_of(tensor) for name, tensor in tensors.items()}
+        if not self._fit(stored):
             self._kept = {}  # before the new ones are allocated
-            self._kept = {name: _room(tensor) for name, tensor in tensors.items()}
+            self._kept = {name: _room(tensor) for name, tensor in stored.items()}
         with _stream_of_its_own(after):
-            for name, tensor in tensors.items():
+            for name, tensor in stored.items():
                 _copy(self._kept[name], tensor)
-        return self._kept
+        return {
+            name: tensor.stored_in(kept) if isinstance(tensor := tensors[name], PackedWeight) else kept
+            for name, kept in self._kept.items()
+        }
 
     def _fit(self, tensors: Mapping[str, torch.Tensor]) -> bool:
         """Return whether the existing memory has the names, shapes and dtypes of ``tensors``."""

@@ -8,6 +8,7 @@ storage and metadata files are not used: they are pickles.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import ReadItem
 
 from nanotrain_core.api import DTYPE_NAMES, CheckpointError, box_slices
-from nanotrain_core.api.torch import Block
+from nanotrain_core.api.torch import Block, dequantize, requantize
 from nanotrain_sharded_ckpt_v2 import shard
 from nanotrain_sharded_ckpt_v2.blocks import code
 from nanotrain_sharded_ckpt_v2.folders import forms_of
@@ -93,15 +94,17 @@ class ReadPlan:
         metadata = Metadata({name: _metadata(manifest.tensors[name]) for name in self.wanted})
         planner.set_up_planner({}, metadata)
         planner.state_dict = dict(self.wanted)  # set_up_planner replaces values that are not tensors by None
-        self.items: dict[str, list[ReadItem]] = {}
+        self.items: dict[tuple[str, int], list[tuple[str, ReadItem]]] = {}
+        """By name and number of the block that they fill; each with the file that is read."""
         for item in planner.create_local_plan().items:
             number = manifest.tensors[item.storage_index.fqn].chunks[_index(item)][0]
-            self.items.setdefault(shard_name(number), []).append(item)
+            filled = item.dest_index.fqn, item.dest_index.index or 0
+            self.items.setdefault(filled, []).append((shard_name(number), item))
         self._look()
 
     def _look(self) -> None:
         forms = forms_of(self.manifest)
-        for name in self.items:
+        for name in dict.fromkeys(name for items in self.items.values() for name, _ in items):
             known = self.manifest.files[name]  # as this rank sees it: another one has read and verified it
             problem = shard.damage(self.folder, name, known, full=False)
             problem = problem or shard.misfit(self.folder / name, forms[name])
@@ -110,21 +113,26 @@ class ReadPlan:
 
     @torch.no_grad()
     def fill(self) -> None:
-        """Copy from the files into the live tensors, one file after the other.
+        """Copy from the files into the live tensors, one after the other, by the file that each begins with.
 
         Raises:
             CheckpointError: a file has been removed meanwhile.
         """
-        for name, items in sorted(self.items.items()):
-            try:
-                with safe_open(self.folder / name, framework="pt") as file:
-                    for item in items:
-                        self._copy(file, item)
-            except (OSError, SafetensorError) as problem:
-                raise CheckpointError(f"{self.folder / name} cannot be read: {problem}") from None
+        with ExitStack() as files:
+            opened: dict[str, Any] = {}
+            for (fqn, index), items in sorted(self.items.items(), key=lambda each: each[1][0][0]):
+                tensor = self.wanted[fqn].blocks[index].tensor
+                values = dequantize(tensor)
+                for name, item in items:
+                    try:
+                        if name not in opened:
+                            opened[name] = files.enter_context(safe_open(self.folder / name, framework="pt"))
+                        self._copy(opened[name], item, values)
+                    except (OSError, SafetensorError) as problem:
+                        raise CheckpointError(f"{self.folder / name} cannot be read: {problem}") from None
+                requantize(tensor, values)
 
-    def _copy(self, file: Any, item: ReadItem) -> None:
-        target = self.wanted[item.dest_index.fqn].blocks[item.dest_index.index or 0].tensor
+    def _copy(self, file: Any, item: ReadItem, target: torch.Tensor) -> None:
         _, offset, _ = self.manifest.tensors[item.storage_index.fqn].chunks[_index(item)]
         box = key(item.storage_index.fqn, offset)
         if not target.shape:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 
 import attrs
 
@@ -151,7 +152,8 @@ def make_step(
         measured=measured,
         copied=round(sum(_per_element(blocks.owned[dims]) * elements for dims, elements in own.items())),
         around=around,
-        saved=_saved(held, layout, tied),
+        saved=_saved(held, layout, tied, attrgetter("saved")),
+        saved_packed=_saved(held, layout, tied, attrgetter("weights")),
         descriptions={},
         overlapped=blocks.overlapped,
     )
@@ -271,13 +273,17 @@ def _saved(
     held: Mapping[tuple[str, ...], Share],
     layout: Layout,
     tied: Mapping[tuple[str, ...], Share],
+    weights_of: Callable[[Share], int],
 ) -> float:
-    """Return :attr:`RankStep.saved`, as if all ranks that hold the same parameters summed their gradients."""
+    """Return :attr:`RankStep.saved`, with these bytes of weights.
+
+    As if all ranks that hold the same parameters summed their gradients.
+    """
     saved = 0.0
     for dims, share in held.items():
         stages = 2 if "pp" in dims and dims not in tied else 1
         replicas = stages * layout.size(*(dim for dim in dims if dim != "pp"))
-        saved += (share.saved + share.masters + share.optimizer) / replicas
+        saved += (weights_of(share) + share.masters + share.optimizer) / replicas
     return saved
 
 

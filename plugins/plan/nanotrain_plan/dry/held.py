@@ -119,12 +119,15 @@ def _bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def saved_bytes(run: Run, blocks: Sequence[Block]) -> float:
-    """Return :attr:`RankStep.saved`: weights, and the optimizer's state with its masters, in ``blocks``.
+def saved_bytes(run: Run, blocks: Sequence[Block]) -> tuple[float, float]:
+    """Return :attr:`RankStep.saved` and :attr:`RankStep.saved_packed`.
 
-    Each block by the ranks that hold its parameter: state per element may differ between parameters.
+    These are weights, and the optimizer's state with its masters, in ``blocks``, each
+    by the ranks that hold its parameter: state per element may differ between parameters.
     """
     layout = run.mesh.layout
     weights = sum(_bytes(p.parameter) / p.placement.replicas(layout) for p in run.placed)
+    packed = sum(storage_of(p.parameter).nbytes / p.placement.replicas(layout) for p in run.placed)
     replicas = {piece.placement.name: piece.placement.replicas(layout) for piece in run.gradients.pieces()}
-    return weights + sum(_bytes(b.tensor) / replicas[b.name.partition("/")[2]] for b in blocks)
+    state = sum(_bytes(b.tensor) / replicas[b.name.partition("/")[2]] for b in blocks)
+    return weights + state, packed + state

@@ -15,12 +15,14 @@ from nanotrain_core.api import Action, Layout, Recipe, Registry, Selection
 from nanotrain_core.api.torch import (
     Batch,
     Executor,
+    PackedWeight,
     Run,
     Shard,
     StopRequest,
     balance_routers,
     compose,
-    storage_of,
+    dequantize,
+    requantize,
     sum_over_data,
 )
 from nanotrain_plan.dry.held import Owned, Share, held_by, held_of_parts, saved_bytes
@@ -55,6 +57,8 @@ class RankStep:
     """By :data:`AROUND`, as far as they were taken."""
     saved: float
     """Bytes of a checkpoint that this rank stands for: of what several ranks hold, its share."""
+    saved_packed: float
+    """Bytes of a copy of that in memory, where packed weights are packed."""
     descriptions: Mapping[str, Sequence[str]]
     """See :class:`~nanotrain_core.compose.Run`."""
     phases: Sequence[Phase] = ()
@@ -66,9 +70,9 @@ class RankStep:
     """By those dimensions."""
     sharded: bool = False
     """Whether ranks that read different sequences hold different rows of weights."""
-    unpacked: int = 0
-    """Bytes of the weights before a precision packs some of them, as a run has them while it starts; 0 if it
-    packs none."""
+    starting: int = 0
+    """Most bytes alive while the run starts, or loads a checkpoint, if a precision packs weights; else 0: a
+    step takes more."""
     copied: int = 0
     """Bytes of :attr:`Owned.weights` together."""
     overlapped: bool = True
@@ -242,7 +246,8 @@ def dry_rank(
         with _disable_current_modes():  # views of what is there, many thousands
             blocks = list(run.optimizer.blocks())
         state = held_by(run, recorder, blocks)
-        saved = saved_bytes(run, blocks)
+        saved, saved_packed = saved_bytes(run, blocks)
+        starting = _starting(run, recorder, sum(state.values()))
         shares, owned = held_of_parts(run, blocks)
         looked = look(run) if look else None
         step = _Step(run, recorder)
@@ -267,11 +272,12 @@ def dry_rank(
         measured=measured,
         around={name: phases[name] for name in AROUND if name in phases},
         saved=saved,
+        saved_packed=saved_packed,
         descriptions=run.descriptions,
         shares=shares,
         owned=owned,
         sharded=any(placed.placement.sharded & _dims_of_rows(layout) for placed in run.placed),
-        unpacked=_unpacked(run),
+        starting=starting,
         copied=sum(each.weights for each in owned.values()),
         phases=recorder.phases[first:-1],
         overlapped=run.gradients.needs_gradient_hooks,
@@ -279,11 +285,20 @@ def dry_rank(
     )
 
 
-def _unpacked(run: Run) -> int:
-    """Return :attr:`RankStep.unpacked`."""
-    weights = [(p.parameter.numel() * p.parameter.element_size(), p.parameter) for p in run.placed]
-    packed = any(storage_of(weight).nbytes < size for size, weight in weights)
-    return sum(size for size, _ in weights) if packed else 0
+def _starting(run: Run, recorder: Recorder, state: int) -> int:
+    """Return :attr:`RankStep.starting`: a packed weight is unpacked and packed, beside all that is held.
+
+    A start from the beginning takes less, unless weights are trained: their masters are made of the values
+    before packing, which are held until all are.
+    """
+    packed = [p.parameter for p in run.placed if isinstance(p.parameter, PackedWeight)]
+    if not packed:
+        return 0
+    trained = sum(each.numel() * each.element_size() for each in packed if each.requires_grad)
+    recorder.enter("load")
+    largest = max(packed, key=torch.Tensor.numel)
+    requantize(largest, dequantize(largest))
+    return state + max(trained, recorder.phase.transient)
 
 
 def _runs_ahead(actions: Sequence[Action]) -> bool:

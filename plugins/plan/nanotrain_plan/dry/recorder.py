@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.modules import module as hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from nanotrain_core.api.torch import PackedWeight
 from nanotrain_plan.dry.collectives import read_collective
 from nanotrain_plan.dry.cost import ATTENTION, OTHER, Cost, cost_of, dense, tensors_in
 from nanotrain_plan.dry.operators import OPERATORS, Traits, key_of
@@ -217,7 +218,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def take(self, tensor: torch.Tensor, op: str = "", source: Storage | None = None) -> bool:
         """Note a tensor's storage; return whether it was not known."""
-        storage = tensor.untyped_storage()
+        storage = (tensor.rows if isinstance(tensor, PackedWeight) else tensor).untyped_storage()
         key = storage._cdata
         if key in self.alive:
             return False
