@@ -10,6 +10,7 @@ import attrs
 import pytest
 import torch
 from compositions import OPTIMIZERS, compiled
+from nanotrain_memory_snapshots.payload import Form
 from nanotrain_plan.dry.recorder import Recorder
 from nanotrain_plan.memory import rank_memory
 from nanotrain_plan.stages import dry_stages
@@ -24,6 +25,7 @@ from nanotrain_core.recipe.differences import expect_same
 from nanotrain_core.recipe.write import write_resolved
 from nanotrain_core.run import memory, random_state
 from nanotrain_core.run.host_memory import HostMemory
+from nanotrain_core.run.train_state import capture_state
 from nanotrain_core.testing import Case, conformance, run_ranks
 from nanotrain_core.testing.compare import assert_bitwise, whole
 from nanotrain_core.testing.probe import make_engine, train
@@ -246,6 +248,22 @@ def within(recorder, name, act):
             return act(*args, **options)
 
     return recorded
+
+
+def test_a_snapshot_in_memory_has_packed_weights_and_restores_their_bits():
+    engine = make_engine(case_of({}), {"run": {"steps": 2}, "monitor": [{"use": "bit_flips"}]})
+    engine.fit()
+    state = capture_state(engine)
+    stored = [storage_of(block.tensor) for block in state.blocks]
+    before = [tensor.clone() for tensor in stored]
+    form = Form.of(state)
+    assert form.nbytes < sum(block.tensor.nbytes for block in state.blocks)
+    payload = torch.zeros(form.nbytes, dtype=torch.uint8)
+    form.write(payload, None)
+    for tensor in stored:
+        tensor.zero_()
+    form.read(payload)
+    assert all(map(torch.equal, stored, before))
 
 
 def test_packed_weights_count_in_their_bytes_where_training_is_to_fit(monkeypatch):
