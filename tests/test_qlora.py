@@ -18,6 +18,7 @@ from planned import happened, planned
 from test_lora_layouts import PLAIN, with_lora
 from test_plan_truth import case as small
 
+from nanotrain_core.cli import main
 from nanotrain_core.errors import CheckpointError, RecipeError
 from nanotrain_core.layout import initialization
 from nanotrain_core.precision.quantized_storage import storage_of

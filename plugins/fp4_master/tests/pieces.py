@@ -38,4 +38,6 @@ def pack(part, precision):
     for name, parameter in [*part.named_parameters()]:
         if (packing := precision.packing(name, parameter)) is not None:
             trained = parameter.requires_grad
-            replace_parameter(part, name, nn.Parameter(PackedWeight.of(parameter, packing, trained=trained), trained))
+            replace_parameter(
+                part, name, nn.Parameter(PackedWeight.of(parameter, packing, trained=trained), trained)
+            )
