@@ -77,16 +77,16 @@ class Deprecation:
 NAMES: Mapping[str, Mapping[str, tuple[Deprecation, Callable[[], Any]]]] = {}
 
 
-def attribute_of(door: str, version: str = __version__) -> Callable[[str], Any]:
+def attribute_of(api: str, version: str = __version__) -> Callable[[str], Any]:
     """Return ``__getattr__`` of a public module: it finds the names of :data:`NAMES` and reports their
     use."""
 
     def find(name: str) -> Any:
-        known = NAMES.get(door, {}).get(name)
+        known = NAMES.get(api, {}).get(name)
         if known is None or known[0].stage(version) == "gone":
-            raise AttributeError(f"module {door!r} has no attribute {name!r}")
+            raise AttributeError(f"module {api!r} has no attribute {name!r}")
         deprecation, value = known
-        deprecation.used(f"{door}.{name}", version)
+        deprecation.used(f"{api}.{name}", version)
         return value()
 
     return find

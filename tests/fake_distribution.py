@@ -1,4 +1,4 @@
-"""Installs made-up distributions for the tests of the plugin door: metadata and a module, no pip."""
+"""Installs made-up distributions for the tests of the plugin discovery: metadata and a module, no pip."""
 
 from __future__ import annotations
 

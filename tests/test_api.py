@@ -11,12 +11,12 @@ from pathlib import Path
 
 import attrs
 import pytest
-from doors import DOORS as NAMES
+from api_modules import API_MODULES as NAMES
 
 from nanotrain_core.batch import Batch
 
 ROOT = Path(__file__).parents[1]
-DOORS = [import_module(name) for name in NAMES]
+API_MODULES = [import_module(name) for name in NAMES]
 
 
 def imports_of_the_core(path):
@@ -35,7 +35,7 @@ PACKAGES = sorted(face.parent for face in ROOT.glob("plugins/*/nanotrain_*/__ini
 def test_plugins_of_this_repository_import_from_there_only(package):
     found = {(module, path.name) for path in package.rglob("*.py") for module, _ in imports_of_the_core(path)}
     assert found
-    assert {module for module, _ in found} <= {door.__name__ for door in DOORS}, sorted(found)
+    assert {module for module, _ in found} <= {api.__name__ for api in API_MODULES}, sorted(found)
 
 
 def texts(source):
@@ -53,7 +53,7 @@ def test_texts_for_authors_name_the_api_and_no_module_behind_it():
     """An author who follows an error's advice imports what it names. ``testing`` is public too."""
     paths = [*(ROOT / "nanotrain_core").rglob("*.py"), *(each for p in PACKAGES for each in p.rglob("*.py"))]
     private = re.compile(r"(?<!from )(?<!import )\bnanotrain_core\.(?!api\b|testing\b|cli\.main\b)\w+")
-    offered = {name for door in DOORS for name in door.__all__}
+    offered = {name for api in API_MODULES for name in api.__all__}
     modules = {path.stem for path in (ROOT / "nanotrain_core").rglob("*.py")} - {"api", "text", "torch"}
 
     def names_a_module(text):
@@ -67,25 +67,25 @@ def test_texts_for_authors_name_the_api_and_no_module_behind_it():
             assert not wrong, f"{path}: {wrong}"
 
 
-@pytest.mark.parametrize("door", DOORS, ids=lambda door: door.__name__)
-def test_a_door_lists_what_it_offers_and_everything_is_documented_where_it_is_defined(door):
-    assert len(set(door.__all__)) == len(door.__all__)
-    for name in door.__all__:
-        offered = getattr(door, name)
+@pytest.mark.parametrize("api", API_MODULES, ids=lambda api: api.__name__)
+def test_an_api_module_lists_what_it_offers_and_everything_is_documented_where_it_is_defined(api):
+    assert len(set(api.__all__)) == len(api.__all__)
+    for name in api.__all__:
+        offered = getattr(api, name)
         if isinstance(offered, type) or callable(offered):
             assert getattr(offered, "__doc__", None) or not getattr(offered, "__module__", "").startswith(
                 "nanotrain_core"
             ), f"{name} has no docstring"
 
 
-def test_no_name_is_behind_two_doors():
-    names = [name for door in DOORS for name in door.__all__]
+def test_no_name_is_in_two_api_modules():
+    names = [name for api in API_MODULES for name in api.__all__]
     assert len(set(names)) == len(names)
 
 
-def test_three_doors_do_not_import_torch():
-    doors = ", ".join(f"nanotrain_core.{name}" for name in ("api", "api.ranks", "api.text"))
-    code = f"import {doors}, sys; print('torch' in sys.modules)"
+def test_three_api_modules_do_not_import_torch():
+    apis = ", ".join(f"nanotrain_core.{name}" for name in ("api", "api.ranks", "api.text"))
+    code = f"import {apis}, sys; print('torch' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert run.stdout.strip() == "False"
 
@@ -119,13 +119,11 @@ def test_the_page_of_names_is_up_to_date():
     assert names.PAGE.read_text(encoding="utf-8") == names.page(), told
 
 
-@pytest.mark.parametrize("door", DOORS, ids=lambda door: door.__name__)
-def test_the_page_has_each_name_with_a_sentence_of_its_own(door):
-    page = (
-        names.PAGE.read_text(encoding="utf-8").partition(f"\n## {door.__name__}\n")[2].partition("\n## ")[0]
-    )
+@pytest.mark.parametrize("api", API_MODULES, ids=lambda api: api.__name__)
+def test_the_page_has_each_name_with_a_sentence_of_its_own(api):
+    page = names.PAGE.read_text(encoding="utf-8").partition(f"\n## {api.__name__}\n")[2].partition("\n## ")[0]
     rows = re.findall(r"^- \[`(\w+)`\]\(.*<br>\n  (.*)$", page, re.MULTILINE)
-    assert sorted(name for name, _ in rows) == sorted(door.__all__)
+    assert sorted(name for name, _ in rows) == sorted(api.__all__)
     short = [name for name, told in rows if len(told.split()) < 3 or told.startswith("See ")]
     assert not short, f"give them a docstring whose first sentence says what they are: {short}"
 
@@ -142,12 +140,12 @@ def parameters_in(text):
     return [(each.arg, bool(default)) for each, default in found]
 
 
-@pytest.mark.parametrize("door", DOORS[:2], ids=lambda door: door.__name__)
-def test_the_page_has_each_signature_as_python_reads_it(door):
+@pytest.mark.parametrize("api", API_MODULES[:2], ids=lambda api: api.__name__)
+def test_the_page_has_each_signature_as_python_reads_it(api):
     """Of functions, and of the constructors of classes, fields of their bases included."""
     read = 0
-    for each in names.names_of(door.__name__):
-        offered, written = getattr(door, each.name), names.signature(each)
+    for each in names.names_of(api.__name__):
+        offered, written = getattr(api, each.name), names.signature(each)
         if isinstance(offered, type) and (not written or written == "(...)" or issubclass(offered, Enum)):
             continue
         if inspect.isfunction(offered) or inspect.isclass(offered):
@@ -170,9 +168,9 @@ def test_long_lists_of_fields_are_on_the_page_of_objects_alone():
 )
 def test_a_name_is_led_to_the_file_that_defines_it(name):
     """Of a class or function as Python says; of aliases and constants, where they are assigned."""
-    door = next(door for door in DOORS if name in door.__all__)
-    (found,) = (each for each in names.names_of(door.__name__) if each.name == name)
-    offered = getattr(door, name)
+    api = next(api for api in API_MODULES if name in api.__all__)
+    (found,) = (each for each in names.names_of(api.__name__) if each.name == name)
+    offered = getattr(api, name)
     if inspect.isroutine(offered) or inspect.isclass(offered):
         assert found.path == Path(inspect.getsourcefile(offered))
         assert found.sentence.split()[0] == inspect.getdoc(offered).split()[0]

@@ -57,7 +57,7 @@ LEVELS = (
     ("engine", "compose engine phases.in_run run.* script.*"),
     ("launch", "launch.*"),
     ("harness", "testing.*"),
-    ("commands and doors", "cli.* api.*"),
+    ("commands and API", "cli.* api.*"),
 )
 LEVEL_OF = {name: number for number, (_, names) in enumerate(LEVELS) for name in names.split()}
 

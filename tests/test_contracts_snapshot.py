@@ -10,7 +10,7 @@ from pathlib import Path
 
 import attrs
 import pytest
-from doors import DOORS
+from api_modules import API_MODULES
 
 import nanotrain_core
 from nanotrain_core import contracts, deprecated, hookspecs
@@ -62,8 +62,8 @@ def snapshot():
         found = getattr(contracts, name)
         if inspect.isclass(found):
             lines += ["", f"contract {name}", *of_class(found)]
-    for door in DOORS:
-        lines += ["", door, *(f"  {name}" for name in sorted(import_module(door).__all__))]
+    for api in API_MODULES:
+        lines += ["", api, *(f"  {name}" for name in sorted(import_module(api).__all__))]
     return "\n".join(lines) + "\n"
 
 
@@ -106,14 +106,14 @@ def test_what_goes_away_warns_then_fails_then_is_gone(monkeypatch, version, stag
             find("Part0")
 
 
-def test_the_doors_find_what_is_deprecated(monkeypatch):
+def test_the_api_modules_find_what_is_deprecated(monkeypatch):
     old = attrs.evolve(OLD, warns="0.0", fails="98.0", gone="99.0")
-    for door in DOORS:
-        monkeypatch.setattr(deprecated, "NAMES", {door: {"Part0": (old, lambda: Component)}})
+    for api in API_MODULES:
+        monkeypatch.setattr(deprecated, "NAMES", {api: {"Part0": (old, lambda: Component)}})
         with pytest.warns(NanotrainDeprecationWarning, match="Part0 is deprecated"):
-            assert import_module(door).Part0 is Component
+            assert import_module(api).Part0 is Component
         with pytest.raises(AttributeError, match=r"has no attribute 'Part1'"):
-            _ = import_module(door).Part1
+            _ = import_module(api).Part1
 
 
 @pytest.mark.parametrize(
@@ -126,8 +126,8 @@ def test_no_stage_is_skipped(warns, fails, gone):
 
 def test_nothing_stays_whose_time_is_over():
     over = [
-        f"{door}.{name}"
-        for door, names in deprecated.NAMES.items()
+        f"{api}.{name}"
+        for api, names in deprecated.NAMES.items()
         for name, (found, _) in names.items()
         if found.stage(nanotrain_core.__version__) == "gone"
     ]

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from nanotrain_core import RuntimeEngine, api
 from nanotrain_core.api import Role, tag
-from nanotrain_core.api import torch as door
+from nanotrain_core.api import torch as torch_api
 from nanotrain_core.deprecated import Deprecation
 from nanotrain_core.pipeline.passes import Passes
 from nanotrain_core.recipe import load_recipe
@@ -144,7 +144,7 @@ def surroundings(block, folder):
     part.up = tag(torch.nn.Linear(4, 4, bias=False), Role.COLUMN)
     free = {
         **{name: getattr(api, name) for name in api.__all__},
-        **{name: getattr(door, name) for name in door.__all__},
+        **{name: getattr(torch_api, name) for name in torch_api.__all__},
         **{"torch": torch, "nn": torch.nn, "F": torch.nn.functional, "attrs": attrs, "Path": Path},
         **{"Deprecation": Deprecation, "Case": Case, "conformance": conformance, "distributed": distributed},
         "check": lambda *args, **options: (
@@ -156,7 +156,7 @@ def surroundings(block, folder):
     }
     free["Config"] = attrs.make_class("Config", {}, frozen=True, kw_only=True)
     if "use_gemm(module" in block.text and "WideWgrad" in block.text:
-        free["WideWgrad"] = door.TorchGEMM
+        free["WideWgrad"] = torch_api.TorchGEMM
     if block.text.startswith("class Experts"):
         free["self"] = SimpleNamespace()
     (folder / "runs/laptop").mkdir(parents=True)

@@ -259,14 +259,14 @@ def with_table(text):
     return f"{before}{begin}\n{table}\n{end}{rest.partition(end)[2]}"
 
 
-DOORS = ("nanotrain_core.api", "nanotrain_core.api.torch")
+API_MODULES = ("nanotrain_core.api", "nanotrain_core.api.torch")
 
 
 def test_what_to_import_from_where_is_there():
     """Each module's row names examples of what it has; docs/api.md has all."""
     table = PLUGINS.partition("\n## What to import from where\n")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| `([\w.]+)` \| [\w` ]+ \| (.*) \|$", table, re.MULTILINE)
-    assert [module for module, _ in rows][:2] == list(DOORS)
+    assert [module for module, _ in rows][:2] == list(API_MODULES)
     assert len(rows) == 6
     for module, text in rows:
         outside_links = re.sub(r"\[.*?\]\(.*?\)", "", text)
@@ -278,7 +278,7 @@ def test_examples_of_plugins_import_from_there_alone():
     pages = "\n".join([PLUGINS, *KIND_PAGES.values()])
     for block in re.findall(r"```python\n(.*?)```", pages, re.DOTALL):
         found = re.findall(r"^\s*(?:from|import) (nanotrain_core[\w.]*)", block, re.MULTILINE)
-        assert set(found) <= {*DOORS, "nanotrain_core.testing"}, block
+        assert set(found) <= {*API_MODULES, "nanotrain_core.testing"}, block
 
 
 def test_what_is_said_to_be_torch_free_is():

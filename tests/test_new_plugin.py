@@ -44,7 +44,7 @@ def test_every_kind_has_a_template():
     assert set(OFFERS) == {*KINDS, "gradient_sync", "command"}
 
 
-def test_what_is_written_is_formatted_and_imports_from_the_doors_alone(tmp_path):
+def test_what_is_written_is_formatted_and_imports_from_the_api_alone(tmp_path):
     for kind in OFFERS:
         for package in (False, True):
             write(tmp_path, NewPlugin(f"new_{kind}", kind, package))

@@ -10,7 +10,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from doors import DOORS
+from api_modules import API_MODULES
 from packaging.requirements import Requirement
 from packaging.version import Version
 
@@ -51,34 +51,34 @@ def test_the_job_installs_those_bounds():
 
 
 def names_of(version):
-    """Return what plugins might import from a core of that version, by door: its snapshot says."""
+    """Return what plugins might import from a core of that version, by API module: its snapshot says."""
     current = Version(nanotrain_core.__version__).release[:2]
     name = (
         "contracts.txt"
         if version.release[:2] == current
         else f"contracts-{version.major}.{version.minor}.txt"
     )
-    doors = {}
+    apis = {}
     for section in (SNAPSHOTS / name).read_text(encoding="utf-8").split("\n\n"):
         title, *lines = section.splitlines()
-        if title in DOORS:
-            doors[title] = {line.strip() for line in lines}
-    return doors
+        if title in API_MODULES:
+            apis[title] = {line.strip() for line in lines}
+    return apis
 
 
 def imported(package):
-    """Yield (door, name) for each name that a package imports from a door of the core."""
+    """Yield (module, name) for each name that a package imports from an API module of the core."""
     for path in sorted(package.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ImportFrom) and node.module in DOORS:
+            if isinstance(node, ast.ImportFrom) and node.module in API_MODULES:
                 yield from ((node.module, alias.name) for alias in node.names)
 
 
 @pytest.mark.parametrize("path", PLUGINS, ids=lambda path: path.parent.name)
 def test_a_plugin_uses_no_name_that_the_oldest_core_it_admits_lacks(path):
     core = next(each for each in requirements(path) if each.name == "nanotrain-core")
-    doors = names_of(lower_bound(core))
+    apis = names_of(lower_bound(core))
     used = {use for package in path.parent.glob("nanotrain_*") for use in imported(package)}
-    submodules = {tuple(door.rsplit(".", 1)) for door in DOORS}
-    assert {(door, name) for door, name in used if name not in doors[door]} - submodules == set()
+    submodules = {tuple(api.rsplit(".", 1)) for api in API_MODULES}
+    assert {(api, name) for api, name in used if name not in apis[api]} - submodules == set()
     assert nanotrain_core.__version__ in core.specifier

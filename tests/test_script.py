@@ -1,4 +1,4 @@
-"""The thin-script door: a model, an optimizer and loaders, trained as a plain loop would."""
+"""A script: a model, an optimizer and loaders, trained as a plain loop would."""
 
 import copy
 import time

@@ -13,7 +13,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 
 from objects import rows_of
-from public_names import DOORS, ROOT, Name, file_of, find, first_sentence, modules_of, names_of, parsed
+from public_names import API_MODULES, ROOT, Name, file_of, find, first_sentence, modules_of, names_of, parsed
 from signatures import of_class, of_function, of_value
 
 PAGE = ROOT / "docs/api.md"
@@ -51,11 +51,11 @@ def signature(name: Name) -> str:
 def page() -> str:
     """Return docs/api.md."""
     lines = [HEAD]
-    for door in DOORS:
-        about = ast.get_docstring(parsed(file_of(door))) or ""
-        lines += [f"## {door}", "", first_sentence(about), ""]
-        for topic in modules_of(door):
-            if topic != door:
+    for api in API_MODULES:
+        about = ast.get_docstring(parsed(file_of(api))) or ""
+        lines += [f"## {api}", "", first_sentence(about), ""]
+        for topic in modules_of(api):
+            if topic != api:
                 lines += [f"### {_title(topic)}", ""]
             for each in names_of(topic):
                 called = f"`{written}`" if (written := signature(each)) else ""

@@ -13,7 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from public_names import DOORS, ROOT, Name, first_sentence, names_of, parsed, plain, text_behind
+from public_names import API_MODULES, ROOT, Name, first_sentence, names_of, parsed, plain, text_behind
 from signatures import default_of, of_function
 
 PAGE = ROOT / "docs/objects.md"
@@ -107,9 +107,9 @@ def _cell(text: str) -> str:
 def page() -> str:
     """Return docs/objects.md."""
     lines = [HEAD]
-    for door in DOORS:
-        classes = [(name, rows) for name in names_of(door) if (rows := rows_of(name))]
-        lines += [f"## {door}", ""] if classes else []
+    for api in API_MODULES:
+        classes = [(name, rows) for name in names_of(api) if (rows := rows_of(name))]
+        lines += [f"## {api}", ""] if classes else []
         for name, rows in classes:
             place = name.path.relative_to(ROOT)
             lines += [f"### {name.name}", "", f"{name.sentence} [Source](../{place})", ""]

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 #: Modules that plugins may import.
-DOORS = (
+API_MODULES = (
     "nanotrain_core.api",
     "nanotrain_core.api.torch",
     "nanotrain_core.api.models",
@@ -38,16 +38,16 @@ def file_of(module: str) -> Path:
     return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
 
 
-def modules_of(door: str) -> list[str]:
-    """Return the modules that list a door's names: itself, or those that it re-exports."""
-    imports = [node for node in parsed(file_of(door)).body if isinstance(node, ast.ImportFrom)]
-    return [node.module for node in imports if node.module and node.names[0].name == "*"] or [door]
+def modules_of(api: str) -> list[str]:
+    """Return the modules that list an API module's names: itself, or those that it re-exports."""
+    imports = [node for node in parsed(file_of(api)).body if isinstance(node, ast.ImportFrom)]
+    return [node.module for node in imports if node.module and node.names[0].name == "*"] or [api]
 
 
-def names_of(door: str) -> list[Name]:
+def names_of(api: str) -> list[Name]:
     """Return the public names of a module, in the order in which a reader would look them up."""
-    names = (name for module in modules_of(door) for name in _listed(module))
-    return [Name(name, *_defined(door, name)) for name in sorted(names, key=str.lower)]
+    names = (name for module in modules_of(api) for name in _listed(module))
+    return [Name(name, *_defined(api, name)) for name in sorted(names, key=str.lower)]
 
 
 def _listed(module: str) -> list[str]:
