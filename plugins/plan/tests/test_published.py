@@ -17,7 +17,12 @@ RUNS = [
     ("llama_3_1_8b_h100", "h100", "tokens_per_second_per_device", 81222 / 8, "{:,.0f} tokens/s", ("zero12",)),
     ("llama_3_1_8b_h100_fp8", "h100", "tokens_per_second_per_device", 108436 / 8, "{:,.0f} tokens/s",
      ("zero12", "fp8_deepseek_v3")),
+    ("megatron_22b_a100", "a100", "step", 1.10, "{:.2f} s a step", ("tp",)),
     ("megatron_175b_a100", "a100", "step", 13.75, "{:.2f} s a step", ("tp", "pp_1f1b")),
+    ("megatron_530b_a100", "a100", "step", 37.83, "{:.2f} s a step", ("tp", "pp_1f1b")),
+    ("megatron_1t_a100", "a100", "step", 71.49, "{:.2f} s a step", ("tp", "pp_1f1b")),
+    ("llama_3_405b_h100", "h100", "mfu", 0.41, "{:.1%} MFU", ("tp", "pp_1f1b", "zero12")),
+    ("llama_3_405b_128k_h100", "h100", "mfu", 0.38, "{:.1%} MFU", ("tp", "cp", "pp_1f1b", "zero12")),
     ("llama_7b_h200", "h200", "mfu", 0.578, "{:.1%} MFU", ()),
 ]  # fmt: skip
 #: Whose error is larger: docs/planning.md says what its recipe lacks.
