@@ -59,20 +59,22 @@ class Traits:
     """Whether it changes the numbers of its first argument alone, and returns it."""
     remembered: bool
     """Whether arguments of one form always make the same."""
+    func: Any
+    """The operator, which keeps its ``id``: that is its key here, since torch hashes operators in Python."""
 
 
 class Operators:
     """Calls that were made."""
 
     def __init__(self) -> None:
-        self._traits: dict[Any, Traits] = {}
+        self._traits: dict[int, Traits] = {}
         self._made: dict[Any, Made] = {}
 
     def traits(self, func: Any) -> Traits:
         """Return what is known of an operator."""
-        found = self._traits.get(func)
+        found = self._traits.get(id(func))
         if found is None:
-            found = self._traits[func] = _read_schema(func)
+            found = self._traits[id(func)] = _read_schema(func)
         return found
 
     def get(self, key: Any) -> Made | None:
@@ -112,7 +114,7 @@ def _read_schema(func: Any) -> Traits:
         and not any(word in schema.name for word in _RESHAPED)
     )
     makes = not any(written) and all(a is None for a in aliased)
-    return Traits(schema.name, schema.name.startswith("c10d::"), view, in_place, in_place or makes)
+    return Traits(schema.name, schema.name.startswith("c10d::"), view, in_place, in_place or makes, func)
 
 
 def form_of(value: Any) -> Any:
@@ -134,15 +136,15 @@ def form_of(value: Any) -> Any:
 
 
 def key_of(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return the key of a call, None if it depends on numbers."""
+    """Return the key of a call, None if it depends on numbers; its traits were asked for before."""
     own = form_of(args)
     if own is None:
         return None
     default = torch.get_default_dtype()  # that of what an operator makes of Python's numbers
     if not kwargs:
-        return func, default, own
+        return id(func), default, own
     named = form_of(kwargs)
-    return None if named is None else (func, default, own, named)
+    return None if named is None else (id(func), default, own, named)
 
 
 #: Of this process: forms say nothing of the run that asked first.

@@ -128,11 +128,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             out = func(*args, **kwargs)
             self._note(func, traits.name, args, kwargs, out)
             return out
-        if kwargs.get("pin_memory"):  # on meta: it stands for memory of the host
-            return self._take_on_host(func(*args, **kwargs))
-        read = self.values.read(func, args, kwargs)
-        if read is not None:
-            return read
+        if kwargs:
+            if kwargs.get("pin_memory"):  # on meta: it stands for memory of the host
+                return self._take_on_host(func(*args, **kwargs))
+            read = self.values.read(func, args, kwargs)
+            if read is not None:
+                return read
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             return self.values.scalar(args[0])
         out = self._dry(func, traits, args, kwargs)
