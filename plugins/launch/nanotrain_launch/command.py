@@ -213,6 +213,7 @@ def _planned(args: argparse.Namespace, recipe: Recipe, registry: Registry) -> st
         _tell("nanotrain-plan is not installed: whether the recipe fits was not checked")
         return ""
     fits.refuse_larger_nodes(plan, args.nproc, args.nproc * args.nnodes, hardware)
+    fits.refuse_other_hardware(plan, hardware)
     fits.refuse_what_does_not_fit(plan, words, hardware)
     seconds = fits.saving_takes(plan)
     if seconds > recipe.run.grace:

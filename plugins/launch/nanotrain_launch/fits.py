@@ -54,6 +54,20 @@ def refuse_what_does_not_fit(found: Mapping[str, Any], words: Sequence[str], har
     )
 
 
+def refuse_other_hardware(found: Mapping[str, Any], hardware: str) -> None:
+    """Check that no component of the recipe refuses the hardware, as it would when ranks start.
+
+    Raises:
+        NanotrainError: one does.
+    """
+    for refusal in found.get("refusals", ()):
+        raise NanotrainError(
+            f"the recipe cannot run on {hardware}: {refusal}\n"
+            "to plan for other machines: --hardware NAME|FILE; "
+            "to write the script without this check: --no-plan"
+        )
+
+
 def refuse_larger_nodes(found: Mapping[str, Any], nproc: int, ranks: int, hardware: str) -> None:
     """Check that a node has a device for each of its ranks, as the plan of times and host memory assumes.
 

@@ -376,6 +376,14 @@ def test_a_file_that_cannot_be_written_is_told_before_the_plan(tmp_path, monkeyp
     assert capsys.readouterr().err.startswith(f"nanotrain: --out {out}: {told}")
 
 
+def test_hardware_that_a_component_refuses_is_refused():
+    fits.refuse_other_hardware({"refusals": []}, "h100")
+    fits.refuse_other_hardware({}, "h100")  # of an earlier nanotrain-plan
+    why = "precision 'fp8': tiles of 128 need compute capability 9.0, this is 10.0"
+    with pytest.raises(NanotrainError, match=f"the recipe cannot run on b200: {why}\n.*--no-plan"):
+        fits.refuse_other_hardware({"refusals": [why]}, "b200")
+
+
 def test_what_does_not_fit_is_refused_in_units_that_suit_it():
     host = {"fits": True, "total": 3e12, "available": 2e12, "checkpoint": 2.5e12}
     host |= {"offloaded": 0, "activations": 0, "processes": 5e11}
