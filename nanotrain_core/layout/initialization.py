@@ -93,7 +93,7 @@ def materialize(
     seen: dict[str, nn.Parameter] = {}
     for part in parts:
         constants = {name: _constant(part, name, placements) for name, _ in part.named_buffers()}
-        later = {each for name, each in part.named_parameters() if name in packings or name in seen}
+        later = {each for name, each in part.named_parameters() if name in packings}
         part._apply(lambda each: each if each in later else torch.empty_like(each, device=device))  # type: ignore[no-untyped-call]  # noqa: B023
         for name, buffer in part.named_buffers():
             if device.type != "meta":
