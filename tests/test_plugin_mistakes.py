@@ -1,11 +1,16 @@
 """Each mistake in a plugin is told in one text that names the component, and where to look."""
 
+import re
+
 import pytest
 from mistaken_plugins import build, plugin, registry
 from recipe_files import SMALL, write
 
 from nanotrain_core.cli import main
 from nanotrain_core.errors import DataError, Exit, PluginError
+from nanotrain_core.recipe.component_functions import gpu_refusals
+from nanotrain_core.recipe.load import resolve_recipe
+from nanotrain_core.registry.discovery import PluginArguments
 
 
 def check_command(capsys, path, text=SMALL + '[[monitor]]\nuse = "mine"\n'):
@@ -66,6 +71,22 @@ def test_a_check_that_misbehaves_is_the_plugins_mistake(tmp_path, capsys, change
     assert err.startswith("nanotrain: monitor 'mine' of plugin 'mistake' (mistake.py sha256-")
     assert text in err
     assert "mistake.py:1" in err
+
+
+@pytest.mark.parametrize(
+    ("rule", "text"),
+    [
+        ("lambda *_: 1 / 0", "its refuses_gpu raised ZeroDivisionError: division by zero ("),
+        ("lambda *_: [9]", "its refuses_gpu gave 9 where it must yield str ("),
+        ("check", "its refuses_gpu must take (recipe, config, layout, capability): too many positional"),
+    ],
+)
+def test_a_rule_for_gpus_that_misbehaves_is_the_plugins_mistake(tmp_path, rule, text):
+    made = plugin(tmp_path, register=f'Component(name="mine", refuses_gpu={rule}, config=Config, ')
+    recipe = write(tmp_path, SMALL + '[[monitor]]\nuse = "mine"\n')
+    found = resolve_recipe(recipe, plugins=PluginArguments(local=[str(made)]))
+    with pytest.raises(PluginError, match=re.escape(text)):
+        gpu_refusals(found.recipe, found.registry, found.layout, (9, 0))
 
 
 @pytest.mark.parametrize(

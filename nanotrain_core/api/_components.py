@@ -19,6 +19,7 @@ from nanotrain_core.errors import (
 )
 from nanotrain_core.hookspecs import Register, RegisterCommand
 from nanotrain_core.moe.rules import experts_captured
+from nanotrain_core.recipe.component_functions import gpu_refusals
 from nanotrain_core.registry.discovery import PluginArguments
 from nanotrain_core.registry.registry import Registry, load_plugins
 
@@ -47,6 +48,7 @@ __all__ = [
     "did_you_mean",
     "did_you_mean_path",
     "experts_captured",
+    "gpu_refusals",
     "hookimpl",
     "kept_eager",
     "load_plugins",

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, Literal, TypeVar
+
+import attrs
 
 from nanotrain_core.errors import NanotrainError, PluginError, describe
 from nanotrain_core.layout.layout import Layout
@@ -15,18 +18,25 @@ T = TypeVar("T")
 
 
 def call_declared(
-    name: str, selection: Selection, recipe: Recipe, layout: Layout, registry: Registry, wanted: type[T]
+    name: str,
+    selection: Selection,
+    recipe: Recipe,
+    layout: Layout,
+    registry: Registry,
+    wanted: type[T],
+    more: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[T]:
     """Return what the function ``name`` of a selected component yields; nothing if it declares none.
 
     Args:
         name: attribute of :class:`~nanotrain_core.component.Component`, a function of
-            ``(recipe, config, layout)``.
+            ``(recipe, config, layout)`` and ``more``.
         selection: the component, with its config.
         recipe: the checked recipe.
         layout: the layout of its ranks.
         registry: the plugins.
-        wanted: the attrs class that it must yield.
+        wanted: the class of what it must yield.
+        more: further arguments, by name.
 
     Raises:
         PluginError: the function itself is wrong: it takes other arguments, raised, or yielded something
@@ -39,12 +49,14 @@ def call_declared(
     label = f"{selection.kind} '{selection.use}' of {owner}: its {name}"
     code = function.__code__ if inspect.isfunction(function) else None
     place = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
+    arguments = (recipe, selection.config, layout, *more.values())
     try:
-        inspect.signature(function).bind(recipe, selection.config, layout)
+        inspect.signature(function).bind(*arguments)
     except TypeError as error:
-        raise PluginError(f"{label} must take (recipe, config, layout): {error}{place}") from None
+        expected = ", ".join(("recipe", "config", "layout", *more))
+        raise PluginError(f"{label} must take ({expected}): {error}{place}") from None
     try:
-        found: Any = function(recipe, selection.config, layout)
+        found: Any = function(*arguments)
         results = list(found) if isinstance(found, Iterable) else [found]
     except NanotrainError:
         raise
@@ -52,11 +64,25 @@ def call_declared(
         raise PluginError(f"{label} raised {describe(error)}") from error
     for result in results:
         if not isinstance(result, wanted):
-            fields = ", ".join(field.name for field in wanted.__attrs_attrs__)  # type: ignore[attr-defined]
-            raise PluginError(
-                f"{label} gave {result!r} where it must yield {wanted.__name__}({fields}){place}"
-            )
+            fields = ", ".join(field.name for field in attrs.fields(wanted)) if attrs.has(wanted) else ""
+            form = f"{wanted.__name__}({fields})" if fields else wanted.__name__
+            raise PluginError(f"{label} gave {result!r} where it must yield {form}{place}")
     return results
+
+
+def gpu_refusals(
+    recipe: Recipe, registry: Registry, layout: Layout, capability: tuple[int, int]
+) -> list[str]:
+    """Return why components of a recipe cannot run on GPUs of a compute capability, each by its name.
+
+    Raises:
+        PluginError: a component's ``refuses_gpu`` is wrong.
+    """
+    more, found = {"capability": capability}, list[str]()
+    for selection in recipe.selections():
+        reasons = call_declared("refuses_gpu", selection, recipe, layout, registry, str, more)
+        found += [f"{selection.kind} '{selection.use}': {why}" for why in reasons]
+    return found
 
 
 def patterns_in_configs(

@@ -9,7 +9,16 @@ from typing import Any
 
 import attrs
 
-from nanotrain_core.api import Layout, NanotrainError, PhaseTimeline, Recipe, Registry, Role, kept_eager
+from nanotrain_core.api import (
+    Layout,
+    NanotrainError,
+    PhaseTimeline,
+    Recipe,
+    Registry,
+    Role,
+    gpu_refusals,
+    kept_eager,
+)
 from nanotrain_plan.blocks.schedules import RememberedSchedules
 from nanotrain_plan.budget import Checkpoints, HostMemory, checkpoints, host_memory, offloads_state
 from nanotrain_plan.comms import AxisTraffic, Links, phases_of, traffic
@@ -173,6 +182,7 @@ def make_plan(
         NanotrainError: a component does something that cannot be followed without numbers.
     """
     remembering: Any = RememberedSchedules(registry)
+    capability = hardware.capability
     try:
         now = PhaseTimeline(recipe).largest()
         stages = dry_stages(now, remembering, layout, host=hardware.gloo, processes=processes)
@@ -201,20 +211,8 @@ def make_plan(
         data=data_use(recipe, registry),
         host=host_memory(recipe, registry, stages, hardware, highest),
         assumptions=assumptions(recipe, remembering, stages, hardware, parameters),
-        refusals=_refusals(recipe, registry, layout, hardware),
+        refusals=gpu_refusals(recipe, registry, layout, capability) if capability else [],
     )
-
-
-def _refusals(recipe: Recipe, registry: Registry, layout: Layout, hardware: Hardware) -> list[str]:
-    """Return why components cannot run on the GPUs of ``hardware``, if their compute capability is known."""
-    found, capability = list[str](), hardware.capability
-    if capability is None:
-        return found
-    for selection in recipe.selections():
-        rule = registry.get(selection.kind, selection.use).refuses_gpu
-        for why in rule(recipe, selection.config, layout, capability) if rule else ():
-            found.append(f"{selection.kind} '{selection.use}': {why}")
-    return found
 
 
 def assumptions(
