@@ -244,7 +244,7 @@ SMALL = {
     "phases": 372,
     "pipeline": 630,
     "precision": 710,
-    "recipe": 1934,
+    "recipe": 1951,
     "registry": 785,
     "run": 3211,
     "script": 818,
