@@ -2,12 +2,14 @@
 
 from unittest import mock
 
+import attrs
 from broken_twins import twin
 
 from nanotrain_core import hookimpl
 from nanotrain_core.builtin import configs
 from nanotrain_core.checkpoint import simple
 from nanotrain_core.checkpoint.simple import SimpleCheckpoint, left_over, misfit
+from nanotrain_core.precision.quantized_storage import dequantize, storage_of
 
 
 class RoundsOnLoading(SimpleCheckpoint):
@@ -67,6 +69,59 @@ class DropsWeightsThatAreLeft(DropsWhatIsLeft):
         return "/" not in name
 
 
+class FillsOneCopy(SimpleCheckpoint):
+    """Fills what a packed weight was unpacked to, and does not pack it again."""
+
+    def load(self, which, state):
+        blocks = [attrs.evolve(block, tensor=dequantize(block.tensor)) for block in state.blocks]
+        found = super().load(which, attrs.evolve(state, blocks=blocks))
+        return found and attrs.evolve(found, blocks=state.blocks)
+
+
+class SavesCodes(SimpleCheckpoint):
+    """Saves the bytes of a packed weight, and fills them."""
+
+    def save(self, step, state):
+        super().save(step, stored(state))
+
+    def load(self, which, state):
+        return super().load(which, stored(state))
+
+
+def stored(state):
+    """Return a state with the storage of packed weights in place of their values."""
+    tensors = [storage_of(block.tensor) for block in state.blocks]
+    pairs = zip(state.blocks, tensors, strict=True)
+    blocks = [
+        block
+        if tensor.shape == block.tensor.shape
+        else attrs.evolve(block, tensor=tensor, global_shape=tuple(tensor.shape), offset=(0,) * tensor.dim())
+        for block, tensor in pairs
+    ]
+    return attrs.evolve(state, blocks=blocks)
+
+
+class SavesPackedLate(SimpleCheckpoint):
+    """Copies all but packed weights, which it reads when it is asked how far it is."""
+
+    begun = None
+
+    def save(self, step, state):
+        blocks = [
+            block
+            if storage_of(block.tensor).shape != block.tensor.shape
+            else attrs.evolve(block, tensor=block.tensor.clone())
+            for block in state.blocks
+        ]
+        self.begun = step, attrs.evolve(state, blocks=blocks)
+
+    def advance(self, *, wait):
+        begun, self.begun = self.begun, None
+        if begun:
+            super().save(*begun)
+        return super().advance(wait=wait)
+
+
 @hookimpl
 def nanotrain_register_checkpoint(register):
     for cls in (
@@ -76,5 +131,8 @@ def nanotrain_register_checkpoint(register):
         DropsWhatIsLeft,
         DropsMomentsThatAreLeft,
         DropsWeightsThatAreLeft,
+        FillsOneCopy,
+        SavesCodes,
+        SavesPackedLate,
     ):
         register(twin(cls, configs.SimpleCheckpointConfig))

@@ -237,6 +237,13 @@ FAULTS = (
         "what_does_not_fit_is_refused",
     ),
     _fault(
+        "broken_fits",
+        "checkpoint",
+        "packed weights are saved or loaded as something else than their values",
+        "fills_one_copy saves_codes saves_packed_late",
+        "packed_weights_come_back",
+    ),
+    _fault(
         "broken_stores",
         "checkpoint",
         "steps are sorted as text",

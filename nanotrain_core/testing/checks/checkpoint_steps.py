@@ -15,17 +15,13 @@ from unittest import mock
 import attrs
 import torch
 import torch.distributed as dist
-from torch.nn.functional import pad
 
 from nanotrain_core.checkpoint.tensor_boxes import Shape
-from nanotrain_core.contracts import Block, Checkpoint, TrainState
+from nanotrain_core.contracts import Block
 from nanotrain_core.errors import CheckpointError
-from nanotrain_core.layout.placement import RANGE
-from nanotrain_core.precision.quantized_storage import PackedWeight, dequantize
 from nanotrain_core.testing.case import Case
 from nanotrain_core.testing.checks import check, distributed
 from nanotrain_core.testing.checks.checkpoint import assert_refused, steps_and_latest
-from nanotrain_core.testing.compare import assert_bitwise
 from nanotrain_core.testing.pool import run_ranks
 from nanotrain_core.testing.probe import rank
 from nanotrain_core.testing.saving import (
@@ -43,58 +39,6 @@ MISSING: Mapping[str, tuple[str, Shape]] = {
     "moment": ("exp_avg/layers.0.extra.weight", (3, 2)),
     "vector": ("layers.0.extra.bias", (3,)),
 }
-
-
-class AsTheyAre:
-    """Packs bfloat16 values without rounding. See ``Packing``."""
-
-    name, width = "bfloat16", 2 * RANGE
-
-    def rounded(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Return them as they are."""
-        return numbers.bfloat16()
-
-    def pack(self, numbers_n: torch.Tensor) -> torch.Tensor:
-        """Return their bytes."""
-        return pad(numbers_n, (0, -len(numbers_n) % RANGE)).view(-1, RANGE).view(torch.uint8)
-
-    def unpack(self, rows_UW: torch.Tensor) -> torch.Tensor:
-        """Return the values of such bytes."""
-        return rows_UW.view(torch.bfloat16).flatten()
-
-
-@check("checkpoint", since="0.2")
-def packed_weights_come_back(case: Case) -> None:
-    """A weight that the precision stores packed is saved by its values, of which each rank has some rows."""
-    with temporary_folder() as folder:
-        saved = run_ranks(save_packed, case.world_size, case, folder)
-        loaded = run_ranks(load_packed, case.world_size, case, folder)
-    for number, (values, found) in enumerate(zip(saved, loaded, strict=True)):
-        assert_bitwise({"values": found}, {"values": values}, f"a packed weight on rank {number}")
-
-
-def with_packed(case: Case, folder: Path, seed: int) -> tuple[Checkpoint, TrainState, torch.Tensor]:
-    """Return the case's checkpoint, and the state of a run with a packed weight in it, which comes third."""
-    checkpoint, state = open_state(case, folder)
-    random = torch.Generator().manual_seed(100 * seed + rank())
-    weight = PackedWeight.of(torch.randn(3, 40, generator=random).bfloat16(), AsTheyAre(), trained=False)
-    block = Block("layers.0.packed.weight", (3 * case.world_size, 40), (3 * rank(), 0), weight)
-    meta = {**state.meta, "step": 1}
-    return checkpoint, attrs.evolve(state, blocks=[*state.blocks, block], meta=meta), weight
-
-
-def save_packed(case: Case, folder: Path) -> torch.Tensor:
-    """Save step 1, and return this rank's values of the packed weight."""
-    checkpoint, state, weight = with_packed(case, folder, 1)
-    save(checkpoint, 1, state)
-    return dequantize(weight)
-
-
-def load_packed(case: Case, folder: Path) -> torch.Tensor:
-    """Load step 1 into a packed weight with other values, and return what it then has."""
-    checkpoint, state, weight = with_packed(case, folder, 2)
-    checkpoint.load("1", state)
-    return dequantize(weight)
 
 
 @check("checkpoint", since="0.2", variants=tuple(MISSING))
