@@ -62,6 +62,18 @@ def test_a_models_own_hook_on_a_parameter_is_refused():
         check_part("model 'mine'", part)
 
 
+def test_one_parameter_in_two_modules_is_refused_before_it_is_allocated():
+    """It was a KeyError. A module in two places is fine, since it is allocated once."""
+    part = Transformer(TransformerConfig(layers=2, width=8, heads=2, vocab=8)).build(Part.whole(2))
+    up = [layer.ffn.up for layer in part.layers.values()]
+    part.again = up[0]
+    check_part("model 'mine'", part)
+    up[1].weight = up[0].weight
+    same = r"layers\.1\.ffn\.up\.weight is the same parameter as layers\.0\.ffn\.up\.weight"
+    with pytest.raises(PluginError, match=f"model 'mine': {same}"):
+        check_part("model 'mine'", part)
+
+
 def test_added_parameters_keep_their_initial_values_and_a_warning_counts_them(weights):
     """The reader's own exception had ended the run with a traceback."""
     initial, _ = composed("adapters")

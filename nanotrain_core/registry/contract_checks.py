@@ -172,7 +172,7 @@ def check_part(label: str, part: Any) -> None:
 
     Raises:
         PluginError: it is no module, lacks a method of a part, or has one that is misspelt or takes other
-            arguments, or has a parameter with a hook.
+            arguments, or has a parameter with a hook, or one in two modules.
     """
     if missing := missing_of_part(part):
         raise PluginError(
@@ -182,6 +182,19 @@ def check_part(label: str, part: Any) -> None:
     expect_spelling(label, contracts.ModelPart, type(part))
     expect_signatures(label, "model", contracts.ModelPart, part)
     expect_no_parameter_hooks(label, part)
+    expect_no_ties(label, part)
+
+
+def expect_no_ties(label: str, part: nn.Module) -> None:
+    """Reject a parameter in two modules: on allocation each would get one of its own."""
+    first: dict[nn.Parameter, str] = {}
+    for prefix, module in part.named_modules():
+        for name, parameter in module.named_parameters(prefix, recurse=False, remove_duplicate=False):
+            if first.setdefault(parameter, name) != name:
+                raise PluginError(
+                    f"{label}: {name} is the same parameter as {first[parameter]}: a tie does not survive "
+                    "meta; lend the other module's weight in forward"
+                )
 
 
 def expect_no_parameter_hooks(label: str, part: nn.Module) -> None:
