@@ -245,7 +245,7 @@ SMALL = {
     "pipeline": 630,
     "precision": 710,
     "recipe": 1951,
-    "registry": 785,
+    "registry": 792,
     "run": 3211,
     "script": 818,
     "watch": 454,
