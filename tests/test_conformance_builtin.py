@@ -42,6 +42,7 @@ test_conformance = conformance(
             "goes_on_on_another_layout[fewer]",
             "goes_on_on_another_layout[more]",
             "later_steps_are_left_behind",
+            "packed_weights_come_back",
             "resumed_run_is_the_same_run",
             "resumed_twice_is_the_same_run",
             "steps_are_numbers",
