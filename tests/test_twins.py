@@ -51,7 +51,8 @@ def test_sequences_that_are_in_both_splits_by_chance_are_no_fault():
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "use", ["keeps_norms_wide", "rounds_at_random", "rounds_by_the_step", "scales_by_the_step"]
+    "use",
+    ["keeps_norms_wide", "rounds_at_random", "rounds_by_the_step", "scales_by_the_step", "rounds_coarsely"],
 )
 def test_what_is_unusual_and_right_passes(use):
     path = str(twins.HERE / "legitimate_precisions.py")
