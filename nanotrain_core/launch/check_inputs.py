@@ -40,7 +40,7 @@ def check_inputs(found: Resolution, *, weights: bool = True) -> None:
 
 
 def input_problems(found: Resolution, *, weights: bool = True) -> list[Problem]:
-    """Return which inputs of a recipe are missing here, or do not fit: see :func:`check_inputs`."""
+    """Return which inputs of a recipe (data, tokenizer, weights) are missing here, or do not fit."""
     recipe = found.recipe
     known = surveys(recipe, found.registry)
     survey = known[recipe.batch.length]

@@ -213,7 +213,7 @@ def live_tensors(weight: torch.Tensor) -> list[torch.Tensor]:
 
 
 def range_of(weight: torch.Tensor, begin: int, end: int) -> torch.Tensor:
-    """Return a flat range of a weight, live: see :class:`~nanotrain_core.layout.placement.Piece`."""
+    """Return a live view of elements `begin` to `end` of the flattened weight, as a `Piece` has."""
     if isinstance(weight, PackedWeight):
         return weight.part(begin, end)
     return weight.view(-1)[begin:end]
@@ -225,7 +225,7 @@ def read_range(weight: torch.Tensor, begin: int, end: int) -> torch.Tensor:
 
 
 def write_range(weight: torch.Tensor, begin: int, end: int, numbers: torch.Tensor) -> None:
-    """Write flat values, in a packed weight's format, into a range: see :meth:`PackedWeight.write`."""
+    """Write flat values into a range; for a packed weight, already rounded to its format."""
     if isinstance(weight, PackedWeight):
         weight.write(begin, end, numbers)
     else:

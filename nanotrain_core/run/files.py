@@ -124,7 +124,7 @@ class LineFile:
 
 
 def append_line(path: Path, line: str, *, create: bool = True) -> None:
-    """Append a line to a file that is not kept open: see :class:`LineFile`."""
+    """Append a line to a file, after ending one that was cut short; the file is not kept open."""
     file = LineFile(path, create=create)
     try:
         file.append(line)
