@@ -358,7 +358,7 @@ def _with_weights(
     hold the same block; each is packed at once, if the precision stores it so. Collective."""
     parts = tuple(stages.values())
     shard(parts, placements, mesh, built.wrappers)
-    packings = _packings(parts, built.precision)
+    packings = _packings(parts, built.precision, recipe)
     expect_weights_to_fit(parts, placements, packings, recipe, mesh)
     wrappers, on_meta = [each.config for each in recipe.parallel], placed_parameters(parts, placements)
     with saved_weights(weights, registry, recipe.model, wrappers, on_meta, mesh) as saved:
@@ -370,18 +370,18 @@ def _with_weights(
     return placed
 
 
-def _packings(parts: Collection[nn.Module], precision: Precision) -> dict[str, Packing]:
+def _packings(parts: Collection[nn.Module], precision: Precision, recipe: Recipe) -> dict[str, Packing]:
     """Return the format of each parameter that the precision stores packed.
 
     Raises:
-        PluginError: one is a DTensor.
+        PluginError: one is a DTensor, or what the precision returned is no format.
     """
     found = {}
     for name, parameter in (named for part in parts for named in part.named_parameters()):
         if parameter.numel() and (packing := precision.packing(name, parameter)) is not None:
             if is_dtensor(parameter):
                 raise PluginError(f"{name} is a DTensor, as of fully_shard, which no precision can pack")
-            found[name] = packing
+            found[name] = expect_result(f"precision '{recipe.precision.use}'", "packing", packing, Packing)
     return found
 
 

@@ -32,6 +32,7 @@ from nanotrain_core.testing.probe import make_engine
         ),
         (Uniform, "describe", None, r"precision 'fp64': its describe returned None; expected Sequence"),
         (Uniform, "describe", "double", r"precision 'fp64': its describe returned a str; expected Sequence"),
+        (Uniform, "packing", True, r"precision 'fp64': its packing returned a bool; expected Packing"),
         (AdamW, "blocks", None, r"optimizer AdamW: its blocks returned None; expected Iterable"),
         (AdamW, "make", None, r"optimizer AdamW: its make returned None; expected Optimizer"),
         (AdamW, "options", None, r"optimizer AdamW: its options returned None; expected Mapping"),

@@ -15,7 +15,7 @@ Shapes: n weights, U rows of W bytes.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch.utils._pytree import tree_map_only
@@ -25,6 +25,7 @@ from nanotrain_core.layout.ranges import RANGE
 aten = torch.ops.aten
 
 
+@runtime_checkable
 class Packing(Protocol):
     """A storage format of weights."""
 
@@ -214,9 +215,7 @@ def live_tensors(weight: torch.Tensor) -> list[torch.Tensor]:
 
 def range_of(weight: torch.Tensor, begin: int, end: int) -> torch.Tensor:
     """Return a live view of elements `begin` to `end` of the flattened weight, as a `Piece` has."""
-    if isinstance(weight, PackedWeight):
-        return weight.part(begin, end)
-    return weight.view(-1)[begin:end]
+    return weight.part(begin, end) if isinstance(weight, PackedWeight) else weight.view(-1)[begin:end]
 
 
 def read_range(weight: torch.Tensor, begin: int, end: int) -> torch.Tensor:
