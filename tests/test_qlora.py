@@ -196,11 +196,12 @@ class Allocations(Recorder):
 
 
 def mostly_packed(checkpoint):
-    """Return a case with many frozen matrices, and few other parameters."""
+    """Return a case with many frozen matrices, and few other parameters and activations."""
     case = case_of({})
     lora = {"use": "lora", "rank": 1, "targets": ["q"]}
     model = {**case.overrides["model"], "layers": 16}
-    more = {"parallel": [lora], "model": model, "checkpoint": {"use": checkpoint}}
+    batch = {"sequences": 2, "length": 2, "microbatch": 1}
+    more = {"parallel": [lora], "model": model, "checkpoint": {"use": checkpoint}, "batch": batch}
     return attrs.evolve(case, overrides={**case.overrides, **more})
 
 
