@@ -72,6 +72,15 @@ def test_weights_that_fit_are_refused_where_gradients_and_moments_do_not(monkeyp
     make_engine(case, {})
 
 
+def test_weights_that_are_packed_and_trained_count_twice_when_a_run_starts(monkeypatch):
+    """Their masters are created from the values before packing, which are kept until then."""
+    case = Case("precision", use="fp4_master")
+    weights = bytes_of_weights(make_engine(case, {}))  # in bfloat16
+    monkeypatch.setattr(memory, "host_memory", lambda: HostMemory(weights))
+    with pytest.raises(NanotrainError, match=r"^weights of rank 0 take"):
+        make_engine(case, {})
+
+
 @pytest.mark.parametrize("take", [torch.empty, np.empty], ids=["torch", "numpy"])
 def test_a_failed_allocation_names_what_to_change_until_the_first_step_is_done(take):
     recipe, progress = make_engine(Case("optimizer", use="adamw"), {}).run.recipe, Progress()

@@ -174,9 +174,9 @@ def dequantize(weight: torch.Tensor) -> torch.Tensor:
     return weight.read(0, weight.numel()).view(weight.shape)
 
 
-def bytes_packed(weight: torch.Tensor, packing: Packing) -> int:
-    """Return the bytes of a weight's rows once it is packed."""
-    return -(-weight.numel() // RANGE) * packing.width
+def bytes_at_start(weight: torch.Tensor, packing: Packing) -> int:
+    """Return the bytes of a weight when all are packed: its rows and, if it is trained, the values before."""
+    return -(-weight.numel() // RANGE) * packing.width + (weight.nbytes if weight.requires_grad else 0)
 
 
 def requantize(weight: torch.Tensor, numbers: torch.Tensor) -> None:

@@ -15,7 +15,7 @@ from nanotrain_core.contracts import GradientSync, Optimizer, Precision
 from nanotrain_core.errors import NanotrainError, expect_result, in_one_line
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import PlacedParameter, Placements
-from nanotrain_core.precision.quantized_storage import Packing, bytes_packed, storage_of
+from nanotrain_core.precision.quantized_storage import Packing, bytes_at_start, storage_of
 from nanotrain_core.recipe.tree import Recipe
 from nanotrain_core.run.host_memory import host_memory
 from nanotrain_core.run.progress_bar import amount
@@ -40,7 +40,7 @@ def expect_weights_to_fit(
         NanotrainError: on every rank, with ranks, host, sizes and keys.
     """
     sizes = {
-        name: bytes_packed(parameter, packings[name])
+        name: bytes_at_start(parameter, packings[name])
         if name in packings
         else prod(placements[name].shape) * parameter.element_size()
         for part in parts
