@@ -163,7 +163,7 @@ def test_what_others_wrote_is_quoted():
     origin = Origin("file.py", 1, "Bucket.start", "Begin to add up.")
     assert purpose("parallel 'ddp'", origin) == quoted(origin) == '"Begin to add up."'
     assert purpose("the core", origin) == '"Begin to add up."'
-    assert purpose("the core", attrs.evolve(origin, name="balance")) == PURPOSES["balance"]
+    assert purpose("the core", attrs.evolve(origin, name="balance_routers")) == PURPOSES["balance_routers"]
     assert quoted(None) == purpose("the core", attrs.evolve(origin, text="")) == ""
 
 

@@ -24,7 +24,7 @@ PURPOSES = {
     "its input to the one before.",
     "_ChunkedLoss.forward": "each rank has the logits of a part of the vocabulary, and the loss needs them "
     "all.",
-    "balance": "routers learn how many tokens each expert got in the whole batch.",
+    "balance_routers": "routers learn how many tokens each expert got in the whole batch.",
     "sum_over_data": "numbers that each rank knows of its own data, such as how many tokens count in the "
     "loss, are added up.",
 }
