@@ -1,5 +1,6 @@
 """`nanotrain new-plugin`: what it writes passes its own checks, is formatted, and never replaces a file."""
 
+import ast
 import shlex
 import subprocess
 import sys
@@ -10,6 +11,8 @@ import pytest
 from command import nanotrain
 from test_docs import failed
 
+from nanotrain_core import api, testing
+from nanotrain_core.api import torch as api_torch
 from nanotrain_core.cli import main
 from nanotrain_core.cli.plugin_templates import OFFERS, NewPlugin
 from nanotrain_core.component import KINDS
@@ -54,15 +57,12 @@ def test_what_is_written_is_formatted_and_imports_from_the_api_alone(tmp_path):
     for words in (["format", "--check", *options], ["check", *options, *chosen]):
         done = subprocess.run([*ruff, *words], cwd=tmp_path, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout
+    modules = {each.__name__: each for each in (api, api_torch, testing)}
     for path in tmp_path.rglob("*.py"):
-        for line in path.read_text().splitlines():
-            words = line.split()
-            if words[:1] == ["from"] and words[1].startswith("nanotrain_core"):
-                assert words[1] in (
-                    "nanotrain_core.api",
-                    "nanotrain_core.api.torch",
-                    "nanotrain_core.testing",
-                )
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module.startswith("nanotrain_core"):
+                offered = dir(modules[node.module])
+                assert [each.name for each in node.names if each.name not in offered] == [], path
 
 
 def test_one_file_is_written_and_it_is_printed_how_to_use_and_to_test_it(tmp_path, capsys, monkeypatch):
