@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
@@ -17,6 +17,7 @@ from nanotrain_core.contracts import WeightReader
 from nanotrain_core.errors import CheckpointError
 from nanotrain_core.hf.open_weights import open_weights, shapes_of
 from nanotrain_core.hf.weights import not_finite
+from nanotrain_core.layout.initialization import ReadBlock
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import PlacedParameter
 from nanotrain_core.recipe.model_table import model_table, refuse_other_model
@@ -37,10 +38,6 @@ def fingerprint(reader: WeightReader) -> str:
         corner = reader.read(name, tuple(slice(0, min(16, size)) for size in reader.shapes[name]))
         digest.update(corner.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
-
-
-#: Returns this rank's block of a parameter of this name, in its dtype, on the CPU; None if it is not saved.
-ReadBlock = Callable[[str, nn.Parameter], torch.Tensor | None]
 
 
 @contextmanager

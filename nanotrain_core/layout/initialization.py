@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from math import prod
 from types import MappingProxyType
 
@@ -26,6 +25,9 @@ from nanotrain_core.layout.placement import PlacedParameter, Placement, Placemen
 from nanotrain_core.moe.routing import router_buffers
 from nanotrain_core.precision.quantized_storage import PackedWeight, Packing, live_tensors
 from nanotrain_core.run.random_state import stream_seed
+
+#: Returns this rank's block of a parameter of this name, in its dtype, on the CPU; None if it is not saved.
+ReadBlock = Callable[[str, nn.Parameter], torch.Tensor | None]
 
 #: Approximate elements per random stream. Part of the definition of every run's initial weights.
 CHUNK = 2**20
@@ -70,7 +72,7 @@ def materialize(
     device: torch.device,
     *,
     packings: Mapping[str, Packing] = MappingProxyType({}),
-    saved: Callable[[str, nn.Parameter], torch.Tensor | None] = lambda name, parameter: None,
+    saved: ReadBlock = lambda name, parameter: None,
 ) -> None:
     """Allocate storage on ``device`` for parts built on ``meta``, and give weights their first values.
 
@@ -105,32 +107,29 @@ def materialize(
                     "survive materialization: lend the other module's weight in forward"
                 )
             if name not in seen:
-                values = partial(_values, part, name, parameter, placements[name], seed, saved)
-                seen[name] = _with_values(parameter, values, packings.get(name), device)
+                packing = packings.get(name)
+                seen[name] = _filled(part, name, placements[name], seed, device, packing, saved)
             if seen[name] is not parameter:
                 replace_parameter(part, name, seen[name])
 
 
-def _values(
+def _filled(
     part: nn.Module,
     name: str,
-    parameter: nn.Parameter,
     placement: Placement,
     seed: int,
-    saved: Callable[[str, nn.Parameter], torch.Tensor | None],
-) -> torch.Tensor:
-    """Return this rank's block of saved or initial values, on the CPU."""
-    found = saved(name, parameter)
-    return initial_block(_initializer(part, name), seed, placement) if found is None else found
-
-
-def _with_values(
-    parameter: nn.Parameter, values: Callable[[], torch.Tensor], packing: Packing | None, device: torch.device
+    device: torch.device,
+    packing: Packing | None,
+    saved: ReadBlock,
 ) -> nn.Parameter:
-    """Fill an allocated parameter, or return a packed one in place of one on ``meta``."""
+    """Return an allocated parameter with its first values, or a packed one in place of one on ``meta``."""
+    parameter = part.get_parameter(name)
     unpacked = parameter if packing is None else torch.empty_like(parameter, device=device)
     if device.type != "meta":
-        local_of(unpacked).copy_(values())
+        values = saved(name, parameter)
+        if values is None:
+            values = initial_block(_initializer(part, name), seed, placement)
+        local_of(unpacked).copy_(values)
     if packing is None:
         return parameter
     trained = parameter.requires_grad
