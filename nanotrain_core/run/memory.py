@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import prod
 
 import attrs
@@ -39,15 +39,19 @@ def expect_weights_to_fit(
     Raises:
         NanotrainError: on every rank, with ranks, host, sizes and keys.
     """
-    sizes = {
-        name: bytes_at_start(parameter, packings[name])
-        if name in packings
-        else prod(placements[name].shape) * parameter.element_size()
-        for part in parts
-        for name, parameter in part.named_parameters()
-        if name in placements  # one that is missing is an error of its own
-    }
-    _expect_room(sum(sizes.values()), "weights", recipe, mesh)
+
+    def needed() -> int:
+        sizes = {
+            name: bytes_at_start(parameter, packings[name])
+            if name in packings
+            else prod(placements[name].shape) * parameter.element_size()
+            for part in parts
+            for name, parameter in part.named_parameters()
+            if name in placements  # one that is missing is an error of its own
+        }
+        return sum(sizes.values())
+
+    _expect_room(needed, "weights", recipe, mesh)
 
 
 def expect_training_to_fit(
@@ -66,26 +70,30 @@ def expect_training_to_fit(
     Raises:
         NanotrainError: on every rank, with ranks, host, sizes and keys.
     """
-    if mesh.device.type == "meta":  # many thousand blocks, and no memory
-        return
-    needed = sum(storage_of(each.parameter).nbytes for each in placed)
-    for piece in gradients.pieces():
-        first, end = piece.span or (0, prod(piece.placement.shape))
-        needed += (end - first) * (precision.gradient_dtype or piece.parameter.dtype).itemsize
-    name = f"optimizer {type(optimizer).__name__}"
-    state = (block.tensor for block in expect_result(name, "blocks", optimizer.blocks(), Iterable))
-    needed += sum(tensor.nbytes for tensor in state if tensor.device == mesh.device)
+
+    def needed() -> int:
+        held = sum(storage_of(each.parameter).nbytes for each in placed)
+        for piece in gradients.pieces():
+            first, end = piece.span or (0, prod(piece.placement.shape))
+            held += (end - first) * (precision.gradient_dtype or piece.parameter.dtype).itemsize
+        name = f"optimizer {type(optimizer).__name__}"
+        state = (block.tensor for block in expect_result(name, "blocks", optimizer.blocks(), Iterable))
+        return held + sum(tensor.nbytes for tensor in state if tensor.device == mesh.device)
+
     _expect_room(needed, "weights, gradients and optimizer state", recipe, mesh)
 
 
-def _expect_room(needed: int, what: str, recipe: Recipe, mesh: Mesh) -> None:
-    """Compare with the memory of each device, or of the host that all ranks share; else of each rank's."""
+def _expect_room(needed: Callable[[], int], what: str, recipe: Recipe, mesh: Mesh) -> None:
+    """Compare with the memory of each device, or of the host that all ranks share; else of each rank's.
+
+    ``needed``: returns the bytes of this rank; not called where no size is known.
+    """
     device = mesh.device
     if device.type not in ("cpu", "cuda"):  # a dry run, or a device whose size is not known here
         return
     on_host = device.type == "cpu"
     total = host_memory().most if on_host else torch.cuda.get_device_properties(device).total_memory
-    everyone = mesh.gather((needed, total))
+    everyone = mesh.gather((needed(), total))
     found = {f"rank {rank}": pair for rank, pair in enumerate(everyone)}
     one_host = mesh.world_size > 1 and os.environ.get("LOCAL_WORLD_SIZE") == str(mesh.world_size)
     if one_host and (on_host or recipe.run.share_device):
