@@ -25,11 +25,11 @@ def check_modules(found: Resolution) -> None:
     asked = list(patterns_in_configs(found.recipe, found.registry, "reads_modules"))
     if any(pattern != "*" for _, pattern in asked):
         from nanotrain_core.hf.open_weights import shapes_of
-        from nanotrain_core.run.added_parameters import added_by
+        from nanotrain_core.run.added_parameters import shapes_added_by
 
         recipe, registry = found.recipe, found.registry
         adding = [each for each in recipe.parallel if registry.get("parallel", each.use).added]
-        names = chain(shapes_of(recipe.model, registry), *added_by(recipe.model, adding, registry))
+        names = chain(shapes_of(recipe.model, registry), *shapes_added_by(recipe.model, adding, registry))
         refuse(found.merged, _unknown(asked, names, found))
 
 

@@ -69,10 +69,10 @@ def _added(saved: CheckpointInfo, registry: Registry) -> Iterator[tuple[int, Map
     meta = saved.describe()["meta"]
     tables: Sequence[Mapping[str, Any]] = tomli.loads(meta["recipe"]).get("parallel", ())
     wrappers = [select(table, registry, saved.path, kind="parallel") for table in tables]
-    yield from enumerate(added_by(select(meta["model"], registry, saved.path), wrappers, registry))
+    yield from enumerate(shapes_added_by(select(meta["model"], registry, saved.path), wrappers, registry))
 
 
-def added_by(
+def shapes_added_by(
     selection: Selection, wrappers: Iterable[Selection], registry: Registry
 ) -> Iterator[Mapping[str, Shape]]:
     """Yield, for each wrapper, the shapes of the parameters that it adds to a model.
