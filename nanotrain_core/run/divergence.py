@@ -78,13 +78,12 @@ def first_not_finite(blocks: Sequence[Block]) -> str:
     if not floats:
         return ""
     # One kernel for many tensors, and one device synchronization: the largest magnitude shows both.
-    apart = [name for name, tensor in floats.items() if isinstance(tensor, PackedWeight)]
-    packed = {name: floats.pop(name) for name in apart}  # unpacked one at a time
-    largest = list(torch._foreach_norm([*floats.values()], ord=torch.inf)) if floats else []
+    plain = {n: t for n, t in floats.items() if not isinstance(t, PackedWeight)}
+    packed = {n: t for n, t in floats.items() if n not in plain}  # unpacked one at a time
+    largest = [*torch._foreach_norm([*plain.values()], ord=torch.inf)] if plain else []
     largest += [dequantize(tensor).norm(torch.inf) for tensor in packed.values()]
-    floats |= packed
     finite = torch.stack([each.double() for each in largest]).isfinite().tolist()
-    return next((name for name, good in zip(floats, finite, strict=True) if not good), "")
+    return next((name for name, good in zip([*plain, *packed], finite, strict=True) if not good), "")
 
 
 def not_finite(trained: Sequence[Block], mesh: Mesh, step: int) -> str:
