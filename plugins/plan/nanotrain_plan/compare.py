@@ -10,11 +10,12 @@ import attrs
 
 from nanotrain_core.api import Layout, NanotrainError, Recipe, check_combination, find_problems
 from nanotrain_plan.advice import find, try_plan
+from nanotrain_plan.assumptions import STAY_EAGER
 from nanotrain_plan.blocks.composer import Bound, Composer, Estimate, busy_seconds
 from nanotrain_plan.blocks.probe import NotComposable
 from nanotrain_plan.grid import Family, of_family
 from nanotrain_plan.phase_stages import reached
-from nanotrain_plan.plan import NO_PLAN, STAY_EAGER, Plan, make_plan
+from nanotrain_plan.plan import NO_PLAN, Plan, make_plan
 
 #: By how much 1F1B, which holds least activations, may exceed the memory for other schedules to be examined.
 MARGIN = 1.1
