@@ -50,8 +50,8 @@ def memory_line(args: argparse.Namespace, registry: Registry, limit: float = LIM
         if planned.code == Exit.USER and mistake.startswith(("--hardware:", f"{args.hardware}:")):
             raise NanotrainError(mistake) from None
         return f"not known: {last or f'nanotrain {name} printed nothing'}"
-    for refusal in (planned.plan or {}).get("refusals", ()):
-        return f"warning: it cannot run on {args.hardware}: {refusal}"
+    if refusals := (planned.plan or {}).get("refusals"):
+        return f"warning: it cannot run on {args.hardware}: {refusals[0]}"
     share = f"{peak:.3g} GB at the peak of a rank, of {usable:.3g} usable on {args.hardware}"
     command = f"`nanotrain {name} {args.recipe} --hardware {args.hardware}` tells what would"
     return share if fits else f"warning: it will not fit: {share}; {command}"

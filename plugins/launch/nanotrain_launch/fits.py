@@ -60,9 +60,9 @@ def refuse_other_hardware(found: Mapping[str, Any], hardware: str) -> None:
     Raises:
         NanotrainError: one does.
     """
-    for refusal in found.get("refusals", ()):
+    if refusals := found.get("refusals"):
         raise NanotrainError(
-            f"the recipe cannot run on {hardware}: {refusal}\n"
+            f"the recipe cannot run on {hardware}: {refusals[0]}\n"
             "to plan for other machines: --hardware NAME|FILE; "
             "to write the script without this check: --no-plan"
         )
