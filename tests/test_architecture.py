@@ -246,7 +246,7 @@ SMALL = {
     "precision": 710,
     "recipe": 1951,
     "registry": 792,
-    "run": 3211,
+    "run": 3228,
     "script": 818,
     "watch": 454,
 }

@@ -126,7 +126,13 @@ def test_an_optimizer_on_a_device_is_timed_to_its_end():
         ("NVIDIA H800 PCIe", 756e12),
         ("NVIDIA B200", 2250e12),
         ("NVIDIA GB200", 2500e12),
+        ("NVIDIA H20", 148e12),
         ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA A10G", 70e12),
+        ("NVIDIA L40", 181e12),
+        ("NVIDIA L4", 121e12),
+        ("NVIDIA GeForce RTX 4090", 165.2e12),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
         ("Some GPU", None),
     ],
 )

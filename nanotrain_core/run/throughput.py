@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
-#: Dense bfloat16 FLOP/s of GPUs, by a substring of their names, the first that matches: NVIDIA's data sheets,
-#: without sparsity.
+#: Dense bfloat16 FLOP/s of GPUs, by a substring of their names, the first that matches: NVIDIA's data sheets
+#: and architecture whitepapers, without sparsity, with sums in float32.
 PEAK_FLOPS = {
     "H100 PCIe": 756e12,
     "H100 NVL": 835e12,
@@ -15,16 +15,36 @@ PEAK_FLOPS = {
     "H100": 989e12,
     "H800 PCIe": 756e12,
     "H800": 989e12,
+    "H20": 148e12,
+    "GB300": 2500e12,
     "GB200": 2500e12,
+    "B300": 2250e12,
     "B200": 2250e12,
     "A100": 312e12,
+    "A800": 312e12,
+    "A30": 165e12,
+    "A10G": 70e12,
+    "A10": 125e12,
     "L40S": 362e12,
+    "L40": 181e12,
+    "L4": 121e12,
+    "RTX 6000 Ada": 364e12,
+    "RTX A6000": 154.8e12,
+    "GeForce RTX 5090": 209.5e12,
+    "GeForce RTX 4090": 165.2e12,
+    "GeForce RTX 3090": 71e12,
 }
 
 
 def peak_flops(device: str) -> float | None:
-    """Return the dense bfloat16 FLOP/s of the GPU of this name, None if it is not known."""
-    return next((peak for name, peak in PEAK_FLOPS.items() if name in device), None)
+    """Return the dense bfloat16 FLOP/s of the GPU of this name, None if it is not known.
+
+    A GeForce has the whole name: a ``Laptop GPU``, ``Ti`` or ``D`` is another chip.
+    """
+    for name, peak in PEAK_FLOPS.items():
+        if device.endswith(name) if name.startswith("GeForce") else name in device:
+            return peak
+    return None
 
 
 class Throughput:

@@ -5,6 +5,7 @@ They are read as data, by their documented keys (docs/planning.md): no code of a
 
 from __future__ import annotations
 
+import re
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -52,13 +53,20 @@ def peaks_of(device: str, wanted: str | None = None) -> Peaks:
     """
     if wanted is not None:
         return _read(_find(wanted))
-    known = [
-        (name, path) for name, path in shipped().items() if name.upper() in device.upper() and name != "cpu"
-    ]
-    if known:
-        return _read(known[0][1])
-    peak = peak_flops(device)
+    peak, path = peak_flops(device), _file_of(device)
+    if path is not None:
+        # An `H100 PCIe` is no SXM, which the file describes.
+        paper = _number(read_toml(path), "peak_tflops.bfloat16") * 1e12
+        if peak is None or abs(paper / peak - 1) < 0.01:
+            return _read(path)
     return Peaks(source="data sheet" if peak else "", gemm=USUAL * peak if peak else None)
+
+
+def _file_of(device: str) -> Path | None:
+    """Return the shipped file all of whose name's words are in a device's name; the one of most words."""
+    words = set(re.split(r"[^A-Z0-9]+", device.upper()))
+    fitting = [name for name in shipped() if name != "cpu" and words >= set(name.upper().split("_"))]
+    return shipped()[max(fitting, key=len)] if fitting else None
 
 
 def shipped() -> dict[str, Path]:

@@ -12,7 +12,7 @@ from nanotrain_doctor.measure import matrix_product, measure_device, wrong_sums
 from nanotrain_doctor.peaks import Peaks, peaks_of, shipped
 from nanotrain_doctor.processor import processor
 
-from nanotrain_core.api import NanotrainError
+from nanotrain_core.api import NanotrainError, peak_flops
 from nanotrain_core.testing import run_ranks
 
 CPU = torch.device("cpu")
@@ -256,3 +256,25 @@ def test_peaks_of_a_known_gpu():
     assert found.gemm == pytest.approx(0.7 * 989e12, rel=0.01)
     assert (found.memory is not None) == bool(shipped())
     assert peaks_of("NVIDIA Nobody").gemm is None
+
+
+@pytest.mark.parametrize(
+    ("device", "file"),
+    [
+        ("NVIDIA H20", "h20"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA B200", "b200"),
+        ("NVIDIA GB200", "gb200"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA A100-SXM4-40GB", "a100_40gb"),
+        ("NVIDIA GeForce RTX 4090", "rtx_4090"),
+    ],
+)
+def test_a_gpu_is_compared_with_the_file_of_its_own_name(device, file):
+    assert not shipped() or peaks_of(device) == peaks_of("", file)
+
+
+@pytest.mark.parametrize("device", ["NVIDIA H100 PCIe", "NVIDIA L40", "NVIDIA GH200 480GB"])
+def test_a_gpu_without_a_file_is_compared_with_its_data_sheet_alone(device):
+    """The file `h100` is of the SXM, whose peak is a third higher than that of the card for PCIe."""
+    assert peaks_of(device) == Peaks(source="data sheet", gemm=0.7 * peak_flops(device))

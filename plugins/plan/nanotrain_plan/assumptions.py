@@ -23,14 +23,14 @@ def assumptions(
 ) -> list[str]:
     """Return what the numbers rest on, for people to read."""
     a, o, links = hardware.achieved, hardware.overlap, hardware.links
-    eager = not stages.compiled
+    eager, domain = not stages.compiled, "an NVLink domain" if links.domain else "a node"
     found = [
         f"GEMMs reach {a.gemm:.0%} of the peak ({_gemm_rates(stages, hardware)}), "
         f"attention {a.attention:.0%}, causal: half of the scores are left out",
         f"other operators move {hardware.memory.bandwidth_gb_s:g} GB/s x {a.memory:g}"
         + (f", {hardware.memory.fusion:g} times less traffic by torch.compile" if not eager else ""),
-        f"links reach {links.achieved:.0%} of {links.intra_gb_s:g} GB/s within a node of "
-        f"{hardware.devices_per_node} and {links.inter_gb_s:g} GB/s between nodes; "
+        f"links reach {links.achieved:.0%} of {links.intra_gb_s:g} GB/s within {domain} of "
+        f"{hardware.domain} and {links.inter_gb_s:g} GB/s between {domain.split(' ', 1)[1]}s; "
         f"{links.latency_us:g} us latency; collectives are hidden: dp {o.dp:.0%}, tp {o.tp:.0%}, "
         f"ep {o.ep:.0%}, cp {o.cp:.0%}, pp {o.pp:.0%}",
         *(["experts get equally many tokens"] if parameters.by_kind["experts"] else []),

@@ -189,7 +189,7 @@ class Links:
         """
         key = found.ranks, self.axis(found), found.op in MESSAGES
         if key not in self._locals:
-            node = self.hardware.devices_per_node
+            node = self.hardware.domain
             places = (Counter((rank + by) // node for rank in found.ranks) for by in self._moves(*key))
             self._locals[key] = min(min(place.values()) for place in places)
         return self._locals[key]
@@ -200,7 +200,7 @@ class Links:
         A ``message`` goes from any rank along its axis to the one as far from it; a sum along ``pp`` is over
         the same stages.
         """
-        dims, node = axis.split("+"), self.hardware.devices_per_node
+        dims, node = axis.split("+"), self.hardware.domain
         try:
             view = self.layout.view(dims)
         except KeyError:  # no dimensions, or those of two views: world, cp+ep

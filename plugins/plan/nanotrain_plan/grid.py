@@ -63,9 +63,9 @@ def _changes(plan: Plan, registry: Registry) -> Iterator[tuple[Callable[[Recipe]
     recipe = plan.recipe
     own = {dim: _degree(recipe, dim) for dim in ("tp", "ep", "cp")}
     choices = product(
-        _degrees(plan, registry, "tp", plan.hardware.devices_per_node),
+        _degrees(plan, registry, "tp", plan.hardware.domain),
         _degrees(plan, registry, "ep", getattr(recipe.model.config, "experts", 1) or 1),
-        _degrees(plan, registry, "cp", plan.hardware.devices_per_node),
+        _degrees(plan, registry, "cp", plan.hardware.domain),
         _microbatches(recipe),
         _zero_stages(recipe, registry),
         _shards(plan, registry),

@@ -94,12 +94,15 @@ class MemoryTraffic:
 
 @attrs.define(frozen=True, kw_only=True)
 class Links:
-    """Bandwidth, in each direction, and latency between devices: within a node and between nodes."""
+    """Bandwidth, in each direction, and latency between devices: within a node, or what else NVLink connects,
+    and beyond."""
 
     intra_gb_s: float = _positive()
     inter_gb_s: float = _positive()
     achieved: float = attrs.field(validator=[_above_zero, _fraction])
     latency_us: float = attrs.field(validator=_above_zero)
+    domain: int = attrs.field(default=0, validator=_not_below_zero)
+    """Devices that ``intra_gb_s`` connects, of several nodes too, as in an NVL72 rack; 0: those of a node."""
 
 
 @attrs.define(frozen=True, kw_only=True)
@@ -147,6 +150,11 @@ class Hardware:
         """:attr:`compute_capability` as two numbers, None if it is not known."""
         major, _, minor = self.compute_capability.partition(".")
         return (int(major), int(minor)) if minor else None
+
+    @property
+    def domain(self) -> int:
+        """Consecutive ranks that ``links.intra_gb_s`` connects: those of a node, or of a rack."""
+        return self.links.domain or self.devices_per_node
 
     @property
     def usable(self) -> float:

@@ -22,10 +22,20 @@ def test_shipped_files_are_whole_and_name_their_sources(name):
 
 @pytest.mark.parametrize(
     ("name", "gib"),
-    [("h100", 79.11), ("h800", 79.11), ("a100", 79.1), ("h200", 139.8), ("b200", 178.35), ("h100_hbm2e", 95)],
+    [
+        ("h100", 79.11),
+        ("h800", 79.11),
+        ("a100", 79.1),
+        ("a100_40gb", 39.5),
+        ("h200", 139.8),
+        ("b200", 178.35),
+        ("h100_hbm2e", 95),
+        ("l40s", 44.4),
+        ("rtx_4090", 23.56),
+    ],
 )
 def test_memory_is_that_which_a_run_sees(name, gib):
-    """torch says how much a device has in GiB; on paper it has 80, 141 or 180 GB."""
+    """torch says how much a device has in GiB; on paper an H100 has 80 GB."""
     assert find_hardware(name).memory_gb == pytest.approx(gib * 2**30 / 1e9, rel=1e-3)
 
 
@@ -50,7 +60,7 @@ def test_what_is_no_hardware_file_is_told_what_is_expected(tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     Path("mine.toml").write_text(shipped()["h100"].read_text())
     Path("recipe.toml").write_text("[run]\nsteps = 1\n")
-    names = "expected one of a100, b200, cpu, h100, h100_hbm2e, h200, h800, or the path of a TOML file"
+    names = f"expected one of {', '.join(shipped())}, or the path of a TOML file"
     for wanted, told in {
         ".": f"--hardware: . is a folder; {names}",
         "mime.toml": f"--hardware: there is no file mime.toml (did you mean 'mine.toml'?); {names}",
