@@ -24,11 +24,25 @@ RUNS = [
     ("llama_3_405b_h100", "h100", "mfu", 0.41, "{:.1%} MFU", ("tp", "pp_1f1b", "zero12")),
     ("llama_3_405b_128k_h100", "h100", "mfu", 0.38, "{:.1%} MFU", ("tp", "cp", "pp_1f1b", "zero12")),
     ("llama_7b_h200", "h200", "mfu", 0.578, "{:.1%} MFU", ()),
+    ("bridge_llama_3_70b_h100_fp8", "h100", "tokens_per_second_per_device", 1602, "{:,.0f} tokens/s",
+     ("tp", "pp_1f1b", "zero12", "fp8_deepseek_v3")),
+    ("bridge_llama_3_405b_h100_fp8", "h100", "tokens_per_second_per_device", 292, "{:,.0f} tokens/s",
+     ("tp", "cp", "pp_1f1b", "zero12", "fp8_deepseek_v3")),
+    ("bridge_llama_3_8b_b200_mxfp8", "b200", "tokens_per_second_per_device", 29521, "{:,.0f} tokens/s",
+     ("zero12", "fp8_deepseek_v3")),
+    ("bridge_llama_3_8b_gb200_mxfp8", "gb200", "tokens_per_second_per_device", 29789, "{:,.0f} tokens/s",
+     ("zero12", "fp8_deepseek_v3")),
+    ("bridge_deepseek_v3_gb200", "gb200", "tokens_per_second_per_device", 3139, "{:,.0f} tokens/s",
+     ("deepseek", "ep_deepseek", "pp_1f1b", "zero12")),
+    ("bridge_qwen3_235b_gb200", "gb200", "tokens_per_second_per_device", 4916, "{:,.0f} tokens/s",
+     ("moe_transformer", "ep_deepseek", "pp_1f1b", "zero12")),
 ]  # fmt: skip
 #: Whose error is larger: docs/planning.md says what its recipe lacks.
 LARGER = [
     ("llama_3_1_8b_torchtitan", "h100_hbm2e", "tokens_per_second_per_device", 6667, "{:,.0f} tokens/s",
      ("zero12", "fsdp")),
+    ("bridge_qwen3_30b_gb200_mxfp8", "gb200", "tokens_per_second_per_device", 23766, "{:,.0f} tokens/s",
+     ("moe_transformer", "ep_deepseek", "zero12", "fp8_deepseek_v3")),
 ]  # fmt: skip
 
 
