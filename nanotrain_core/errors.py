@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -125,6 +126,21 @@ def expect_result(who: str, method: str, found: T, wanted: type[Any]) -> T:
         return found
     what = "None" if found is None else f"a {type(found).__name__}"
     raise PluginError(f"{who}: its {method} returned {what}; expected {wanted.__name__}")
+
+
+@contextmanager
+def as_plugin_error(what: str) -> Iterator[None]:
+    """Raise any exception of a plugin's code as ``WHAT raised ValueError: ...``; those for users pass.
+
+    Raises:
+        PluginError: the exception is its ``__cause__``.
+    """
+    try:
+        yield
+    except NanotrainError:
+        raise
+    except Exception as error:
+        raise PluginError(f"{what} raised {describe(error)}") from error
 
 
 def shortened(text: str) -> str:

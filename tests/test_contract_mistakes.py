@@ -3,7 +3,9 @@
 import pytest
 from mistaken_plugins import build, plugin, registry
 
+from nanotrain_core.checkpoint.listing import listed
 from nanotrain_core.errors import PluginError
+from nanotrain_core.hf.open_weights import open_weights
 
 
 @pytest.mark.parametrize(
@@ -232,3 +234,79 @@ def test_the_loss_scale_of_a_precision_is_part_of_its_contract(tmp_path):
     wanted = r"its loss_scale is a float without value, update, meta, load_meta \(see .*torch.LossScale\)"
     with pytest.raises(PluginError, match=wanted):
         build(plugin(tmp_path, kind="precision", build=made), "precision")
+
+
+def with_reader(folder, field, code):
+    """Return the registry with a checkpoint whose ``field``, ``listing`` or ``weights``, runs ``code``."""
+    register = f'Component(name="mine", config=Config, {field}=f"{{__name__}}:found", '
+    build = f"return object()\n\ndef found(path):\n    {code}"
+    return registry(plugin(folder, kind="checkpoint", build=build, register=register))
+
+
+LISTS = (
+    "from nanotrain_core.api import CheckpointInfo; "
+    "return [CheckpointInfo(step=1, path=path, nbytes=1, describe=lambda: {}, verify=list)]"
+)
+WHOLE = "'meta': {}, 'world_size': 1, 'tensors': {}, 'files': {}"
+
+
+@pytest.mark.parametrize(
+    ("described", "text"),
+    [
+        ("{**said, 'meta': None}", r"its listing returned no meta; expected meta \(Mapping\), world_size"),
+        ("{'meta': {}, 'tensors': {}, 'files': {}}", "no world_size; expected meta"),
+        ("{**said, 'tensors': {'w': {'shape': []}}}", "no tensors.w.dtype; expected .* of each tensor dtype"),
+        ("{**said, 'files': {'a': '123abc'}}", r"no files.a.sha256; expected .* of each file sha256"),
+        ("None", r"describe\(\) returned None; expected Mapping"),
+        ("1 / 0", r"describe\(\) of its listing raised ZeroDivisionError: .*mistake.py"),
+    ],
+)
+def test_what_a_listing_says_of_a_checkpoint(tmp_path, described, text):
+    """Commands read these keys of every format."""
+    code = LISTS.replace("{}", described).replace("return", f"said = {{{WHOLE}}}; return")
+    (saved,) = listed(tmp_path, "mine", with_reader(tmp_path, "listing", code))
+    with pytest.raises(PluginError, match=f"^checkpoint 'mine' of plugin 'mistake'.*{text}"):
+        saved.describe()
+
+
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [
+        ("return [{'step': 1}]", "its listing, among its items, returned a dict; expected CheckpointInfo"),
+        ("return [][1]", "its listing raised IndexError"),
+    ],
+)
+def test_a_listing_of_something_else(tmp_path, code, text):
+    with pytest.raises(PluginError, match=f"^checkpoint 'mine' of plugin 'mistake'.*{text}"):
+        listed(tmp_path, "mine", with_reader(tmp_path, "listing", code))
+
+
+READER = "shapes={}, dtypes={}, read=lambda name, index: None, damage=list"
+UNREAD = READER.replace("read=", "get=")
+
+
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [
+        ("return {}", "its weights returned a dict; expected SavedWeights"),
+        ("return [][1]", "its weights raised IndexError"),
+        (
+            f"return SavedWeights({{}}, Reader({READER.replace('name, index', 'name')}))",
+            r"read\(name\) cannot be called: .*; expected read\(self, name, index\); .*checkpoint.md$",
+        ),
+        (
+            f"return SavedWeights({{}}, Reader({READER.replace(', damage=list', '')}))",
+            "the reader of its weights is a SimpleNamespace without damage .see .*WeightReader",
+        ),
+        (
+            f"return SavedWeights({{}}, Reader({READER}), averages=Reader({UNREAD}))",
+            "SimpleNamespace without read",
+        ),
+    ],
+)
+def test_a_reader_of_weights(tmp_path, code, text):
+    needed = (
+        "from types import SimpleNamespace as Reader; from nanotrain_core.api.torch import SavedWeights; "
+    )
+    with pytest.raises(PluginError, match=f"^checkpoint 'mine' of plugin 'mistake'.*{text}"):
+        open_weights(tmp_path, with_reader(tmp_path, "weights", needed + code))

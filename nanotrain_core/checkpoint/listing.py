@@ -2,29 +2,68 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from typing import Any
+
+import attrs
 
 from nanotrain_core.checkpoint.info import CheckpointInfo
-from nanotrain_core.errors import CheckpointError
+from nanotrain_core.errors import CheckpointError, PluginError, as_plugin_error, expect_result
 from nanotrain_core.registry.registry import Registry
 
 #: How often a folder is listed again of which files were deleted meanwhile.
 AGAIN = 4
+
+#: What the description of every checkpoint has.
+DESCRIBED = {"meta": Mapping, "world_size": int, "tensors": Mapping, "files": Mapping}
 
 
 def listed(path: Path, use: str, registry: Registry) -> list[CheckpointInfo]:
     """Return what the listing of component ``use`` lists at ``path``; nothing without a listing.
 
     A live run may delete a checkpoint that is being listed: then they are listed again.
+
+    Raises:
+        PluginError: the listing raised an error, or returned something else. So does a description.
     """
     list_checkpoints = registry.get("checkpoint", use).load_optional("listing")
     if list_checkpoints is None or not path.exists():
         return []
-    for _ in range(AGAIN):
-        with suppress(FileNotFoundError):
-            return list(list_checkpoints(path))
-    return list(list_checkpoints(path))
+    label = f"checkpoint '{use}' of {registry.owner('checkpoint', use)}"
+    with as_plugin_error(f"{label}: its listing"):
+        for _ in range(AGAIN):
+            with suppress(FileNotFoundError):
+                return [_checked(label, saved) for saved in list_checkpoints(path)]
+        return [_checked(label, saved) for saved in list_checkpoints(path)]
+
+
+def _checked(label: str, saved: Any) -> CheckpointInfo:
+    """Return an item of a listing, whose description is checked when it is asked for."""
+    info: CheckpointInfo = expect_result(label, "listing, among its items,", saved, CheckpointInfo)
+    return attrs.evolve(info, describe=partial(_described, label, info.describe))
+
+
+def _described(label: str, describe: Callable[[], Any]) -> Mapping[str, Any]:
+    with as_plugin_error(f"{label}: describe() of its listing"):
+        found: Mapping[str, Any] = expect_result(label, "listing's describe()", describe(), Mapping)
+    lacks = [key for key, kind in DESCRIBED.items() if not isinstance(found.get(key), kind)]
+    lacks = lacks or [
+        f"{key}.{name}.{part}"
+        for key, parts in (("tensors", ("dtype", "shape")), ("files", ("sha256",)))
+        for name, entry in found[key].items()
+        for part in parts
+        if not isinstance(entry, Mapping) or part not in entry
+    ]
+    if lacks:
+        wanted = ", ".join(f"{key} ({kind.__name__})" for key, kind in DESCRIBED.items())
+        raise PluginError(
+            f"{label}: describe() of its listing returned no {lacks[0]}; expected {wanted}, of each tensor "
+            "dtype and shape, of each file sha256"
+        )
+    return found
 
 
 def listed_of_all(path: Path, registry: Registry) -> list[tuple[str, CheckpointInfo]]:

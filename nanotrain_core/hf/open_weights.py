@@ -23,7 +23,7 @@ from nanotrain_core.checkpoint.run_state import load_json, read_json
 from nanotrain_core.checkpoint.safetensors_files import DTYPES, Shards, Tensors
 from nanotrain_core.checkpoint.tensor_boxes import Shape
 from nanotrain_core.contracts import Model, SavedWeights, WeightReader
-from nanotrain_core.errors import CheckpointError, describe, did_you_mean
+from nanotrain_core.errors import CheckpointError, as_plugin_error, describe, did_you_mean, expect_result
 from nanotrain_core.hf.added_weights import Addition, additions, merged
 from nanotrain_core.hf.block_scaled import BlockScaled
 from nanotrain_core.hf.mapping import HFError, HFMapping, ParameterMapping, expect
@@ -33,7 +33,9 @@ from nanotrain_core.pipeline.actions import Part
 from nanotrain_core.recipe.model_table import without_none
 from nanotrain_core.recipe.structure import structure
 from nanotrain_core.recipe.tree import Selection
+from nanotrain_core.registry.contract_checks import expect_members
 from nanotrain_core.registry.registry import Registry
+from nanotrain_core.registry.signatures import expect_signatures
 from nanotrain_core.run.suggest_run import did_you_mean_weights
 
 #: The ``[model]`` table of a folder in our format: a recipe can extend it.
@@ -181,7 +183,16 @@ def _opened(path: Path, registry: Registry) -> Iterator[SavedWeights]:
     """Yield what each checkpoint component opens at ``path``: of a run folder the newest of its own."""
     for use in registry.names("checkpoint"):
         opener = registry.get("checkpoint", use).load_optional("weights")
-        if opener is not None and (saved := opener(path)) is not None:
+        if opener is None:
+            continue
+        label = f"checkpoint '{use}' of {registry.owner('checkpoint', use)}"
+        with as_plugin_error(f"{label}: its weights"):
+            saved = opener(path)
+        if saved is not None:
+            expect_result(label, "weights", saved, SavedWeights)
+            for reader in (saved.reader, saved.averages or saved.reader):
+                expect_members(label, WeightReader, reader, what="the reader of its weights is")
+                expect_signatures(label, "checkpoint", WeightReader, reader)
             yield saved
 
 

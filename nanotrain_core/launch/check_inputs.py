@@ -14,7 +14,7 @@ import attrs
 
 from nanotrain_core.checkpoint.info import strip_ema
 from nanotrain_core.data.survey import Survey
-from nanotrain_core.errors import DataError, NanotrainError, PluginError, Problem, describe
+from nanotrain_core.errors import DataError, PluginError, Problem, as_plugin_error
 from nanotrain_core.layout.roles import Role
 from nanotrain_core.phases.tables import key_in_force
 from nanotrain_core.phases.timeline import PhaseTimeline
@@ -78,13 +78,10 @@ def _survey(recipe: Recipe, registry: Registry, length: int) -> Survey:
     if tell is None:
         return Survey()
     try:
-        found: Any = tell(config, length, **longest)
+        with as_plugin_error(label):
+            found: Any = tell(config, length, **longest)
     except DataError as error:
         return Survey(problems=(Problem("data", str(error)),))
-    except NanotrainError:
-        raise
-    except Exception as error:
-        raise PluginError(f"{label} raised {describe(error)}") from error
     if not isinstance(found, Survey):
         raise PluginError(f"{label} returned {found!r}; expected a nanotrain_core.api.Survey")
     return found

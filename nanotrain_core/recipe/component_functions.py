@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar
 
 import attrs
 
-from nanotrain_core.errors import NanotrainError, PluginError, describe
+from nanotrain_core.errors import PluginError, as_plugin_error
 from nanotrain_core.layout.layout import Layout
 from nanotrain_core.recipe.tree import Recipe, Selection
 from nanotrain_core.registry.registry import Registry
@@ -55,13 +55,9 @@ def call_declared(
     except TypeError as error:
         expected = ", ".join(("recipe", "config", "layout", *more))
         raise PluginError(f"{label} must take ({expected}): {error}{place}") from None
-    try:
+    with as_plugin_error(label):
         found: Any = function(*arguments)
         results = list(found) if isinstance(found, Iterable) else [found]
-    except NanotrainError:
-        raise
-    except Exception as error:
-        raise PluginError(f"{label} raised {describe(error)}") from error
     for result in results:
         if not isinstance(result, wanted):
             fields = ", ".join(field.name for field in attrs.fields(wanted)) if attrs.has(wanted) else ""
@@ -100,10 +96,6 @@ def patterns_in_configs(
     selected += [(f"{each.kind}.{number}", each) for number, each in enumerate(recipe.monitor)]
     for table, selection in selected:
         reads = getattr(registry.get(selection.kind, selection.use), name)
-        try:
-            for key, pattern in reads(selection.config) if reads is not None else ():
-                yield f"{table}.{key}", str(pattern)
-        except Exception as error:
-            raise PluginError(
-                f"{selection.kind} '{selection.use}': {name} raised {describe(error)}"
-            ) from error
+        with as_plugin_error(f"{selection.kind} '{selection.use}': {name}"):
+            found = [*reads(selection.config)] if reads is not None else ()
+            yield from [(f"{table}.{key}", str(pattern)) for key, pattern in found]

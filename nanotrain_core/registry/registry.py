@@ -14,7 +14,7 @@ import attrs
 import nanotrain_core
 from nanotrain_core.command import Command
 from nanotrain_core.component import KINDS, LISTED_KINDS, TORCH_FREE_KINDS, Component
-from nanotrain_core.errors import NanotrainError, PluginError, describe, did_you_mean
+from nanotrain_core.errors import PluginError, as_plugin_error, did_you_mean
 from nanotrain_core.recipe.tree import Selection
 from nanotrain_core.registry.advice import FIRST_PARTY, how_to_install
 from nanotrain_core.registry.discovery import PluginArguments, PluginInfo, discover
@@ -105,12 +105,8 @@ class Registry:
             factory = component.load()
         except PluginError as error:
             raise PluginError(f"{label}: {error}") from error.__cause__
-        try:
+        with as_plugin_error(f"{label}: its factory"):
             built = factory(selection.config)
-        except NanotrainError:
-            raise
-        except Exception as error:
-            raise PluginError(f"{label}: its factory raised {describe(error)}") from error
         if selection.kind not in TORCH_FREE_KINDS or "torch" in sys.modules:
             from nanotrain_core.registry.contract_checks import (
                 check_contract,  # contracts use torch's types

@@ -9,7 +9,7 @@ import tomli
 
 from nanotrain_core.checkpoint.info import CheckpointInfo
 from nanotrain_core.checkpoint.tensor_boxes import Shape
-from nanotrain_core.errors import NanotrainError, PluginError, describe
+from nanotrain_core.errors import NanotrainError, as_plugin_error
 from nanotrain_core.layout.layout import Layout, View
 from nanotrain_core.recipe.model_table import model_table, refuse_other_model
 from nanotrain_core.recipe.tree import Selection
@@ -93,12 +93,8 @@ def shapes_added_by(
     for each in wrappers:
         before = set(placements)
         wrapper = registry.build(each)
-        try:
+        what = f"parallel '{each.use}' cannot be applied on one rank, to find what it adds: its apply"
+        with as_plugin_error(what):  # such as one that needs a process group, which only a run has
             stages = wrap(stages, placements, mesh, [(each, wrapper)])
-        except NanotrainError:
-            raise
-        except Exception as error:  # such as one that needs a process group, which only a run has
-            what = f"parallel '{each.use}' cannot be applied on one rank, to find what it adds"
-            raise PluginError(f"{what}: its apply raised {describe(error)}") from error
         parameters = {name for name, _ in stages[0].named_parameters()} - before
         yield {name: placements[name].global_shape for name in parameters}
