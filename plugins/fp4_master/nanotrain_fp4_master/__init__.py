@@ -20,6 +20,7 @@ from nanotrain_core.api import (
     StaysEager,
     Support,
     always_captured,
+    divisibility_of,
     hookimpl,
 )
 
@@ -123,6 +124,28 @@ def check(recipe: Recipe, config: FP4MasterConfig, layout: Layout) -> Iterator[P
         yield Problem("optimizer.momentum", "'eco' carries errors in the momentum: expected one above 0")
 
 
+def check_rows(recipe: Recipe, config: QLoRAConfig, layout: Layout) -> Iterator[Problem]:
+    """Reject rows that a layout leaves without whole blocks, of those that the model's config tells.
+
+    The ranks know all rows, and which of them ``keep`` has patterns for.
+    """
+    for extent in () if config.keep else divisibility_of(recipe.model.config) or ():
+        dim = "etp" if Role.EXPERTS in extent.roles else "tp"
+        degree, row, units = layout.degree(dim), extent.row, extent.units
+        if units % degree or not row // degree % config.block_size:
+            continue
+        whole = [n for n in range(1, degree) if not units % n and not row // n % config.block_size]
+        expected = [f"{size}" for size in BLOCKS["nf4"] if not row // degree % size][:1]
+        expected += [f"{dim} = {whole[-1]}"] if whole else []
+        expected += ["patterns of these matrices in precision.keep"]
+        yield Problem(
+            "precision.block_size",
+            f"{config.block_size} neighbors in a row share a scale, but {units} {extent.what} make rows of "
+            f"{row}, of which {dim} = {degree} leaves {row // degree} on a rank; expected "
+            f"{' or '.join(expected)}",
+        )
+
+
 def supports_for(config: FP4MasterConfig) -> Mapping[str, Support]:
     """Return the properties, most by their names in the conformance harness, that it does not have."""
     lacks = set()
@@ -168,6 +191,7 @@ def nanotrain_register_precision(register: Register) -> None:
             # A wrapper cannot shard the rows of packed weights; weights in four bits lose some percent.
             supports={"dtensors": Support.UNSUPPORTED, "follows_float32": Support.PARTIAL},
             example={"block_size": 16},
+            check=check_rows,
             reads_modules=kept,
             cuda_graphs=always_captured,
         )

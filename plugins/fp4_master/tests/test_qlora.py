@@ -1,12 +1,16 @@
 """What qlora holds of a frozen matrix, against the paper's definition written out, and what it refuses."""
 
+import re
+from types import SimpleNamespace
+
 import pytest
 import torch
-from nanotrain_fp4_master import QLoRAConfig
+from nanotrain_fp4_master import QLoRAConfig, check_rows
 from nanotrain_fp4_master.qlora import QLoRA
 from pieces import pack
 from torch import nn
 
+from nanotrain_core.builtin.transformer_config import TransformerConfig
 from nanotrain_core.errors import NanotrainError
 from nanotrain_core.layout.layout import Layout, View
 from nanotrain_core.layout.mesh import Mesh
@@ -147,6 +151,27 @@ def test_the_table_compares_with_the_same_run_in_bfloat16():
 def test_keys_of_transformers_bitsandbytes_config_are_explained(key, value):
     with pytest.raises(NanotrainError, match=f"unknown key '{key}': [a-z]"):
         Case("precision", use="qlora", overrides={"precision": {"use": "qlora", key: value}}).recipe()
+
+
+@pytest.mark.parametrize(
+    ("ffn", "tp", "keep", "wanted"),
+    [
+        (128, 2, (), None),
+        (96, 1, (), None),
+        (96, 2, (), r"96 columns .* make rows of 96, .* tp = 2 leaves 48 .*; expected 16 or tp = 1 or patt"),
+        (96, 2, ("*.down",), None),
+        (72, 1, (), r"72 columns .* tp = 1 leaves 72 on a rank; expected patterns of these matrices"),
+        (99, 2, (), None),
+    ],
+)
+def test_rows_without_whole_blocks_are_refused_before_ranks_start(ffn, tp, keep, wanted):
+    """Those that do not divide at all are refused by what splits them."""
+    model = TransformerConfig(layers=1, width=128, heads=4, ffn=ffn, vocab=8, max_length=8)
+    recipe = SimpleNamespace(model=SimpleNamespace(config=model))
+    config = QLoRAConfig(block_size=32, keep=keep)
+    found = [*check_rows(recipe, config, Layout({"dense": View(("dp", "tp"), (1, tp))}))]
+    assert [each.key for each in found] == ["precision.block_size"] * (wanted is not None)
+    assert wanted is None or re.search(wanted, found[0].message), found
 
 
 def test_a_run_without_frozen_weights_is_refused_by_name():
