@@ -53,7 +53,7 @@ class FP4MasterConfig:
     """Matrices with these roles get the format and variant above. All else (norms, biases, embeddings, the
     head, routers) is kept as bfloat16 with a 16-bit remainder, which together are float32."""
     keep: tuple[str, ...] = ()
-    """Patterns (`layers.0.*`) of parameters to keep so too."""
+    """Patterns (`layers.0.*`) of parameters, or of modules around them, to keep so too."""
 
     @property
     def form(self) -> str:
@@ -87,8 +87,8 @@ class QLoRAConfig:
     block_size: Literal[64, 32, 16] = attrs.field(default=64, metadata={SAME_ON_RESUME: True})
     """Weights with one scale, next to each other in a row of a matrix."""
     keep: tuple[str, ...] = attrs.field(default=(), metadata={SAME_ON_RESUME: True})
-    """Patterns (`layers.0.*`) of parameters to keep in bfloat16. Embeddings, the head, norms, biases and
-    routers are kept in any case."""
+    """Patterns (`layers.0.*`) of parameters, or of modules around them, to keep in bfloat16. Embeddings, the
+    head, norms, biases and routers are kept in any case."""
 
 
 def kept(config: FP4MasterConfig | QLoRAConfig) -> Iterator[tuple[str, str]]:

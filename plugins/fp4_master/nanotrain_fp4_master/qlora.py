@@ -12,7 +12,6 @@ Source: Dettmers et al., "QLoRA", arXiv 2305.14314, section 3, whose scales are 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
@@ -33,7 +32,7 @@ from nanotrain_core.api.torch import (
 from nanotrain_fp4_master import BLOCKS, QLoRAConfig
 from nanotrain_fp4_master.blocks import NF4Blocks
 from nanotrain_fp4_master.packing import FourBits
-from nanotrain_fp4_master.table import Row, lines, of_all_stages
+from nanotrain_fp4_master.table import Row, is_named, lines, of_all_stages
 
 
 class QLoRA(Uniform):
@@ -69,7 +68,7 @@ class QLoRA(Uniform):
         return part
 
     def _is_packed(self, name: str, weight: nn.Parameter) -> bool:
-        kept = any(fnmatchcase(name, pattern) for pattern in self.config.keep)
+        kept = is_named(name, self.config.keep)
         if kept or weight.requires_grad or weight.dtype != self.parameter_dtype:
             return False
         if weight.shape[-1] % self.config.block_size:

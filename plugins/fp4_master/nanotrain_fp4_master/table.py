@@ -26,6 +26,17 @@ class Row:
     """Of the weight and what is beside it, without the optimizer's moments."""
 
 
+def is_named(name: str, patterns: Iterable[str]) -> bool:
+    """Return whether a pattern is of a parameter, or of a module around it.
+
+    >>> [is_named("layers.0.attn.q.weight", [each]) for each in ("layers.0.attn", "*.q.weight", "*.k")]
+    [True, True, False]
+    """
+    words = name.split(".")
+    around = [".".join(words[:count]) for count in range(1, len(words) + 1)]
+    return any(fnmatchcase(each, pattern) for pattern in patterns for each in around)
+
+
 def summed(rows: Iterable[Row]) -> list[Row]:
     """Return ``rows``, merging those that differ only in their number of parameters."""
     counts: Counter[tuple[str, str, float]] = Counter()
@@ -70,7 +81,7 @@ def of_all_stages(names: Sequence[str], rows: Sequence[Row], keep: Iterable[str]
     stages = mesh.gather(own, "pp") if "pp" in mesh.layout.dims else [own]
     everyones = sorted({name for found, _ in stages for name in found})
     for pattern in keep:
-        if not any(fnmatchcase(name, pattern) for name in everyones):
+        if not any(is_named(name, [pattern]) for name in everyones):
             near = did_you_mean(pattern, everyones)
             raise NanotrainError(f"precision.keep: '{pattern}' matches no parameter of the model{near}")
     return summed(row for _, found in stages for row in found)

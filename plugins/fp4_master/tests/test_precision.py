@@ -50,8 +50,10 @@ def test_matrices_of_linear_layers_are_low_and_all_else_is_kept():
     assert {kind for name, kind in found.items() if name not in low} == {"Remainder"}
 
 
-def test_a_recipe_chooses_roles_and_keeps_what_matches_a_pattern():
-    found = masters(case(roles=["row"], keep=["layers.0.*"]))
+@pytest.mark.parametrize("pattern", ["layers.0.*", "layers.0"])
+def test_a_recipe_chooses_roles_and_keeps_what_matches_a_pattern(pattern):
+    """Or what is in a module that does, as ``nanotrain check`` accepts it."""
+    found = masters(case(roles=["row"], keep=[pattern]))
     assert {name for name, kind in found.items() if kind == "Residual"} == {
         "layers.1.attn.o.weight",
         "layers.1.ffn.down.weight",
