@@ -30,7 +30,7 @@ class Batch:
     rank's part. None: these tokens are whole sequences."""
     first: int = 0
     """Position of the first token in :attr:`whole`."""
-    begins: torch.Tensor | None = None
+    document_starts: torch.Tensor | None = None
     """For each token of the whole sequences, the position at which its document begins, int64 [B, length]: a
     token attends only to tokens of its own document. None: to all before it."""
     per_sequence: Mapping[str, torch.Tensor] = attrs.field(factory=dict)
@@ -56,11 +56,11 @@ class Batch:
     @property
     def document_positions(self) -> torch.Tensor | None:
         """Return these tokens' positions within their documents, int64 [B, S]; None without documents."""
-        if self.begins is None:
+        if self.document_starts is None:
             return None
         first, size = self.first, self.tokens.shape[1]
-        at_S = torch.arange(first, first + size, device=self.begins.device)
-        return at_S - self.begins[:, first : first + size]
+        at_S = torch.arange(first, first + size, device=self.document_starts.device)
+        return at_S - self.document_starts[:, first : first + size]
 
     @property
     def sequences(self) -> int:
@@ -73,7 +73,7 @@ class Batch:
             None if self.targets is None else change(self.targets),
             whole=None if self.whole is None else self.whole._each(change),
             first=self.first,
-            begins=None if self.begins is None else change(self.begins),
+            document_starts=None if self.document_starts is None else change(self.document_starts),
             per_sequence={name: change(tensor) for name, tensor in self.per_sequence.items()},
             per_token={name: change(tensor) for name, tensor in self.per_token.items()},
         )
@@ -90,7 +90,7 @@ class Batch:
 
     def tensors(self) -> list[torch.Tensor]:
         """Return all tensors of the batch, including those of :attr:`whole`, always in the same order."""
-        own = [each for each in (self.tokens, self.targets, self.begins) if each is not None]
+        own = [each for each in (self.tokens, self.targets, self.document_starts) if each is not None]
         own += [named[name] for named in (self.per_sequence, self.per_token) for name in sorted(named)]
         return own if self.whole is None else [*own, *self.whole.tensors()]
 
@@ -115,7 +115,7 @@ class Batch:
             None if self.targets is None else cut(self.targets),
             whole=self,
             first=begin,
-            begins=self.begins,
+            document_starts=self.document_starts,
             per_sequence=self.per_sequence,
             per_token={name: cut(tensor) for name, tensor in self.per_token.items()},
         )
@@ -137,9 +137,9 @@ class Batch:
             return F.pad(there, sides, value=filling)
 
         targets = None if known.targets is None else shift(known.targets, IGNORE)
-        if targets is not None and self.begins is not None:
-            own_BS = self.begins[:, self.first : self.first + size]
-            targets = targets.masked_fill(shift(self.begins, -1) != own_BS, IGNORE)
+        if targets is not None and self.document_starts is not None:
+            own_BS = self.document_starts[:, self.first : self.first + size]
+            targets = targets.masked_fill(shift(self.document_starts, -1) != own_BS, IGNORE)
         later = {name: shift(tensor, 0) for name, tensor in known.per_token.items()}
         return Batch(shift(known.tokens, 0), targets, per_sequence=self.per_sequence, per_token=later)
 

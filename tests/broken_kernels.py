@@ -35,8 +35,8 @@ class IgnoresTheScale(Replacing):
     function = "attention"
 
     @staticmethod
-    def attention(q, k, v, scale=None, begins_BT=None, window=None):
-        return TORCH_OPS.attention(q, k, v, begins_BT=begins_BT, window=window)
+    def attention(q, k, v, scale=None, starts_BT=None, window=None):
+        return TORCH_OPS.attention(q, k, v, starts_BT=starts_BT, window=window)
 
 
 class SeesLaterBlocks(Replacing):
@@ -45,9 +45,9 @@ class SeesLaterBlocks(Replacing):
     function = "attention"
 
     @staticmethod
-    def attention(q, k, v, scale=None, begins_BT=None, window=None):
-        if begins_BT is not None or window is not None:
-            return TORCH_OPS.attention(q, k, v, scale, begins_BT, window)
+    def attention(q, k, v, scale=None, starts_BT=None, window=None):
+        if starts_BT is not None or window is not None:
+            return TORCH_OPS.attention(q, k, v, scale, starts_BT, window)
         first = TORCH_OPS.attention(q[:, :256], k[:, :256], v[:, :256], scale)
         if q.shape[1] <= 256:
             return first

@@ -204,9 +204,10 @@ class KeepsItsFirstDocuments(Transformer):
 
         def replace(part, inputs):
             value, batch = inputs
-            if batch.begins is None:
+            if batch.document_starts is None:
                 return None
-            return value, attrs.evolve(batch, begins=first.setdefault(batch.begins.shape, batch.begins))
+            starts = first.setdefault(batch.document_starts.shape, batch.document_starts)
+            return value, attrs.evolve(batch, document_starts=starts)
 
         module.register_forward_pre_hook(replace)
         return module

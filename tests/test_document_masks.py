@@ -15,7 +15,7 @@ from tokenizers.models import WordLevel
 from nanotrain_core.batch import Batch, Shard
 from nanotrain_core.builtin.configs import TextConfig
 from nanotrain_core.contracts import Monitor
-from nanotrain_core.data.order import document_begins
+from nanotrain_core.data.order import document_starts
 from nanotrain_core.data.text import Text
 from nanotrain_core.data.text_survey import survey
 from nanotrain_core.errors import DataError, RecipeError
@@ -49,22 +49,22 @@ GPT = {**LLAMA, "kv_heads": 4, "positions": "learned", "max_length": 64, "norm":
 
 def test_documents_begin_behind_the_token_that_ends_one():
     sequences = np.array([[5, 0, 6, 7, 0, 0, 8, 9], [0, 1, 2, 3, 4, 5, 6, 0]])
-    assert document_begins(sequences, 0).tolist() == [[0, 0, 2, 2, 2, 5, 6], [0, 1, 1, 1, 1, 1, 1]]
+    assert document_starts(sequences, 0).tolist() == [[0, 0, 2, 2, 2, 5, 6], [0, 1, 1, 1, 1, 1, 1]]
 
 
 def test_a_part_of_a_sequence_knows_where_its_documents_begin():
     tokens = torch.tensor([[5, 0, 6, 7, 0, 8, 9]])
-    begins = torch.from_numpy(document_begins(tokens.numpy(), END))
-    whole = Batch(tokens[:, :-1], tokens[:, 1:], begins=begins)
+    begins = torch.from_numpy(document_starts(tokens.numpy(), END))
+    whole = Batch(tokens[:, :-1], tokens[:, 1:], document_starts=begins)
     assert whole.document_positions.tolist() == [[0, 1, 0, 1, 2, 0]]
     parts = [whole.part(index, 4) for index in range(4)]
     assert (
         torch.cat([part.document_positions for part in parts], 1).tolist()
         == whole.document_positions.tolist()
     )
-    assert all(part.begins.tolist() == begins.tolist() for part in parts)
+    assert all(part.document_starts.tolist() == begins.tolist() for part in parts)
     (rows,) = whole.split(1)
-    assert rows.begins.tolist() == begins.tolist()
+    assert rows.document_starts.tolist() == begins.tolist()
 
 
 def test_attention_of_documents_is_that_of_each_alone():
@@ -88,11 +88,11 @@ def packed_and_alone(model):
     for end in np.cumsum(lengths) - 1:
         tokens[end] = END
     whole = torch.from_numpy(tokens)[None]
-    begins = torch.from_numpy(document_begins(whole.numpy(), END))
+    begins = torch.from_numpy(document_starts(whole.numpy(), END))
     edges = [0, *np.cumsum(lengths)]
     each = [Batch(whole[:, a:b], whole[:, a + 1 : b + 1]) for a, b in pairwise(edges)]
     found = []
-    for batches in ([Batch(whole[:, :-1], whole[:, 1:], begins=begins)], each):
+    for batches in ([Batch(whole[:, :-1], whole[:, 1:], document_starts=begins)], each):
         part.zero_grad()
         losses = [part(batch.tokens, batch).losses for batch in batches]
         loss = sum(each[name] for each in losses for name in ("lm", "mtp") if name in each)
@@ -204,10 +204,10 @@ class Logits(Monitor):
     """Asks for logits of the new model, with and without documents."""
 
     def __init__(self, tokens, begins):
-        self.tokens, self.begins = tokens, begins
+        self.tokens, self.document_starts = tokens, begins
 
     def on_start(self, run):
-        self.found = run.logits(self.tokens, self.begins), run.logits(self.tokens)
+        self.found = run.logits(self.tokens, self.document_starts), run.logits(self.tokens)
 
 
 def logits_of(case, tokens, begins):
@@ -223,9 +223,9 @@ def test_monitors_get_the_logits_of_documents_on_every_rank(name, files):
     case = case_of(name, files)
     tokens = torch.from_numpy(np.random.default_rng(0).integers(1, 256, (2, 12)))
     tokens[0, [4, 5]] = tokens[1, 9] = END
-    begins = torch.from_numpy(document_begins(np.pad(tokens, ((0, 0), (0, 1))), END))
+    begins = torch.from_numpy(document_starts(np.pad(tokens, ((0, 0), (0, 1))), END))
     (part,) = make_run(case.alone(), {}).stages.values()
-    masked, plain = (part(tokens, Batch(tokens, begins=each)).value for each in (begins, None))
+    masked, plain = (part(tokens, Batch(tokens, document_starts=each)).value for each in (begins, None))
     for found in run_ranks(logits_of, case.world_size, case, tokens, begins):
         torch.testing.assert_close(found, (masked, plain), atol=1e-9, rtol=0)
     torch.testing.assert_close(masked[:, :5], plain[:, :5], atol=1e-9, rtol=0)
@@ -246,10 +246,10 @@ def test_masks_change_what_is_trained(files):
         run = make_run(Case("model", use="transformer", config={"vocab": 256}).alone(), {})
         losses.append(run.stages[0](batch.tokens, batch).losses["lm"].item())
         held = data.validation_batch(0, data.validation + 3, Shard())
-        assert (held.begins is not None) == mask
+        assert (held.document_starts is not None) == mask
         if mask:
             assert (batch.document_positions == 0).sum() > 8
-            assert held.begins.shape == held.tokens.shape
+            assert held.document_starts.shape == held.tokens.shape
     assert abs(losses[0] - losses[1]) > 1e-3
 
 

@@ -13,8 +13,8 @@ def test_a_function_without_an_optional_argument_is_named_with_what_is_missing()
         raise AssertionError("it is not called")
 
     expected = (
-        r"^attention\(q, k, v\): .*'(scale|begins_BT|window)'; "
-        r"models may call attention\(.*, scale=\.\.\., begins_BT=\.\.\., window=\.\.\.\)$"
+        r"^attention\(q, k, v\): .*'(scale|starts_BT|window)'; "
+        r"models may call attention\(.*, scale=\.\.\., starts_BT=\.\.\., window=\.\.\.\)$"
     )
     with pytest.raises(AssertionError, match=expected):
         assert_takes_the_arguments("attention", attention, TORCH_OPS.attention)

@@ -67,7 +67,7 @@ def test_a_loader_of_anything_but_two_tensors_is_refused(item, found):
         fit([PAIR], [item])
 
 
-@pytest.mark.parametrize("extra", [{"begins": torch.zeros_like(TOKENS)}, {"whole": Batch(*PAIR)}])
+@pytest.mark.parametrize("extra", [{"document_starts": torch.zeros_like(TOKENS)}, {"whole": Batch(*PAIR)}])
 def test_a_batch_of_packed_documents_is_refused(extra):
     """The model attended from one document to another."""
     told = f"the train_loader yields a Batch with {min(extra)}, which a script's model would not receive"

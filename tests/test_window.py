@@ -252,12 +252,12 @@ def test_kinds_of_layers_without_a_window_are_refused():
         Case("model", use="transformer", config={"window": 4, "layer_types": ["sliding"]}).recipe()
 
 
-def old(q, k, v, scale=None, begins_BT=None):
-    return attention(q, k, v, scale, begins_BT)
+def old(q, k, v, scale=None, starts_BT=None):
+    return attention(q, k, v, scale, starts_BT)
 
 
-def around_old(inner, q, k, v, scale=None, begins_BT=None):
-    return inner(q, k, v, scale, begins_BT)
+def around_old(inner, q, k, v, scale=None, starts_BT=None):
+    return inner(q, k, v, scale, starts_BT)
 
 
 @pytest.mark.parametrize(

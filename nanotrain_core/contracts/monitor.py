@@ -66,9 +66,9 @@ class RunInfo:
     data: Any
     """The data component, or a script's loader."""
     logits: Callable[..., torch.Tensor]
-    """``logits(tokens, begins=None)``, collective: the model's logits [B, S, V] for tokens int64 [B, S], in
-    the dtype that the model returns, on every rank of any layout. With ``begins`` int64 [B, S] as
-    ``Batch.begins``, documents are masked from one another."""
+    """``logits(tokens, document_starts=None)``, collective: the model's logits [B, S, V] for tokens int64
+    [B, S], in the dtype that the model returns, on every rank of any layout. With ``document_starts`` int64
+    [B, S] as ``Batch.document_starts``, documents are masked from one another."""
     progress: Progress
     """This rank's position in the step, and how long its phases took."""
     weights: Callable[[], Iterator[tuple[torch.Tensor, Placement]]]

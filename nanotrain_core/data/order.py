@@ -216,17 +216,17 @@ class SequenceData:
 def _batch(sequences: Integers, document_end: int | None) -> Batch:
     sequences = np.asarray(sequences, np.int64)  # token files have smaller dtypes
     tokens = torch.from_numpy(sequences)
-    begins = None if document_end is None else torch.from_numpy(document_begins(sequences, document_end))
-    return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), begins=begins)
+    starts = None if document_end is None else torch.from_numpy(document_starts(sequences, document_end))
+    return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), document_starts=starts)
 
 
-def document_begins(sequences: Integers, end: int) -> Integers:
+def document_starts(sequences: Integers, end: int) -> Integers:
     """Return the position where each token's document begins, [n, length], for tokens [n, length + 1].
 
     A document begins after a token ``end``; the first one of a sequence, which may contain only its end,
     begins with the sequence.
     """
-    begins = np.zeros((len(sequences), sequences.shape[1] - 1), np.int64)
+    starts = np.zeros((len(sequences), sequences.shape[1] - 1), np.int64)
     behind = sequences[:, :-2] == end
-    begins[:, 1:] = np.where(behind, np.arange(1, begins.shape[1]), 0)
-    return np.maximum.accumulate(begins, axis=1)
+    starts[:, 1:] = np.where(behind, np.arange(1, starts.shape[1]), 0)
+    return np.maximum.accumulate(starts, axis=1)

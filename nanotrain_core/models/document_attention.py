@@ -20,19 +20,19 @@ BLOCK = 128
 
 
 def document_attention(
-    q_BTHK: Tensor, k_BTGK: Tensor, v_BTGV: Tensor, scale: float | None, begins_BT: Tensor, window: int | None
+    q_BTHK: Tensor, k_BTGK: Tensor, v_BTGV: Tensor, scale: float | None, starts_BT: Tensor, window: int | None
 ) -> Tensor:
     """Return :func:`nanotrain_core.models.ops.attention` of as many queries as keys, in a compiled graph."""
     from torch.nn.attention.flex_attention import flex_attention  # imports torch's compiler
 
     q, k, v = (x.transpose(1, 2) for x in (q_BTHK, k_BTGK, v_BTGV))
     shared = q.shape[1] != k.shape[1]
-    y = flex_attention(q, k, v, block_mask=block_mask(begins_BT, window), scale=scale, enable_gqa=shared)
+    y = flex_attention(q, k, v, block_mask=block_mask(starts_BT, window), scale=scale, enable_gqa=shared)
     assert isinstance(y, Tensor)
     return y.transpose(1, 2)
 
 
-def block_mask(begins_BT: Tensor, window: int | None) -> BlockMask:
+def block_mask(starts_BT: Tensor, window: int | None) -> BlockMask:
     """Return which blocks of keys a block of queries sees, and which of these need no mask.
 
     No count is read by the host. A query sees all tokens from its document's first one, or its window's, up
@@ -40,8 +40,8 @@ def block_mask(begins_BT: Tensor, window: int | None) -> BlockMask:
     """
     from torch.nn.attention.flex_attention import BlockMask
 
-    tokens, device = begins_BT.shape[1], begins_BT.device
-    low_BT = begins_BT
+    tokens, device = starts_BT.shape[1], starts_BT.device
+    low_BT = starts_BT
     if window is not None:
         low_BT = low_BT.maximum(torch.arange(tokens, device=device) - (window - 1))
     low_BT = low_BT.to(torch.int32)

@@ -31,21 +31,21 @@ def attention(
     k_BTGK: Tensor,
     v_BTGV: Tensor,
     scale: float | None = None,
-    begins_BT: Tensor | None = None,
+    starts_BT: Tensor | None = None,
     window: int | None = None,
 ) -> Tensor:
     """Return :func:`nanotrain_core.models.ops.attention`, without a mask where a kernel needs none."""
     queries, tokens = q_BSHK.shape[1], k_BTGK.shape[1]
     hidden = window if window is not None and window < tokens else None
-    if begins_BT is not None:
+    if starts_BT is not None:
         if queries == tokens and has_document_kernel(q_BSHK):
-            return document_attention(q_BSHK, k_BTGK, v_BTGV, scale, begins_BT, hidden)
+            return document_attention(q_BSHK, k_BTGK, v_BTGV, scale, starts_BT, hidden)
     elif hidden is not None and queries > 1:
         if has_window_kernel(q_BSHK, v_BTGV):
             return window_attention(q_BSHK, k_BTGK, v_BTGV, scale, hidden)
     elif 1 < queries < tokens and not torch.compiler.is_compiling():
         return _attention_of_last(q_BSHK, k_BTGK, v_BTGV, scale)
-    return ops.attention(q_BSHK, k_BTGK, v_BTGV, scale, begins_BT, window)
+    return ops.attention(q_BSHK, k_BTGK, v_BTGV, scale, starts_BT, window)
 
 
 def _attention_of_last(q_BSHK: Tensor, k_BTGK: Tensor, v_BTGV: Tensor, scale: float | None) -> Tensor:

@@ -33,27 +33,27 @@ def attention(
     k_BTGK: Tensor,
     v_BTGV: Tensor,
     scale: float | None = None,
-    begins_BT: Tensor | None = None,
+    starts_BT: Tensor | None = None,
     window: int | None = None,
 ) -> Tensor:
     """Return causal attention, softmax(q k^T ``scale``) v [B, S, H, V].
 
     The queries are those of the last S of T tokens. In training T is S, unless a wrapper computes a part of
     the queries; where a model continues from a cache, there are more keys. H is a multiple of G: consecutive
-    query heads share a key and value head. ``scale`` is 1 / sqrt(K) by default. With ``begins_BT``, token t
-    attends only to those from ``begins_BT[b, t]`` on: documents in one sequence are masked from one another.
+    query heads share a key and value head. ``scale`` is 1 / sqrt(K) by default. With ``starts_BT``, token t
+    attends only to those from ``starts_BT[b, t]`` on: documents in one sequence are masked from one another.
     A model passes those of whole sequences, also where ranks split them. With ``window``, a token attends to
     itself and to the ``window`` - 1 tokens before it: t to those from t - ``window`` + 1 on. A model passes
     it only if it is not None. Source: Vaswani et al., arXiv 1706.03762, equation 1.
     """
     if window is not None and window < k_BTGK.shape[1]:
-        if q_BSHK.shape[1] > 1 or begins_BT is not None:
-            return window_attention(q_BSHK, k_BTGK, v_BTGV, scale, begins_BT, window)
+        if q_BSHK.shape[1] > 1 or starts_BT is not None:
+            return window_attention(q_BSHK, k_BTGK, v_BTGV, scale, starts_BT, window)
         k_BTGK, v_BTGV = k_BTGK[:, -window:], v_BTGV[:, -window:]
     q, k, v = (x.transpose(1, 2) for x in (q_BSHK, k_BTGK, v_BTGV))
     shared = q_BSHK.shape[2] != k_BTGK.shape[2]
-    if begins_BT is not None:
-        seen_B1ST = seen(begins_BT, q.shape[2]).unsqueeze(1)
+    if starts_BT is not None:
+        seen_B1ST = seen(starts_BT, q.shape[2]).unsqueeze(1)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=seen_B1ST, scale=scale, enable_gqa=shared)
     elif q.shape[2] == k.shape[2]:
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=shared)
@@ -67,11 +67,11 @@ def attention(
     return y.transpose(1, 2)
 
 
-def seen(begins_BT: Tensor, queries: int) -> Tensor:
+def seen(starts_BT: Tensor, queries: int) -> Tensor:
     """Return the mask [B, S, T] of tokens that the last S ``queries`` see: their document's, up to theirs."""
-    at_T = torch.arange(begins_BT.shape[1], device=begins_BT.device)
-    at_S, begins_BS = at_T[len(at_T) - queries :], begins_BT[:, len(at_T) - queries :]
-    return (at_T >= begins_BS.unsqueeze(-1)) & (at_T <= at_S.unsqueeze(-1))
+    at_T = torch.arange(starts_BT.shape[1], device=starts_BT.device)
+    at_S, starts_BS = at_T[len(at_T) - queries :], starts_BT[:, len(at_T) - queries :]
+    return (at_T >= starts_BS.unsqueeze(-1)) & (at_T <= at_S.unsqueeze(-1))
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:

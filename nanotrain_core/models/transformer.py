@@ -122,7 +122,7 @@ class TransformerPart(ModelPart):
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return hidden states after the layers, and the sums of further loss terms: here there are none."""
         for number, layer in self.layers.items():
-            x_BSD = layer(x_BSD, cos_sin, batch.cache_of(number), batch.begins)
+            x_BSD = layer(x_BSD, cos_sin, batch.cache_of(number), batch.document_starts)
         return x_BSD, {}
 
     def _embed(self, tokens_BS: torch.Tensor, batch: Batch) -> torch.Tensor:
@@ -183,9 +183,9 @@ class Block(nn.Module):
         x_BSD: torch.Tensor,
         cos_sin: Rotation | None,
         cache: LayerCache | None = None,
-        begins_BS: torch.Tensor | None = None,
+        starts_BS: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        x_BSD = x_BSD + self.attn(self.attn_norm(x_BSD), cos_sin, cache, begins_BS)
+        x_BSD = x_BSD + self.attn(self.attn_norm(x_BSD), cos_sin, cache, starts_BS)
         out_BSD: torch.Tensor = x_BSD + self.ffn(self.ffn_norm(x_BSD))
         return out_BSD
 
@@ -212,7 +212,7 @@ class Attention(nn.Module):
         x_BSD: torch.Tensor,
         cos_sin: Rotation | None,
         cache: LayerCache | None = None,
-        begins_BS: torch.Tensor | None = None,
+        starts_BS: torch.Tensor | None = None,
     ) -> torch.Tensor:
         heads = (-1, self.head_size)
         q_BSHK = self.q(x_BSD).unflatten(-1, heads)
@@ -224,10 +224,10 @@ class Attention(nn.Module):
             q_BSHK, k_BSHK = self.ops.rope(q_BSHK, *cos_sin), self.ops.rope(k_BSHK, *cos_sin)
         if cache is not None:
             # Documents begin at places of the whole text, so of a text with them all keys are kept.
-            kept = self.window if begins_BS is None else None
+            kept = self.window if starts_BS is None else None
             k_BSHK, v_BSHK = cache.extend(k_BSHK, v_BSHK, window=kept)
         window = () if self.window is None else (self.window,)
-        more = (None, begins_BS, *window) if window or begins_BS is not None else ()
+        more = (None, starts_BS, *window) if window or starts_BS is not None else ()
         y_BSHK = self.ops.attention(q_BSHK, k_BSHK, v_BSHK, *more)
         y_BSD: torch.Tensor = self.o(y_BSHK.flatten(2))
         return y_BSD

@@ -31,7 +31,7 @@ def window_attention(
     k_BTGK: Tensor,
     v_BTGV: Tensor,
     scale: float | None,
-    begins_BT: Tensor | None,
+    starts_BT: Tensor | None,
     window: int,
 ) -> Tensor:
     """Return attention [B, S, H, V] of one block of queries after the other, each to the tokens that it sees.
@@ -51,8 +51,8 @@ def window_attention(
         end, first = min(begin + block, tokens), begin - window + 1
         low = max(0, first)
         mask = mask_RC[: end - begin, low - first : end - first]
-        if begins_BT is not None:
-            hidden_BRC = torch.arange(low, end, device=mask.device) < begins_BT[:, begin:end, None]
+        if starts_BT is not None:
+            hidden_BRC = torch.arange(low, end, device=mask.device) < starts_BT[:, begin:end, None]
             mask = mask.masked_fill(hidden_BRC.unsqueeze(1), float("-inf"))
         q = q_BSHK[:, begin - before : end - before].transpose(1, 2)
         k, v = (x[:, low:end].transpose(1, 2) for x in (k_BTGK, v_BTGV))

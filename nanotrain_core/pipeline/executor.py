@@ -287,12 +287,12 @@ class Executor:
         return sums
 
     @torch.no_grad()
-    def logits(self, tokens: torch.Tensor, begins: torch.Tensor | None = None) -> torch.Tensor:
+    def logits(self, tokens: torch.Tensor, document_starts: torch.Tensor | None = None) -> torch.Tensor:
         """Return logits [B, S, V] for tokens [B, S] on every rank. Collective over the pipeline.
 
-        ``begins`` [B, S] masks documents from one another: see :attr:`Batch.begins`.
+        ``document_starts`` [B, S] masks documents from one another: see :attr:`Batch.document_starts`.
         """
-        outputs = self.through(Batch(tokens, begins=begins))
+        outputs = self.through(Batch(tokens, document_starts=document_starts))
         if len(set(self.owners)) == 1:
             alone = outputs[self.final].value
             assert alone is not None

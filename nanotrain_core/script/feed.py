@@ -323,7 +323,7 @@ def checked(item: Any, loader: str) -> Batch:
         TypeError: it is neither two tensors nor a batch, or has what a script's model does not receive.
     """
     if isinstance(item, Batch):
-        for name in ("cache", "whole", "begins", "per_sequence", "per_token"):
+        for name in ("cache", "whole", "document_starts", "per_sequence", "per_token"):
             if not (getattr(item, name) is None or getattr(item, name) == {}):
                 raise TypeError(
                     f"the {loader} yields a Batch with {name}, which a script's model would not receive: it "

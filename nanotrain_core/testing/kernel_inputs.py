@@ -79,16 +79,16 @@ def _attention() -> Iterator[Sample]:
     yield _after_others("3 tokens after 6 others", _heads("", (2, 9, 4, 2, 4, 5)), 3)
 
     def documents(function: Function, leaves: Tensors) -> torch.Tensor:
-        return function(leaves["q"], leaves["k"], leaves["v"], 0.4, leaves["begins"])
+        return function(leaves["q"], leaves["k"], leaves["v"], 0.4, leaves["document_starts"])
 
     begins = torch.tensor([[0, 0, 2, 3, 3, 3, 3], [0, 0, 0, 0, 0, 0, 6]])
     leaves = {"q": _normal(2, 7, 4, 8), "k": _normal(2, 7, 2, 8), "v": _normal(2, 7, 2, 5)}
-    alone = Sample("documents that do not see one another", {**leaves, "begins": begins}, documents)
+    alone = Sample("documents that do not see one another", {**leaves, "document_starts": begins}, documents)
     yield alone
     yield _after_others("3 tokens of documents after 4 others", alone, 3)
 
     def windows(function: Function, leaves: Tensors, size: int = 3) -> torch.Tensor:
-        return function(leaves["q"], leaves["k"], leaves["v"], 0.4, leaves.get("begins"), size)
+        return function(leaves["q"], leaves["k"], leaves["v"], 0.4, leaves.get("document_starts"), size)
 
     window = Sample("a window of 3 tokens", _heads("", (2, 13, 4, 2, 8, 5)).leaves, windows)
     yield window

@@ -107,7 +107,7 @@ def _documents_are_those_of_the_batch(case: Case, used: list[nn.Module], batch: 
     at_S = torch.arange(length)
     for cut in (length // 4, length // 2, length - 1):  # where a second document begins
         begins = torch.where(at_S < cut, 0, cut).expand_as(batch.tokens).contiguous()
-        documents = attrs.evolve(batch, begins=begins)
+        documents = attrs.evolve(batch, document_starts=begins)
         got, wanted = _terms(used, documents), _terms(parts_of(case), documents)
         for term, loss in wanted.items():
             assert abs(got[term] - loss) < 1e-9, (

@@ -23,18 +23,18 @@ ROWS = 256
 
 
 class Mask(NamedTuple):
-    """Which keys of a block a query sees: those from ``begins_BS`` on, up to its own position."""
+    """Which keys of a block a query sees: those from ``starts_BS`` on, up to its own position."""
 
     queries_S: Tensor
     keys_T: Tensor
     """Positions in the whole sequence."""
-    begins_BS: Tensor | None = None
+    starts_BS: Tensor | None = None
 
     def hidden(self, rows: slice) -> Tensor:
         """Return the mask [B or 1, 1, 1, s, T] of keys that some queries do not see."""
         hidden = self.keys_T > self.queries_S[rows, None]
-        if self.begins_BS is not None:
-            hidden = hidden | (self.keys_T < self.begins_BS[:, rows, None])
+        if self.starts_BS is not None:
+            hidden = hidden | (self.keys_T < self.starts_BS[:, rows, None])
         return hidden.view(-1, 1, 1, *hidden.shape[-2:])
 
 

@@ -44,7 +44,7 @@ def attend(
     k: Tensor,
     v: Tensor,
     scale: float | None = None,
-    begins_BS: Tensor | None = None,
+    starts_BS: Tensor | None = None,
     window: int | None = None,
 ) -> Tensor:
     """Attend with all heads to all tokens; q [B, s, H, K], k, v [B, s, G, ...] and the result are parts.
@@ -53,7 +53,7 @@ def attend(
     """
     if window is not None and window < length:
         raise NanotrainError(f"cp: communication = {NO_WINDOW}")
-    ring = Ring(ranks, length, q.shape[-1] ** -0.5 if scale is None else scale, begins_BS)
+    ring = Ring(ranks, length, q.shape[-1] ** -0.5 if scale is None else scale, starts_BS)
     y: Tensor = _Ring.apply(q, k, v, ring)  # type: ignore[no-untyped-call]
     return y
 
@@ -66,8 +66,8 @@ def _any(*each: slice) -> bool:
 class Ring:
     """The blocks of sequences of one length, and this rank's place among the ranks that they travel over."""
 
-    def __init__(self, ranks: Ranks, length: int, scale: float, begins_BS: Tensor | None) -> None:
-        self.ranks, self.scale, self.begins_BS = ranks, scale, begins_BS
+    def __init__(self, ranks: Ranks, length: int, scale: float, starts_BS: Tensor | None) -> None:
+        self.ranks, self.scale, self.starts_BS = ranks, scale, starts_BS
         self.halves, self.edges = Halves(ranks, length), ranks.edges(length)
         self.last = ranks.size - 1
         """Number of the last step: in each, this rank has one block."""
@@ -104,13 +104,13 @@ class Ring:
             keys = slice(0, len(block[0]))
         elif step:
             queries = slice(len(own[0]), queries.stop)
-        if self.begins_BS is None:
+        if self.starts_BS is None:
             return queries, keys, None
         at_S, at_T = (
             torch.cat([torch.arange(each.start, each.stop, device=device) for each in chunks])
             for chunks in (own, block)
         )
-        return queries, keys, Mask(at_S[queries], at_T[keys], self.begins_BS[:, at_S[queries]])
+        return queries, keys, Mask(at_S[queries], at_T[keys], self.starts_BS[:, at_S[queries]])
 
     # --- communication ------------------------------------------------------------------------
 

@@ -29,7 +29,7 @@ def attention(
     k_BSGK: torch.Tensor,
     v_BSGV: torch.Tensor,
     scale: float | None = None,
-    begins_BT: torch.Tensor | None = None,
+    starts_BT: torch.Tensor | None = None,
     window: int | None = None,
 ) -> torch.Tensor:
     """Return what :func:`nanotrain_core.models.ops.attention` does; calls it for long sequences.
@@ -37,8 +37,8 @@ def attention(
     It also calls it with fewer queries than keys, as after cached tokens (generation needs no backward pass),
     for documents that do not attend to each other, and for windows.
     """
-    if begins_BT is not None or window is not None:
-        return TORCH_OPS.attention(q_BSHK, k_BSGK, v_BSGV, scale, begins_BT, window)
+    if starts_BT is not None or window is not None:
+        return TORCH_OPS.attention(q_BSHK, k_BSGK, v_BSGV, scale, starts_BT, window)
     after_others = q_BSHK.shape[1] != k_BSGK.shape[1]
     if q_BSHK.shape[1] > SHORT or after_others or not q_BSHK.numel():
         return TORCH_OPS.attention(q_BSHK, k_BSGK, v_BSGV, scale)

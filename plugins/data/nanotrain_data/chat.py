@@ -141,7 +141,7 @@ class Chat(BlendedData):
         return Batch(
             torch.from_numpy(tokens),
             torch.from_numpy(targets),
-            begins=torch.from_numpy(begins) if self.config.packed else None,
+            document_starts=torch.from_numpy(begins) if self.config.packed else None,
         )
 
     def describe(self) -> str:

@@ -57,7 +57,7 @@ def conversations_of(batch, packed):
     found = []
     for row in range(batch.sequences):
         tokens, targets = batch.tokens[row].tolist(), batch.targets[row].tolist()
-        edges = sorted({*batch.begins[row].tolist(), len(tokens)}) if packed else [0, len(tokens)]
+        edges = sorted({*batch.document_starts[row].tolist(), len(tokens)}) if packed else [0, len(tokens)]
         if not packed:
             padding = len(tokens) - len(bytes(tokens).rstrip(b"\0"))
             end = len(tokens) - padding + (padding > 0 and tokens[-padding - 1] != 0)
@@ -124,7 +124,7 @@ def test_a_batch_of_all_ranks_is_that_of_one_and_resumes_anywhere(folder):
                 other.set_length(length)
                 rows = Shard(index, 3).rows(count)
                 found = other.train_batch(count, Shard(index, 3))
-                for part in ("tokens", "targets", "begins"):
+                for part in ("tokens", "targets", "document_starts"):
                     assert torch.equal(getattr(found, part), getattr(batch, part)[rows.start : rows.stop])
 
 

@@ -342,7 +342,7 @@ def test_masks_tell_documents_apart_where_the_offsets_do(tmp_path):
     several = 0
     for _ in range(20):
         batch = data.train_batch(2, WHOLE)
-        for row, begins in zip(batch.tokens.numpy(), batch.begins.tolist(), strict=True):
+        for row, begins in zip(batch.tokens.numpy(), batch.document_starts.tolist(), strict=True):
             (first,) = [at for at in range(0, len(tokens) - 64, 64) if (tokens[at : at + 64] == row).all()]
             starts = [max([first, *(at for at in offsets if at <= first + i)]) - first for i in range(64)]
             assert begins == starts

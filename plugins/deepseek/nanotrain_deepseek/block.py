@@ -36,9 +36,9 @@ class Block(nn.Module):
         x_BSD: torch.Tensor,
         cos_sin: Rotation,
         cache: LayerCache | None = None,
-        begins_BS: torch.Tensor | None = None,
+        starts_BS: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, Routed | None]:
-        x_BSD = x_BSD + self.attn(self.attn_norm(x_BSD), cos_sin, cache, begins_BS)
+        x_BSD = x_BSD + self.attn(self.attn_norm(x_BSD), cos_sin, cache, starts_BS)
         h_BSD = self.ffn_norm(x_BSD)
         if self.dense:
             return x_BSD + self.ffn(h_BSD), None

@@ -44,7 +44,7 @@ class LatentAttention(nn.Module):
         x_BSD: torch.Tensor,
         cos_sin: Rotation,
         cache: LayerCache | None = None,
-        begins_BS: torch.Tensor | None = None,
+        starts_BS: torch.Tensor | None = None,
     ) -> torch.Tensor:
         # Both layers that read x are called one after the other: a precision may quantize x only once.
         latent_of_q, latent_of_kv = self.q_a(x_BSD) if self.config.q_rank else x_BSD, self.kv_a(x_BSD)
@@ -53,7 +53,7 @@ class LatentAttention(nn.Module):
             y_BSHV = self._attend_to_latents(q_BSHK, latent_of_kv, cos_sin, cache)
         else:
             k_BSHK, v_BSHV = self._keys_and_values(latent_of_kv, cos_sin)
-            documents = () if begins_BS is None else (begins_BS,)
+            documents = () if starts_BS is None else (starts_BS,)
             y_BSHV = self.ops.attention(q_BSHK, k_BSHK, v_BSHV, self.scale, *documents)
         y_BSD: torch.Tensor = self.o(y_BSHV.flatten(2))
         return y_BSD

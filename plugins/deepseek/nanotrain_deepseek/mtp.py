@@ -38,10 +38,10 @@ class Predictor(nn.Module):
         h_BSD: torch.Tensor,
         embedded_BSD: torch.Tensor,
         turn: Rotation,
-        begins_BS: torch.Tensor | None = None,
+        starts_BS: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, Routed | None]:
         """Return normalized hidden states [B, S, D], for the model's head and the next module."""
         pair = [self.hidden_norm(h_BSD), self.embed_norm(embedded_BSD)]
         joined = self.proj(torch.cat(pair if self.hidden_first else pair[::-1], dim=-1))
-        out_BSD, routed = self.block(joined, turn, None, begins_BS)
+        out_BSD, routed = self.block(joined, turn, None, starts_BS)
         return self.norm(out_BSD), routed

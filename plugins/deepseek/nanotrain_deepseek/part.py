@@ -48,7 +48,7 @@ class DeepSeekPart(ModelPart):
         x_BSD = self._embed(inputs, batch.start) if self.part.has_embedding else inputs
         cos_sin = rotation(batch.tokens.shape[1], self.config, like=x_BSD, start=batch.start)
         for number, layer in self.layers.items():
-            x_BSD, routed = layer(x_BSD, cos_sin, batch.cache_of(number), batch.begins)
+            x_BSD, routed = layer(x_BSD, cos_sin, batch.cache_of(number), batch.document_starts)
             self._count(layer, routed, losses)
         if not self.part.has_head:
             return PartOutput(x_BSD, losses)
@@ -88,7 +88,7 @@ class DeepSeekPart(ModelPart):
         for depth, predictor in enumerate(self.mtp, start=1):
             later = batch.shifted(depth)
             embedded_BSD = self.embed(later.tokens)
-            h_BSD, routed = predictor(h_BSD, embedded_BSD, cos_sin, batch.begins)
+            h_BSD, routed = predictor(h_BSD, embedded_BSD, cos_sin, batch.document_starts)
             self._count(cast(Predictor, predictor).block, routed, losses)
             found.append(self._head(h_BSD, later.targets))
         return torch.stack(found).sum()

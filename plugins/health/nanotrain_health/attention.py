@@ -34,11 +34,11 @@ class Attention(Watcher):
         k_BTGK: torch.Tensor,
         v_BTGV: torch.Tensor,
         scale: float | None = None,
-        begins_BT: torch.Tensor | None = None,
+        starts_BT: torch.Tensor | None = None,
         window: int | None = None,
     ) -> None:
         """Publish what a layer attends to in one microbatch."""
-        most, entropy, ratio = attended(q_BSHK, k_BTGK, scale, self.queries, begins_BT, window)
+        most, entropy, ratio = attended(q_BSHK, k_BTGK, scale, self.queries, starts_BT, window)
         batch, _, heads, _ = q_BSHK.shape
         metrics = self.scene.metrics
         metrics.scalar(f"attention/max_logit/{name}", most)
@@ -51,7 +51,7 @@ def attended(
     k_BTGK: torch.Tensor,
     scale: float | None,
     queries: int,
-    begins_BT: torch.Tensor | None = None,
+    starts_BT: torch.Tensor | None = None,
     window: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the largest logit, the mean entropy in nats, and the mean ratio of entropy to its maximum.
@@ -64,7 +64,7 @@ def attended(
         q_BSHK, k_BTGK: as attention is called with them: H is a multiple of G.
         scale: factor of the dot products, 1 / sqrt(K) by default.
         queries: number of queries per sequence, see :func:`positions`.
-        begins_BT: where each token's document begins, if tokens attend only to their own document.
+        starts_BT: where each token's document begins, if tokens attend only to their own document.
         window: how many tokens one attends to, if not to all.
     """
     length, groups = k_BTGK.shape[1:3]
@@ -79,14 +79,14 @@ def attended(
     scores_BGNRT = torch.unflatten(scores.to(wide), 2, (-1, len(at.rows_R)))
     hidden_BGNRT = torch.add(at.mask_RT, scores_BGNRT, alpha=scale)
     share_BR1 = at.share_R.unsqueeze(-1)
-    begins_BR = None if begins_BT is None else torch.index_select(begins_BT, 1, at.rows_R)
+    starts_BR = None if starts_BT is None else torch.index_select(starts_BT, 1, at.rows_R)
     if window is not None:
         first_1R = (at.rows_R - (window - 1)).clamp(min=0).unsqueeze(0)
-        begins_BR = first_1R if begins_BR is None else torch.maximum(begins_BR, first_1R)
-    if begins_BR is not None:
-        before_BRT = torch.arange(length, device=begins_BR.device) < begins_BR.unsqueeze(-1)
+        starts_BR = first_1R if starts_BR is None else torch.maximum(starts_BR, first_1R)
+    if starts_BR is not None:
+        before_BRT = torch.arange(length, device=starts_BR.device) < starts_BR.unsqueeze(-1)
         hidden_BGNRT = hidden_BGNRT.masked_fill(before_BRT[:, None, None], -torch.inf)
-        share_BR1 = share(at.rows_R - begins_BR + 1, wide)[:, None, :, None]
+        share_BR1 = share(at.rows_R - starts_BR + 1, wide)[:, None, :, None]
     entropy_BGNR = torch.special.entr(torch.softmax(hidden_BGNRT, -1)).sum(-1)
     return hidden_BGNRT.amax(), entropy_BGNR.mean(), (entropy_BGNR @ share_BR1).mean()
 

@@ -62,7 +62,7 @@ class Probes(Monitor):
             self.untold = False
         if self.shifted is not None:
             metrics.scalar("probes/shifted", self.shifted)
-        begins = self.batch.begins
+        begins = self.batch.document_starts
         logits_BSV = self.run.logits(self.batch.tokens, begins)
         metrics.scalar("probes/leak", leak(logits_BSV, self.run.logits(self.changed, begins)))
         flat, targets = logits_BSV.flatten(0, 1), self.batch.targets
@@ -128,7 +128,11 @@ def cut(batch: Batch, length: int) -> Batch:
     tokens = batch.tokens[:, :length].contiguous()
     own = {name: tensor[:, :length].contiguous() for name, tensor in batch.per_token.items()}
     return attrs.evolve(
-        batch, tokens=tokens, targets=first(batch.targets), begins=first(batch.begins), per_token=own
+        batch,
+        tokens=tokens,
+        targets=first(batch.targets),
+        document_starts=first(batch.document_starts),
+        per_token=own,
     )
 
 

@@ -99,8 +99,8 @@ def test_a_probe_s_documents_do_not_see_one_another(length, tmp_path):
     engine = make_engine(case, {"run": {"steps": 1}}, callbacks=[told])
     engine.fit()
     batch = probes.cut(engine.run.feed.data.validation_batch(0, 3, Shard()), length)
-    assert batch.begins.shape == batch.tokens.shape
-    assert batch.begins.any()
+    assert batch.document_starts.shape == batch.tokens.shape
+    assert batch.document_starts.any()
     (part,) = engine.run.stages.values()
     loss = part(batch.tokens, batch).losses["lm"] / batch.target_tokens()
     assert told.reports[0].values["probes/loss"] == pytest.approx(loss.item(), rel=1e-6)

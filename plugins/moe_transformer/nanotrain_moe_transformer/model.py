@@ -84,7 +84,7 @@ class MoETransformerPart(TransformerPart):
         """Return hidden states after the layers, and the sum of their auxiliary losses."""
         losses: dict[str, torch.Tensor] = {}
         for number, layer in self.layers.items():
-            out = layer(x_BSD, cos_sin, batch.cache_of(number), batch.begins)
+            out = layer(x_BSD, cos_sin, batch.cache_of(number), batch.document_starts)
             if isinstance(out, torch.Tensor):
                 x_BSD = out
                 continue
@@ -113,9 +113,9 @@ class MoEBlock(TransformerBlock):
         x_BSD: torch.Tensor,
         cos_sin: Rotation | None,
         cache: LayerCache | None = None,
-        begins_BS: torch.Tensor | None = None,
+        starts_BS: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, Routed]:
-        x_BSD = x_BSD + self.attn(self.attn_norm(x_BSD), cos_sin, cache, begins_BS)
+        x_BSD = x_BSD + self.attn(self.attn_norm(x_BSD), cos_sin, cache, starts_BS)
         y_BSD, routed = self.moe(self.ffn_norm(x_BSD))
         return x_BSD + y_BSD, routed
 

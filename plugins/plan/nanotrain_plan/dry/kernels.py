@@ -45,7 +45,7 @@ def attention(
     k_BTGK: Tensor,
     v_BTGV: Tensor,
     scale: float | None = None,
-    begins_BT: Tensor | None = None,
+    starts_BT: Tensor | None = None,
     window: int | None = None,
 ) -> Tensor:
     """Return what FlashAttention would, or cuDNN's kernel, which takes values of another size than keys.
@@ -57,7 +57,7 @@ def attention(
     """
     if window is not None and window < k_BTGK.shape[1]:
         if q_BSHK.shape[-1] != v_BTGV.shape[-1]:
-            return TORCH_OPS.attention(q_BSHK, k_BTGK, v_BTGV, scale, begins_BT, window)
+            return TORCH_OPS.attention(q_BSHK, k_BTGK, v_BTGV, scale, starts_BT, window)
         return _window_attention(q_BSHK, k_BTGK, v_BTGV, scale, window)
     q, k, v = (x.transpose(1, 2) for x in (q_BSHK, k_BTGK, v_BTGV))
     if q.shape[-1] == v.shape[-1]:
@@ -87,15 +87,15 @@ def attention_on_host(
     k_BTGK: Tensor,
     v_BTGV: Tensor,
     scale: float | None = None,
-    begins_BT: Tensor | None = None,
+    starts_BT: Tensor | None = None,
     window: int | None = None,
 ) -> Tensor:
     """Return the same on a CPU, whose kernel takes values as wide as keys: of others torch keeps scores."""
     if window is not None and window < k_BTGK.shape[1] and q_BSHK.shape[-1] == v_BTGV.shape[-1]:
         with _KernelOfHost():
-            return TORCH_OPS.attention(q_BSHK, k_BTGK, v_BTGV, scale, begins_BT, window)
-    if begins_BT is not None or q_BSHK.shape[-1] != v_BTGV.shape[-1]:
-        return TORCH_OPS.attention(q_BSHK, k_BTGK, v_BTGV, scale, begins_BT, window)
+            return TORCH_OPS.attention(q_BSHK, k_BTGK, v_BTGV, scale, starts_BT, window)
+    if starts_BT is not None or q_BSHK.shape[-1] != v_BTGV.shape[-1]:
+        return TORCH_OPS.attention(q_BSHK, k_BTGK, v_BTGV, scale, starts_BT, window)
     q, k, v = (x.transpose(1, 2) for x in (q_BSHK, k_BTGK, v_BTGV))
     fewer = q.shape[2] != k.shape[2]  # queries than keys: the kernel keeps a mask
     mask_ST = q.new_zeros(q.shape[2], k.shape[2]) if fewer else None
