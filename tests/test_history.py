@@ -1,4 +1,4 @@
-"""``metrics.jsonl`` read back: curves of the last attempt of each step, seams, and what was given up."""
+"""``metrics.jsonl`` read back: curves of the last attempts, continuations, and what was given up."""
 
 import json
 import math
@@ -10,7 +10,7 @@ import pytest
 from nanotrain_core.builtin.configs import JsonlConfig
 from nanotrain_core.contracts import EvaluationReport, MetricsReport, RollbackReport, StepReport
 from nanotrain_core.metrics.core import CORE
-from nanotrain_core.metrics.history import Curve, Seam, last_attempt, read_metrics
+from nanotrain_core.metrics.history import Continuation, Curve, last_attempt, read_metrics
 from nanotrain_core.metrics.of_reports import CHECKPOINT, EVALUATION, STEP, of_evaluation, of_step
 from nanotrain_core.metrics.report import Histogram
 from nanotrain_core.monitors.jsonl import Jsonl
@@ -95,9 +95,9 @@ def test_a_resume_and_a_rollback_replace_what_they_leave_behind(written, tmp_pat
     monitor.on_step(step(9, 90))
     found = read_metrics(tmp_path)
     assert curve(found) == {2: 2, 4: 4, 7: 70, 9: 90}
-    assert [attrs.evolve(seam, time=0) for seam in found.seams] == [
-        Seam(2, "resume", 4, 6, 0, "killed"),
-        Seam(3, "rollback", 7, 8, 0, "a spike"),
+    assert [attrs.evolve(continuation, time=0) for continuation in found.continuations] == [
+        Continuation(2, "resume", 4, 6, 0, "killed"),
+        Continuation(3, "rollback", 7, 8, 0, "a spike"),
     ]
     left = {n: {name: dict(each) for name, each in each.items()} for n, each in found.abandoned.items()}
     assert {n: each["loss"] for n, each in left.items()} == {1: {5: 5, 6: 6}, 2: {8: 80}}
@@ -163,7 +163,9 @@ def test_a_row_that_found_no_space_costs_no_other(written, tmp_path):
     monitor.on_step(step(2, 20))
     found = read_metrics(tmp_path)
     assert (curve(found), found.torn, found.attempt) == ({1: 1, 2: 20}, 1, 2)
-    assert [attrs.evolve(seam, time=0) for seam in found.seams] == [Seam(2, "rollback", 1, 3, 0, "a spike")]
+    assert [attrs.evolve(continuation, time=0) for continuation in found.continuations] == [
+        Continuation(2, "rollback", 1, 3, 0, "a spike")
+    ]
 
 
 @pytest.mark.parametrize("again", [4, 9])
@@ -179,8 +181,8 @@ def test_an_attempt_whose_first_row_is_unreadable_replaces_what_it_leaves_behind
     path.write_bytes(b"".join([*lines[:row], b"?" + lines[row], *lines[row + 1 :]]))
     found, kept = read_metrics(tmp_path), {1: 1, 2: 2} if again == 4 else {1: 1, 2: 2, 4: 4, 5: 5, 6: 6}
     assert (curve(found), found.torn, found.attempt) == (kept | {again: 40}, 1, 2)
-    assert [attrs.evolve(seam, time=0) for seam in found.seams] == [
-        Seam(2, "resume", 3 if again == 4 else 6, 6, 0, "killed")
+    assert [attrs.evolve(continuation, time=0) for continuation in found.continuations] == [
+        Continuation(2, "resume", 3 if again == 4 else 6, 6, 0, "killed")
     ]
 
 
@@ -193,7 +195,7 @@ def test_an_attempt_whose_first_row_is_unreadable_may_evaluate_first(tmp_path):
     path.write_text("\n".join([*map(json.dumps, rows[:5]), '{"event": "start", "ti', json.dumps(rows[5])]))
     found = read_metrics(tmp_path)
     assert dict(found.curves["losses/lm"]) == {1: 1, 2: 2, 3: 3}
-    assert [(seam.step, seam.came_to) for seam in found.seams] == [(3, 4)]
+    assert [(continuation.step, continuation.came_to) for continuation in found.continuations] == [(3, 4)]
 
 
 def test_files_of_before_rows_had_their_attempt_are_read(tmp_path):

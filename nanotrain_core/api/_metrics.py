@@ -4,7 +4,7 @@ from nanotrain_core.metrics.baseline import BASELINE_COUNT, Baseline, is_relativ
 from nanotrain_core.metrics.core import CORE as CORE_METRICS
 from nanotrain_core.metrics.declared import Bins, Metric, Rule, Verdict, rank_metrics
 from nanotrain_core.metrics.declared import Names as MetricNames
-from nanotrain_core.metrics.history import Curve, History, Seam, read_metrics
+from nanotrain_core.metrics.history import Continuation, Curve, History, read_metrics
 from nanotrain_core.metrics.patience import PATIENCE, StepKind, is_judged, required_patience, step_kind
 
 __all__ = [
@@ -13,12 +13,12 @@ __all__ = [
     "PATIENCE",
     "Baseline",
     "Bins",
+    "Continuation",
     "Curve",
     "History",
     "Metric",
     "MetricNames",
     "Rule",
-    "Seam",
     "StepKind",
     "Verdict",
     "is_judged",

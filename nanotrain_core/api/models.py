@@ -12,12 +12,12 @@ from nanotrain_core.moe.experts import CallOnce, Experts
 from nanotrain_core.moe.grouped_mm import has_one_kernel
 from nanotrain_core.moe.load_balancing import expert_share, load_balancing_loss
 from nanotrain_core.moe.router import TopKRouter
-from nanotrain_core.moe.routing import Routed, count_routed
+from nanotrain_core.moe.routing import RoutingStatistics, count_routed
 
 __all__ = [
     "CallOnce",
     "Experts",
-    "Routed",
+    "RoutingStatistics",
     "TopKRouter",
     "Transformer",
     "TransformerBlock",

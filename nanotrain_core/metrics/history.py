@@ -70,7 +70,7 @@ class Curve:
 
 
 @attrs.define(frozen=True)
-class Seam:
+class Continuation:
     """Where a run continued from an earlier step, or from the same one after an interruption."""
 
     attempt: int
@@ -100,7 +100,7 @@ class History:
     """By name: step and histogram, ascending."""
     texts: dict[str, list[tuple[int, str]]] = attrs.field(factory=dict)
     """By name: step and text, ascending."""
-    seams: list[Seam] = attrs.field(factory=list)
+    continuations: list[Continuation] = attrs.field(factory=list)
     abandoned: dict[int, dict[str, Curve]] = attrs.field(factory=dict)
     """By attempt, the curves of steps it took after the step from which a later one began."""
     events: list[dict[str, Any]] = attrs.field(factory=list)
@@ -140,7 +140,7 @@ def read_metrics(
 
         history = read_metrics("runs/laptop", ["loss", "validation/*"])
         for step, loss in history.curves["loss"]: ...
-        for seam in history.seams: ...      # where it was resumed or rolled back
+        for continuation in history.continuations: ...      # where it was resumed or rolled back
         history.histograms["gradients/histogram/embed.weight"][-1]
 
     Args:
@@ -274,7 +274,9 @@ class _Reader:
         history.attempt = int(row.get("attempt", before + 1))
         if before or history.step:  # the row that began the first attempt may be unreadable
             came_to = max(history.step, int(row["step"]) if kind == "rollback" else 0)
-            history.seams.append(Seam(history.attempt, kind, step, came_to, float(row["time"]), reason))
+            history.continuations.append(
+                Continuation(history.attempt, kind, step, came_to, float(row["time"]), reason)
+            )
             self.cut(step, before)
         history.step = step
 

@@ -19,7 +19,7 @@ BAD_LASTS = 2
 OF_GRADIENTS = frozenset({"gradients", "updates", "weights"})
 
 #: ``broken``: the loss is not finite; ``overflow``: the step was skipped to halve the loss scale.
-StepKind = Literal["sound", "broken", "overflow"]
+StepKind = Literal["normal", "broken", "overflow"]
 
 
 def step_kind(values: Mapping[str, float]) -> StepKind:
@@ -30,7 +30,7 @@ def step_kind(values: Mapping[str, float]) -> StepKind:
     """
     if not math.isfinite(values.get("loss", 0.0)):
         return "broken"
-    return "overflow" if values.get("skipped") and values.get("loss_scale", 1.0) != 1.0 else "sound"
+    return "overflow" if values.get("skipped") and values.get("loss_scale", 1.0) != 1.0 else "normal"
 
 
 def is_judged(metric: Metric, kind: StepKind) -> bool:
@@ -38,7 +38,7 @@ def is_judged(metric: Metric, kind: StepKind) -> bool:
     # Beside a loss that is not finite, no other number means anything.
     if kind == "broken":
         return metric.name == "loss"
-    return kind == "sound" or metric.group not in OF_GRADIENTS
+    return kind == "normal" or metric.group not in OF_GRADIENTS
 
 
 def required_patience(value: float, patience: int, *, bad: bool) -> int:

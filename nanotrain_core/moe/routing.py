@@ -50,7 +50,7 @@ class Routing:
     free."""
 
 
-class Routed(NamedTuple):
+class RoutingStatistics(NamedTuple):
     """The outputs of an MoE layer besides its hidden states. Nothing is counted inside the layer, because
     activation checkpointing runs it twice."""
 
@@ -136,7 +136,7 @@ class CountingRouter(nn.Module):
         """
 
 
-def count_routed(routed: Routed, router: CountingRouter, losses: dict[str, torch.Tensor]) -> None:
+def count_routed(routed: RoutingStatistics, router: CountingRouter, losses: dict[str, torch.Tensor]) -> None:
     """Add an MoE layer's balance losses to those of its part, and its load to its router's count."""
     for name, value in routed.losses.items():
         losses[name] = losses[name] + value if name in losses else value

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from nanotrain_core.api import Role, tag
-from nanotrain_core.api.models import Routed
+from nanotrain_core.api.models import RoutingStatistics
 from nanotrain_core.api.torch import LayerCache, Ops, RMSNorm, Rotation, SwiGLU
 from nanotrain_deepseek.config import DeepSeekConfig
 from nanotrain_deepseek.mla import LatentAttention
@@ -37,13 +37,13 @@ class Block(nn.Module):
         cos_sin: Rotation,
         cache: LayerCache | None = None,
         starts_BS: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, Routed | None]:
+    ) -> tuple[torch.Tensor, RoutingStatistics | None]:
         x_BSD = x_BSD + self.attn(self.attn_norm(x_BSD), cos_sin, cache, starts_BS)
         h_BSD = self.ffn_norm(x_BSD)
         if self.dense:
             return x_BSD + self.ffn(h_BSD), None
         y_BSD, routing = self.moe(h_BSD)
-        return x_BSD + y_BSD, Routed(dict(routing.losses), routing.load)
+        return x_BSD + y_BSD, RoutingStatistics(dict(routing.losses), routing.load)
 
 
 def norm(config: DeepSeekConfig, ops: Ops) -> nn.Module:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from nanotrain_core.api import Role, tag
-from nanotrain_core.api.models import Routed
+from nanotrain_core.api.models import RoutingStatistics
 from nanotrain_core.api.torch import Ops, Rotation
 from nanotrain_deepseek.block import Block, norm
 from nanotrain_deepseek.config import DeepSeekConfig
@@ -39,7 +39,7 @@ class Predictor(nn.Module):
         embedded_BSD: torch.Tensor,
         turn: Rotation,
         starts_BS: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, Routed | None]:
+    ) -> tuple[torch.Tensor, RoutingStatistics | None]:
         """Return normalized hidden states [B, S, D], for the model's head and the next module."""
         pair = [self.hidden_norm(h_BSD), self.embed_norm(embedded_BSD)]
         joined = self.proj(torch.cat(pair if self.hidden_first else pair[::-1], dim=-1))

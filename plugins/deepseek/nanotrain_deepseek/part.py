@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from nanotrain_core.api import Part, Role, tag
-from nanotrain_core.api.models import Routed, count_routed
+from nanotrain_core.api.models import RoutingStatistics, count_routed
 from nanotrain_core.api.torch import Batch, Head, Initializer, ModelPart, Ops, PartOutput, Rotation
 from nanotrain_deepseek.block import Block, norm
 from nanotrain_deepseek.config import DeepSeekConfig
@@ -60,7 +60,9 @@ class DeepSeekPart(ModelPart):
             losses["mtp"] = self._predict_further(x_BSD, batch, cos_sin, losses)
         return PartOutput(None, {"lm": output, **losses})
 
-    def _count(self, layer: nn.Module, routed: Routed | None, losses: dict[str, torch.Tensor]) -> None:
+    def _count(
+        self, layer: nn.Module, routed: RoutingStatistics | None, losses: dict[str, torch.Tensor]
+    ) -> None:
         if routed is not None:
             count_routed(routed, cast(Block, layer).moe.router, losses)
 

@@ -19,7 +19,7 @@ from nanotrain_core.api import Costs, Part, Role, TransformerConfig, tag
 from nanotrain_core.api.models import (
     CallOnce,
     Experts,
-    Routed,
+    RoutingStatistics,
     TopKRouter,
     Transformer,
     TransformerBlock,
@@ -114,7 +114,7 @@ class MoEBlock(TransformerBlock):
         cos_sin: Rotation | None,
         cache: LayerCache | None = None,
         starts_BS: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, Routed]:
+    ) -> tuple[torch.Tensor, RoutingStatistics]:
         x_BSD = x_BSD + self.attn(self.attn_norm(x_BSD), cos_sin, cache, starts_BS)
         y_BSD, routed = self.moe(self.ffn_norm(x_BSD))
         return x_BSD + y_BSD, routed
@@ -129,10 +129,10 @@ class MixtureOfExperts(nn.Module):
         self.experts = Experts(config.experts, config.width, config.expert_ffn, ops)
         self.shared = SharedExpert(config, ops) if config.shared_expert_ffn else None
 
-    def forward(self, x_BSD: torch.Tensor) -> tuple[torch.Tensor, Routed]:
+    def forward(self, x_BSD: torch.Tensor) -> tuple[torch.Tensor, RoutingStatistics]:
         """Return each token's weighted sum of its experts, and what the part counts."""
         routing = self.router(x_BSD)
-        routed = Routed(dict(routing.losses), routing.load)
+        routed = RoutingStatistics(dict(routing.losses), routing.load)
         if self.shared is None:
             return self.experts(x_BSD, routing), routed
         shared = CallOnce(self.shared, x_BSD)

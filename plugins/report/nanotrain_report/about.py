@@ -136,24 +136,24 @@ def continuity(shown: Sequence[Shown]) -> list[Block]:
     """Return restarts, resumes and rollbacks: what each cost."""
     blocks: list[Block] = []
     for each in shown:
-        seams = each.run.history.seams
-        lost = sum(seam.came_to - seam.step for seam in seams)
-        if not seams:
+        continuations = each.run.history.continuations
+        lost = sum(continuation.came_to - continuation.step for continuation in continuations)
+        if not continuations:
             inner: list[Block] = [
                 Sentences([Sentence("good", "It ran in one go: no restart, resume or rollback.")])
             ]
         else:
             rows = [
                 (
-                    f"{seam.attempt}",
-                    seam.kind,
-                    moment(seam.time),
-                    f"{seam.came_to:,}",
-                    f"{seam.step:,}",
-                    f"{seam.came_to - seam.step:,}",
-                    why(each.run, seam.time, seam.reason),
+                    f"{continuation.attempt}",
+                    continuation.kind,
+                    moment(continuation.time),
+                    f"{continuation.came_to:,}",
+                    f"{continuation.step:,}",
+                    f"{continuation.came_to - continuation.step:,}",
+                    why(each.run, continuation.time, continuation.reason),
                 )
-                for seam in seams
+                for continuation in continuations
             ]
             head = ("attempt", "began by", "when", "had come to", "went on from", "steps lost", "because")
             done = each.run.history.step
@@ -164,7 +164,7 @@ def continuity(shown: Sequence[Shown]) -> list[Block]:
 
 
 def why(run: RunFolder, when: float, reason: str) -> str:
-    """Return what the log says shortly before an attempt began, or the reason that the seam has."""
+    """Return what the log says shortly before an attempt began, or the reason that the continuation has."""
     said = [
         entry
         for entry in run.log

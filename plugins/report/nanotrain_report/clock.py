@@ -36,7 +36,7 @@ def gaps(run: RunFolder) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]
         gap, inside = _gaps_with(times.steps, curve.steps)
         np.add.at(measured, gap, np.asarray(curve.values, np.float64)[inside])
     expected = np.diff(np.asarray(times.steps, np.int64)) * (usual or 0.0)
-    resumed = _any(times.steps, [seam.step for seam in run.history.seams])
+    resumed = _any(times.steps, [continuation.step for continuation in run.history.continuations])
     # What nobody measured may have taken any time.
     failed = [row["step"] for row in run.history.events if row["event"] == "save_failed"]
     # A checkpoint component may leave `blocked` out, which is then 0.

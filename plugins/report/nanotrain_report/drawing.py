@@ -24,7 +24,10 @@ SMOOTHED_FROM = 60
 
 def marks_of(each: Shown, *, alone: bool = True) -> list[Mark]:
     """Return a mark where each attempt but the first begins, in the run's color if there are several."""
-    return [Mark(seam.step, SEAM if alone else each.color) for seam in each.run.history.seams]
+    return [
+        Mark(continuation.step, SEAM if alone else each.color)
+        for continuation in each.run.history.continuations
+    ]
 
 
 def family_charts(shown: Sequence[Shown], name: str) -> list[Chart]:

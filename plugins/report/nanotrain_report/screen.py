@@ -187,11 +187,11 @@ def latest(run: RunFolder) -> Iterator[RenderableType]:
         yield Text.assemble(("checkpoint  ", "dim"), f"step {newest.step:,}, {newest.path}")
     else:
         yield Text.assemble(("checkpoint  ", "dim"), "none yet")
-    if run.history.seams:
-        seam = run.history.seams[-1]
-        lost = sum(each.came_to - each.step for each in run.history.seams)
-        last = f"the last after step {seam.step:,} ({seam.reason})"
-        text = f"{len(run.history.seams)}; {last}; {number(lost)} steps lost in all"
+    if run.history.continuations:
+        continuation = run.history.continuations[-1]
+        lost = sum(each.came_to - each.step for each in run.history.continuations)
+        last = f"the last after step {continuation.step:,} ({continuation.reason})"
+        text = f"{len(run.history.continuations)}; {last}; {number(lost)} steps lost in all"
         yield Text.assemble(("restarts    ", "dim"), text)
     wrong = [entry for entry in run.log if entry.get("level") in ("error", "critical")]
     if wrong:
