@@ -143,7 +143,7 @@ def rounding_kernels(sizes: Sizes) -> dict[str, tuple[Make, int]]:
 
         return partial(quantize_swiglu, sizes.normal(*sizes.rounded), sizes.normal(*sizes.rounded))
 
-    def swiglu_again(*, gradient: bool) -> Call:
+    def recompute_swiglu(*, gradient: bool) -> Call:
         from nanotrain_fp8_deepseek_v3.fused import cropped
         from nanotrain_fp8_deepseek_v3.triton_kernels.quantize_rows import quantize_rows
         from nanotrain_fp8_deepseek_v3.triton_kernels.quantize_swiglu import requantize_swiglu
@@ -158,9 +158,9 @@ def rounding_kernels(sizes: Sizes) -> dict[str, tuple[Make, int]]:
         "128 x 1, transposed, from 1 x 128": (again, 2),
         "128 x 128, and transposed": (blocks, 4),
         "SwiGLU, with 1 x 128 of gate, up and output": (of_swiglu, 7),
-        "SwiGLU again, from 1 x 128 to 1 x 128": (partial(swiglu_again, gradient=False), 3),
+        "SwiGLU again, from 1 x 128 to 1 x 128": (partial(recompute_swiglu, gradient=False), 3),
         "SwiGLU backward, from 1 x 128, with 1 x 128 of the output": (
-            partial(swiglu_again, gradient=True),
+            partial(recompute_swiglu, gradient=True),
             9,
         ),
     }

@@ -229,7 +229,7 @@ class _Linear(torch.autograd.Function):
         # Activation checkpointing saves a detached copy, but gradient hooks are on the parameter itself,
         # and a backend that caches a form of a weight identifies the weight by its parameter.
         ctx.parameter = None if torch.compiler.is_compiling() else weight_NK
-        share, ctx.again = (point and point.again) or (None, None)
+        share, ctx.recompute = (point and point.recompute) or (None, None)
         frozen = not any(ctx.needs_input_grad[1:3])  # then nothing reads the input again
         saved = () if frozen else (share,) if share is not None else of if make is not None else kept
         ctx.save_for_backward(weight_NK, *forms, *saved)
@@ -245,8 +245,8 @@ class _Linear(torch.autograd.Function):
         make: Callable[[], torch.Tensor] | None = None if ctx.make is None else partial(ctx.make, *kept)
         to_weight, to_carrier = ctx.needs_input_grad[1:3]
         needed = to_weight or to_carrier
-        if needed and ctx.again is not None:  # begins now and overlaps dgrad
-            make = ctx.again(kept[0])
+        if needed and ctx.recompute is not None:  # begins now and overlaps dgrad
+            make = ctx.recompute(kept[0])
 
         def keep() -> Kept:
             if make is None:

@@ -81,7 +81,7 @@ class QuantizedActivations:
         """
         return None
 
-    def swiglu_again(
+    def recompute_swiglu(
         self, gate: Kept, up: Kept, dtype: torch.dtype, *, whole: bool = False
     ) -> QuantizedInput | None:
         """Return h, from the saved gate and up, in the form that ``keep`` reads; None: see :meth:`swiglu`."""
@@ -90,7 +90,7 @@ class QuantizedActivations:
     def swiglu_backward(
         self, gate: Kept, up: Kept, d_h_MF: torch.Tensor, *, whole: bool = False
     ) -> tuple[QuantizedInput, torch.Tensor, torch.Tensor] | None:
-        """Return :meth:`swiglu_again`, and the gradients of gate and up; None: see :meth:`swiglu`."""
+        """Return :meth:`recompute_swiglu`, and the gradients of gate and up; None: see :meth:`swiglu`."""
         return None
 
     def defer_wgrad(self, d_y_MN: torch.Tensor, kept: Kept) -> WgradFn:

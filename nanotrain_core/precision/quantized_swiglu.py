@@ -103,7 +103,7 @@ class _Inputs:
     def product(self, *kept: torch.Tensor) -> torch.Tensor:
         """Return silu(gate) * up, quantized already if the backend does both at once."""
         half = len(kept) // 2
-        at_once = self.backend.swiglu_again(kept[:half], kept[half:], self.dtype)
+        at_once = self.backend.recompute_swiglu(kept[:half], kept[half:], self.dtype)
         if at_once is not None:
             return cast(torch.Tensor, at_once)
         gate_MF, up_MF = found = self._dequantized(kept)

@@ -22,9 +22,9 @@ RecomputedInput = tuple[torch.Tensor, Callable[[torch.Tensor], WgradFn]]
 class WgradPoint:
     """The point in a backward pass at which the wgrad of one use of a weight is computed."""
 
-    def __init__(self, weight: torch.Tensor, again: RecomputedInput | None = None) -> None:
-        """``again``: how the layer recomputes its input in backward instead of saving it."""
-        self.again = again
+    def __init__(self, weight: torch.Tensor, recompute: RecomputedInput | None = None) -> None:
+        """``recompute``: how the layer recomputes its input in backward instead of saving it."""
+        self.recompute = recompute
         self.left: list[WgradFn] = []
         self.handle: torch.Tensor = _Make.apply(weight, self.left)  # type: ignore[no-untyped-call]
         """An input of the layer's autograd function, which returns no gradient for it."""

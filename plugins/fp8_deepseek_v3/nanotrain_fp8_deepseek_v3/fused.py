@@ -73,22 +73,22 @@ class Rounded(FP8GEMM):
         h = QuantizedInput(made.h, gate_MF.shape, gate_MF.dtype, made.whole)
         return h, cropped(made.gate, gate_MF), cropped(made.up, up_MF)
 
-    def swiglu_again(
+    def recompute_swiglu(
         self, gate: Kept, up: Kept, dtype: torch.dtype, *, whole: bool = False
     ) -> QuantizedInput:
         """Return h, recomputed from codes and scales of gate and up, and rounded in the same kernel."""
-        made = self._swiglu_again(gate, up, dtype, None, whole=whole)
+        made = self._recompute_swiglu(gate, up, dtype, None, whole=whole)
         return QuantizedInput(made.h, gate[0].shape, dtype, made.whole)
 
     def swiglu_backward(
         self, gate: Kept, up: Kept, d_h_MF: torch.Tensor, *, whole: bool = False
     ) -> tuple[QuantizedInput, torch.Tensor, torch.Tensor]:
-        """Return h as :meth:`swiglu_again` does, and the gradients of gate and up, from the same kernel."""
-        made = self._swiglu_again(gate, up, d_h_MF.dtype, d_h_MF, whole=whole)
+        """Return h as :meth:`recompute_swiglu` does, and the gradients of gate and up, from the same kernel."""
+        made = self._recompute_swiglu(gate, up, d_h_MF.dtype, d_h_MF, whole=whole)
         assert made.d_gate is not None and made.d_up is not None  # noqa: PT018
         return QuantizedInput(made.h, d_h_MF.shape, d_h_MF.dtype, made.whole), made.d_gate, made.d_up
 
-    def _swiglu_again(
+    def _recompute_swiglu(
         self, gate: Kept, up: Kept, dtype: torch.dtype, d_h_MF: torch.Tensor | None, *, whole: bool
     ) -> Backward:
         (codes_gate, of_gate), (codes_up, of_up) = gate, up

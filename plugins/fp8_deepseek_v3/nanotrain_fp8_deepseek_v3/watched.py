@@ -110,11 +110,11 @@ class Watched(QuantizedActivations, PreparesWeights, GEMMBackend):
         """Delegate, and request h itself when it is counted."""
         return self.behind.swiglu(gate_MF, up_MF, whole=whole or self._counts_whole())
 
-    def swiglu_again(
+    def recompute_swiglu(
         self, gate: Kept, up: Kept, dtype: torch.dtype, *, whole: bool = False
     ) -> QuantizedInput | None:
         """Delegate, and request h itself when it is counted."""
-        return self.behind.swiglu_again(gate, up, dtype, whole=whole or self._counts_whole())
+        return self.behind.recompute_swiglu(gate, up, dtype, whole=whole or self._counts_whole())
 
     def swiglu_backward(
         self, gate: Kept, up: Kept, d_h_MF: torch.Tensor, *, whole: bool = False

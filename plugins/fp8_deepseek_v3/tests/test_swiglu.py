@@ -39,7 +39,7 @@ class AtOnce(EmulatedFP8):
         nan = torch.full_like(h, float("nan")) if whole else None
         return QuantizedInput((values, *kept), h.shape, h.dtype, nan), self.quantize(gate), self.quantize(up)
 
-    def swiglu_again(self, gate, up, dtype, *, whole=False):
+    def recompute_swiglu(self, gate, up, dtype, *, whole=False):
         self.calls.append("again")
         gate, up = (self.dequantize(each, dtype) for each in (gate, up))
         h = F.silu(gate) * up

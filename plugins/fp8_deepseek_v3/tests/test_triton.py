@@ -84,7 +84,7 @@ def products(M, K, N, E):
     TritonFP8(FP8Recipe(input_power_of_two=True)).wgrad(d_y, TritonFP8(FP8Recipe()).keep(x))
     rounded = TritonFP8(FP8Recipe(quantize_swiglu=True))
     _, *saved = rounded.swiglu(d_y, d_y)
-    rounded.swiglu_again(*saved, d_y.dtype)
+    rounded.recompute_swiglu(*saved, d_y.dtype)
     rounded.swiglu_backward(*saved, d_y)
 
 
@@ -105,7 +105,7 @@ def test_every_kernel_compiles_for_hopper(sizes, tmp_path):
         "round_columns",
         "round_blocks",
         "round_swiglu",
-        "round_swiglu_again",
+        "round_recomputed_swiglu",
         "rows_times_blocks",
         "columns_times_columns",
     }
@@ -163,7 +163,7 @@ def test_kernels_that_round_have_no_more_instructions_for_a_number_than_the_read
         quantize_blocks(x)
         backend = TritonFP8(FP8Recipe(quantize_swiglu=True))
         _, *saved = backend.swiglu(x, x)
-        backend.swiglu_again(*saved, x.dtype)
+        backend.recompute_swiglu(*saved, x.dtype)
         backend.swiglu_backward(*saved, x)
     for launch, (kind, most) in zip(found, COSTS.items(), strict=True):
         threads = 32 * launch.options["num_warps"] * launch.grid[0]

@@ -44,7 +44,7 @@ class RegionInput:
         """The same values for replicated modules, such as routers: its gradient is complete on every rank."""
         self.first: nn.Module | None = None
         """The first sharded layer that read it, where wgrads are placed; otherwise None."""
-        self.again: RecomputedInput | None = None
+        self.recompute: RecomputedInput | None = None
         """This rank's share and :meth:`OverlappedInput.gather_again`, by which layers gather it again in
         backward; None: they keep it."""
         self.watched = False
@@ -64,7 +64,7 @@ class RegionInput:
     def wgrad_point_of(self, layer: nn.Module) -> WgradPoint | None:
         """Return a new wgrad point for the weight of ``layer``, if it is trained."""
         weight = layer.get_parameter("weight")
-        return WgradPoint(weight, self.again) if weight.requires_grad else None
+        return WgradPoint(weight, self.recompute) if weight.requires_grad else None
 
     @property
     def values(self) -> torch.Tensor | None:
@@ -180,7 +180,7 @@ class ShardedRegion:
         overlapped = OverlappedInput(self.ranks, SEQUENCE if self.sequence_parallel else None, self.length)
         gathered = overlapped.gather(cached.outside, cached.values)
         if not self.keep:
-            cached.again = (cached.outside.detach(), overlapped.gather_again)
+            cached.recompute = (cached.outside.detach(), overlapped.gather_again)
         cached.first, readers = first, self._readers.setdefault(first, [first])
         cached.wgrad_points = {layer: point for layer in readers if (point := cached.wgrad_point_of(layer))}
         cached.inside = overlapped.enter(gathered)

@@ -109,7 +109,7 @@ def round_swiglu(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def round_swiglu_again(  # type: ignore[no-untyped-def]
+def round_recomputed_swiglu(  # type: ignore[no-untyped-def]
     gate_ptr,
     of_gate_ptr,
     up_ptr,
@@ -281,7 +281,7 @@ def _launch_backward(
     assert gate.stride(1) == up.stride(1) == 1
     together = ROWS_OF_CODES if d_h is None else ROWS
     if codes.numel():
-        round_swiglu_again[(triton.cdiv(rows, together) * tiles,)](
+        round_recomputed_swiglu[(triton.cdiv(rows, together) * tiles,)](
             gate, of_gate, up, of_up, d_h, *(gradients or (None, None)), codes, scales, whole, M, F,
             gate.stride(0), *of_gate.stride(), up.stride(0), *of_up.stride(),
             *((0, 0) if d_h is None else d_h.stride()), tiles * TILE, rows,

@@ -109,7 +109,7 @@ class Apart(TritonFP8):
     def swiglu(self, gate, up, *, whole=False):
         return None
 
-    def swiglu_again(self, gate, up, dtype, *, whole=False):
+    def recompute_swiglu(self, gate, up, dtype, *, whole=False):
         return None
 
     def swiglu_backward(self, gate, up, d_h, *, whole=False):
