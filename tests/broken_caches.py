@@ -36,7 +36,7 @@ class Keeps(TorchGEMM):
     def forward(self, x_MK, *weights_NK):
         return [x_MK @ self.of(weight_NK).T for weight_NK in weights_NK], (x_MK,)
 
-    def keep(self, x_MK):
+    def save_for_wgrad(self, x_MK):
         return (x_MK,)
 
     def dgrad(self, d_y_MN, weight_NK):

@@ -19,7 +19,7 @@ class Kept(TorchGEMM):
     def forward(self, x_MK, *weights_NK):
         return [x_MK @ weight_NK.T for weight_NK in weights_NK], (x_MK,)
 
-    def keep(self, x_MK):
+    def save_for_wgrad(self, x_MK):
         return (self.narrowed(x_MK),)
 
     def wgrad(self, d_y_MN, kept):

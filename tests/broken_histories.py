@@ -46,7 +46,7 @@ class Delayed(TorchGEMM):
         x_MK = self.rounded(x_MK)
         return [x_MK @ weight_NK.T for weight_NK in weights_NK], (x_MK,)
 
-    def keep(self, x_MK):
+    def save_for_wgrad(self, x_MK):
         return (self.rounded(x_MK),)
 
     def wgrad(self, d_y_MN, kept):

@@ -34,9 +34,9 @@ def build(config):
 
         def forward(self, x_MK, *weights_NK):
             assert self.passes.weights_version is not None
-            return [self.times(x_MK, weight.mT) for weight in weights_NK], self.keep(x_MK)
+            return [self.times(x_MK, weight.mT) for weight in weights_NK], self.save_for_wgrad(x_MK)
 
-        def keep(self, x_MK):
+        def save_for_wgrad(self, x_MK):
             return (x_MK / 2,)
 
         def dgrad(self, d_y_MN, weight_NK):

@@ -120,7 +120,7 @@ class Running(TorchGEMM):
         x = x if scale is None else x / (1 + scale)
         return [x @ weight.T for weight in weights], (x.clone(),)
 
-    def keep(self, x):
+    def save_for_wgrad(self, x):
         return (x,)
 
     def dgrad(self, d_y, weight):

@@ -21,8 +21,8 @@ from nanotrain_core.models.ops import ops_of
 from nanotrain_core.pipeline.passes import Passes
 from nanotrain_core.precision.gemm_backend import (
     GEMMBackend,
-    Kept,
     QuantizedActivations,
+    SavedTensors,
     as_prepared,
     deferred_wgrad,
 )
@@ -31,7 +31,7 @@ from nanotrain_core.precision.gemm_backend import (
 def use_expert_gemms(
     module: nn.Module,
     backends: Mapping[str, GEMMBackend],
-    prepared: Mapping[str, Kept],
+    prepared: Mapping[str, SavedTensors],
     carriers: Mapping[str, torch.Tensor | None],
     passes: Passes,
 ) -> None:
@@ -123,10 +123,10 @@ class _Experts(torch.autograd.Function):
         d_x_ND = None
         if ctx.needs_input_grad[0]:
             d_x_ND = of_gate.dgrad(d_g_NF, gate).add_(of_up.dgrad(d_u_NF, up))
-        operands: tuple[tuple[GEMMBackend, torch.Tensor, Callable[[], Kept]], ...] = (
+        operands: tuple[tuple[GEMMBackend, torch.Tensor, Callable[[], SavedTensors]], ...] = (
             (of_gate, d_g_NF, lambda: x_gate),
             (of_up, d_u_NF, lambda: x_up),
-            (of_down, d_y_ND, lambda: of_down.keep(h_NF)),
+            (of_down, d_y_ND, lambda: of_down.save_for_wgrad(h_NF)),
         )
         to_each = ctx.needs_input_grad[1:7]  # the weights, or their carriers
         wanted = zip(weights, operands, to_each[:3], to_each[3:], strict=True)
@@ -140,8 +140,8 @@ class _Experts(torch.autograd.Function):
         return d_x_ND, *gradients, *(None,) * (3 + len(forms))
 
 
-def _wgrad(backend: GEMMBackend, d_y: torch.Tensor, keep: Callable[[], Kept]) -> torch.Tensor:
-    return backend.wgrad(d_y, keep())
+def _wgrad(backend: GEMMBackend, d_y: torch.Tensor, save: Callable[[], SavedTensors]) -> torch.Tensor:
+    return backend.wgrad(d_y, save())
 
 
 def _prepared(
@@ -156,7 +156,7 @@ def _prepared(
 
 def _down(
     backend: GEMMBackend, g_NF: torch.Tensor, u_NF: torch.Tensor, down: torch.Tensor
-) -> tuple[torch.Tensor, Kept | None, Kept | None]:
+) -> tuple[torch.Tensor, SavedTensors | None, SavedTensors | None]:
     """Return silu(g) u times the transposed weights, and g and u quantized, if the backend stores them so."""
     made = backend.swiglu(g_NF, u_NF) if isinstance(backend, QuantizedActivations) else None
     if made is not None:  # in one kernel
@@ -168,7 +168,7 @@ def _down(
 
 
 def _swiglu_backward(
-    backend: GEMMBackend, g: Kept, u: Kept, d_h_NF: torch.Tensor, dtype: torch.dtype | None
+    backend: GEMMBackend, g: SavedTensors, u: SavedTensors, d_h_NF: torch.Tensor, dtype: torch.dtype | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return h = silu(g) u, for the wgrad that reads it, and the gradients of g and u.
 
@@ -188,6 +188,6 @@ def _swiglu_backward(
     return silu_NF.mul_(u_NF), d_g_NF, d_u_NF
 
 
-def _quantize(backend: GEMMBackend, x_NF: torch.Tensor) -> Kept | None:
+def _quantize(backend: GEMMBackend, x_NF: torch.Tensor) -> SavedTensors | None:
     """Return ``x_NF`` quantized, if the backend stores it so."""
     return backend.quantize(x_NF) if isinstance(backend, QuantizedActivations) else None

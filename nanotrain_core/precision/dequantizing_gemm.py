@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from nanotrain_core.precision.gemm import GEMMBackend, Kept, Prepared, PreparesWeights
+from nanotrain_core.precision.gemm import GEMMBackend, Prepared, PreparesWeights, SavedTensors
 from nanotrain_core.precision.quantized_storage import PackedWeight, Packing, dequantize
 
 
@@ -28,7 +28,7 @@ class DequantizingGEMM(PreparesWeights):
         """
         self.behind, self.packing = behind, packing
 
-    def prepare(self, weight_NK: torch.Tensor) -> Kept:
+    def prepare(self, weight_NK: torch.Tensor) -> SavedTensors:
         """Return the rows of a packed weight: a graph unpacks them."""
         return (weight_NK.rows,) if isinstance(weight_NK, PackedWeight) and self.packing is not None else ()
 
@@ -42,7 +42,9 @@ class DequantizingGEMM(PreparesWeights):
         """Return the same backend for stacked weights."""
         return DequantizingGEMM(self.behind.grouped(counts_E), self.packing)
 
-    def forward(self, x_MK: torch.Tensor, *weights_NK: torch.Tensor) -> tuple[list[torch.Tensor], Kept]:
+    def forward(
+        self, x_MK: torch.Tensor, *weights_NK: torch.Tensor
+    ) -> tuple[list[torch.Tensor], SavedTensors]:
         """Return x times each transposed weight, and what the other backend saves of x."""
         outputs = []
         for weight_NK in weights_NK:
@@ -50,14 +52,14 @@ class DequantizingGEMM(PreparesWeights):
             outputs.append(y_MN)
         return outputs, kept
 
-    def keep(self, x_MK: torch.Tensor) -> Kept:
+    def save_for_wgrad(self, x_MK: torch.Tensor) -> SavedTensors:
         """Return what the other backend saves of x."""
-        return self.behind.keep(x_MK)
+        return self.behind.save_for_wgrad(x_MK)
 
     def dgrad(self, d_y_MN: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
         """Return dy times the weight."""
         return self.behind.dgrad(d_y_MN, self._numbers(weight_NK))
 
-    def wgrad(self, d_y_MN: torch.Tensor, kept: Kept) -> torch.Tensor:
+    def wgrad(self, d_y_MN: torch.Tensor, kept: SavedTensors) -> torch.Tensor:
         """Return the transposed dy times x."""
         return self.behind.wgrad(d_y_MN, kept)

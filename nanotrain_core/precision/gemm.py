@@ -25,11 +25,11 @@ from nanotrain_core.moe.expert_gemms import use_expert_gemms
 from nanotrain_core.pipeline.passes import Passes
 from nanotrain_core.precision.gemm_backend import (
     GEMMBackend,
-    Kept,
     Prepared,
     PreparesWeights,
     QuantizedActivations,
     QuantizedInput,
+    SavedTensors,
     TorchGEMM,
     as_prepared,
     as_quantized,
@@ -40,13 +40,13 @@ from nanotrain_core.precision.wgrad_point import WgradPoint
 
 __all__ = [
     "GEMMBackend",
-    "Kept",
     "LinearGEMMs",
     "Prepared",
     "PreparesWeights",
     "QuantizedActivations",
     "QuantizedInput",
     "Recomputed",
+    "SavedTensors",
     "TorchGEMM",
     "gemm_parameters",
     "gemms_of",
@@ -61,11 +61,11 @@ LINEAR_ROLES = frozenset({Role.COLUMN, Role.ROW, Role.REPLICATED})
 class Offer(NamedTuple):
     """How to recompute a linear layer's input in backward."""
 
-    of: Kept
+    of: SavedTensors
     """The tensors to save instead of the input."""
     make: Callable[..., torch.Tensor]
     """``make(*of)`` returns the input, or its :class:`QuantizedInput`. Not differentiable."""
-    forms: Kept
+    forms: SavedTensors
     """Quantized tensors that forward reads instead of the input; empty: it reads the input."""
 
 
@@ -81,7 +81,9 @@ class Recomputed:
         self._traced: tuple[torch.Tensor, Offer] | None = None
         """The offer in a graph, which supports neither weak references nor tensor versions."""
 
-    def offer(self, x: torch.Tensor, of: Kept, make: Callable[..., torch.Tensor], forms: Kept = ()) -> None:
+    def offer(
+        self, x: torch.Tensor, of: SavedTensors, make: Callable[..., torch.Tensor], forms: SavedTensors = ()
+    ) -> None:
         """Offer to recompute ``x``, in its current version, as ``make(*of)``; see :class:`Offer`."""
         if torch.compiler.is_compiling():
             self._traced = x, Offer(of, make, forms)
@@ -108,7 +110,7 @@ class LinearGEMMs:
         self.wgrad_point: WgradPoint | None = None
         """Where the next call's wgrad is computed: tensor parallelism sets it, the call removes it."""
         self.recomputed = Recomputed()
-        self.prepared: dict[str, Kept] = {}
+        self.prepared: dict[str, SavedTensors] = {}
         """By parameter: the form that a compiled graph reads instead of it, see :func:`prepare_weights`."""
         self.carriers: dict[str, torch.Tensor | None] = {}
         """By parameter: the tensor to which a graph returns its wgrad, see :func:`wgrad_carrier`."""
@@ -248,16 +250,16 @@ class _Linear(torch.autograd.Function):
         if needed and ctx.recompute is not None:  # begins now and overlaps dgrad
             make = ctx.recompute(kept[0])
 
-        def keep() -> Kept:
+        def save() -> SavedTensors:
             if make is None:
                 return tuple(kept)
             x = make()
             rows = x if isinstance(x, QuantizedInput) else x.reshape(-1, ctx.shape[-1])
-            again: Kept = backend.keep(rows)
+            again: SavedTensors = backend.save_for_wgrad(rows)
             return again
 
         def wgrad() -> torch.Tensor:
-            d_weight: torch.Tensor = backend.wgrad(d_y_MN, keep())
+            d_weight: torch.Tensor = backend.wgrad(d_y_MN, save())
             return d_weight
 
         parameter = weight_NK if ctx.parameter is None else ctx.parameter
@@ -267,7 +269,7 @@ class _Linear(torch.autograd.Function):
             if ctx.point is not None and not ctx.passes.defers(parameter):
                 ctx.point.left.append(wgrad)
             else:
-                defer = partial(deferred_wgrad, backend, d_y_MN, keep)
+                defer = partial(deferred_wgrad, backend, d_y_MN, save)
                 d_weight_NK = ctx.passes.weight_gradient(parameter, wgrad, defer)
         carried, own = (d_weight_NK, None) if to_carrier else (None, d_weight_NK)
         return d_x, own, carried, *(None,) * (5 + ctx.tensors)

@@ -24,17 +24,19 @@ from nanotrain_core.moe.grouped_mm import (
 from nanotrain_core.pipeline.weight_gradients import WgradFn
 
 #: What a backend saves of an input for wgrad.
-Kept = tuple[torch.Tensor, ...]
+SavedTensors = tuple[torch.Tensor, ...]
 
 
 class GEMMBackend(Protocol):
     """Computes the three GEMMs of 2-D rows. Nothing here is differentiable: callers implement backward."""
 
-    def forward(self, x_MK: torch.Tensor, *weights_NK: torch.Tensor) -> tuple[list[torch.Tensor], Kept]:
+    def forward(
+        self, x_MK: torch.Tensor, *weights_NK: torch.Tensor
+    ) -> tuple[list[torch.Tensor], SavedTensors]:
         """Return x times each transposed weight [M, N], and what :meth:`wgrad` needs of x."""
         ...
 
-    def keep(self, x_MK: torch.Tensor) -> Kept:
+    def save_for_wgrad(self, x_MK: torch.Tensor) -> SavedTensors:
         """Return what :meth:`wgrad` needs of x, when x was not saved but recomputed."""
         ...
 
@@ -42,7 +44,7 @@ class GEMMBackend(Protocol):
         """Return the gradient of x [M, K]. Outside graphs the weight is the object given to ``forward``."""
         ...
 
-    def wgrad(self, d_y_MN: torch.Tensor, kept: Kept) -> torch.Tensor:
+    def wgrad(self, d_y_MN: torch.Tensor, kept: SavedTensors) -> torch.Tensor:
         """Return the gradient of the weight [N, K], in the weight's dtype or in float32.
 
         A run that accumulates gradients in float32 adds it unrounded; elsewhere autograd rounds it.
@@ -63,17 +65,17 @@ class QuantizedActivations:
     They are the activations from which x is recomputed, and output gradients that wait for a W pass.
     """
 
-    def quantize(self, made_of_MK: torch.Tensor) -> Kept | None:
+    def quantize(self, made_of_MK: torch.Tensor) -> SavedTensors | None:
         """Return the quantized form of ``made_of_MK`` to save for backward; None: save the tensor itself."""
         return None
 
-    def dequantize(self, kept: Kept, dtype: torch.dtype) -> torch.Tensor:
+    def dequantize(self, kept: SavedTensors, dtype: torch.dtype) -> torch.Tensor:
         """Return an approximation of the saved tensor."""
         raise NotImplementedError("quantize returned something, so its class must have dequantize as well")
 
     def swiglu(
         self, gate_MF: torch.Tensor, up_MF: torch.Tensor, *, whole: bool = False
-    ) -> tuple[QuantizedInput, Kept, Kept] | None:
+    ) -> tuple[QuantizedInput, SavedTensors, SavedTensors] | None:
         """Return h = silu(gate) up in the form that ``forward`` reads, and gate and up as quantized.
 
         Override this and the next two methods if one kernel computes and quantizes them. None: there is no
@@ -82,18 +84,18 @@ class QuantizedActivations:
         return None
 
     def recompute_swiglu(
-        self, gate: Kept, up: Kept, dtype: torch.dtype, *, whole: bool = False
+        self, gate: SavedTensors, up: SavedTensors, dtype: torch.dtype, *, whole: bool = False
     ) -> QuantizedInput | None:
-        """Return h, from the saved gate and up, in the form that ``keep`` reads; None: see :meth:`swiglu`."""
+        """Return h, from the saved gate and up, as ``save_for_wgrad`` reads it; None: see :meth:`swiglu`."""
         return None
 
     def swiglu_backward(
-        self, gate: Kept, up: Kept, d_h_MF: torch.Tensor, *, whole: bool = False
+        self, gate: SavedTensors, up: SavedTensors, d_h_MF: torch.Tensor, *, whole: bool = False
     ) -> tuple[QuantizedInput, torch.Tensor, torch.Tensor] | None:
         """Return :meth:`recompute_swiglu`, and the gradients of gate and up; None: see :meth:`swiglu`."""
         return None
 
-    def defer_wgrad(self, d_y_MN: torch.Tensor, kept: Kept) -> WgradFn:
+    def defer_wgrad(self, d_y_MN: torch.Tensor, kept: SavedTensors) -> WgradFn:
         """Return a function that computes :meth:`wgrad` in a later W pass, with a bitwise equal result.
 
         Override it to hold the quantized form of dy instead of dy.
@@ -103,9 +105,9 @@ class QuantizedActivations:
 
 @dataclass(frozen=True)
 class QuantizedInput:
-    """An input [M, K] that the backend which reads it has quantized; ``forward`` and ``keep`` get it as x."""
+    """An input [M, K], quantized by the backend that reads it: x of ``forward`` and ``save_for_wgrad``."""
 
-    forms: Kept
+    forms: SavedTensors
     """The quantized input, in a form that only this backend reads."""
     shape: torch.Size
     dtype: torch.dtype
@@ -118,7 +120,7 @@ class QuantizedInput:
         return self.forms[0].device
 
 
-def as_quantized(x_MK: torch.Tensor, forms: Kept) -> torch.Tensor:
+def as_quantized(x_MK: torch.Tensor, forms: SavedTensors) -> torch.Tensor:
     """Return ``x`` for a backend: a :class:`QuantizedInput` if it was quantized earlier (``forms`` is not
     empty)."""
     if not forms:
@@ -126,15 +128,15 @@ def as_quantized(x_MK: torch.Tensor, forms: Kept) -> torch.Tensor:
     return cast(torch.Tensor, QuantizedInput(forms, x_MK.shape, x_MK.dtype, x_MK))
 
 
-def deferred_wgrad(backend: GEMMBackend, d_y_MN: torch.Tensor, keep: Callable[[], Kept]) -> WgradFn:
+def deferred_wgrad(backend: GEMMBackend, d_y_MN: torch.Tensor, save: Callable[[], SavedTensors]) -> WgradFn:
     """Return the wgrad of a W pass, which holds as little until then as ``backend`` can.
 
-    ``keep`` returns what wgrad needs of x. It is called now for a backend that quantizes, so that only the
+    ``save`` returns what wgrad needs of x. It is called now for a backend that quantizes, so that only the
     quantized form is held; otherwise in the W pass, so that an x that is recomputed is not held until then.
     """
     if isinstance(backend, QuantizedActivations):
-        return backend.defer_wgrad(d_y_MN, keep())
-    return lambda: backend.wgrad(d_y_MN, keep())
+        return backend.defer_wgrad(d_y_MN, save())
+    return lambda: backend.wgrad(d_y_MN, save())
 
 
 class PreparesWeights:
@@ -144,7 +146,7 @@ class PreparesWeights:
     before the graph runs, passed to it, and ``forward`` and ``dgrad`` get a :class:`Prepared` for the weight.
     """
 
-    def prepare(self, weight_NK: torch.Tensor) -> Kept:
+    def prepare(self, weight_NK: torch.Tensor) -> SavedTensors:
         """Return the form that replaces the weight in GEMMs, computed once per ``Passes.weights_version``."""
         raise NotImplementedError
 
@@ -154,7 +156,7 @@ class Prepared:
     """A weight [N, K] or [E, N, K] in a compiled graph, for a backend that :class:`PreparesWeights`."""
 
     weight: torch.Tensor
-    forms: Kept
+    forms: SavedTensors
 
     @property
     def shape(self) -> torch.Size:
@@ -167,7 +169,7 @@ class Prepared:
         return self.weight.dtype
 
 
-def as_prepared(weight: torch.Tensor, forms: Kept) -> torch.Tensor:
+def as_prepared(weight: torch.Tensor, forms: SavedTensors) -> torch.Tensor:
     """Return ``weight`` in the form a backend receives: with its prepared form instead, if there is one."""
     return cast(torch.Tensor, Prepared(weight, forms)) if forms else weight
 
@@ -179,11 +181,13 @@ class TorchGEMM:
         """Return ``a_MK @ b_KN``; either may be a transposed view."""
         return a_MK @ b_KN
 
-    def forward(self, x_MK: torch.Tensor, *weights_NK: torch.Tensor) -> tuple[list[torch.Tensor], Kept]:
+    def forward(
+        self, x_MK: torch.Tensor, *weights_NK: torch.Tensor
+    ) -> tuple[list[torch.Tensor], SavedTensors]:
         """Return x times each transposed weight, and ``(x,)``: what :meth:`wgrad` needs."""
         return [self.matmul(x_MK, weight_NK.mT) for weight_NK in weights_NK], (x_MK,)
 
-    def keep(self, x_MK: torch.Tensor) -> Kept:
+    def save_for_wgrad(self, x_MK: torch.Tensor) -> SavedTensors:
         """Return ``(x,)``."""
         return (x_MK,)
 
@@ -191,7 +195,7 @@ class TorchGEMM:
         """Return dy times the weight."""
         return self.matmul(d_y_MN, weight_NK)
 
-    def wgrad(self, d_y_MN: torch.Tensor, kept: Kept) -> torch.Tensor:
+    def wgrad(self, d_y_MN: torch.Tensor, kept: SavedTensors) -> torch.Tensor:
         """Return the transposed dy times x."""
         return self.matmul(d_y_MN.T, kept[0])
 
@@ -216,11 +220,13 @@ class TorchGroupedGEMM:
         """The number of rows of each weight."""
         return [int(count) for count in self.counts_E.tolist()]
 
-    def forward(self, x_MK: torch.Tensor, *weights_ENK: torch.Tensor) -> tuple[list[torch.Tensor], Kept]:
+    def forward(
+        self, x_MK: torch.Tensor, *weights_ENK: torch.Tensor
+    ) -> tuple[list[torch.Tensor], SavedTensors]:
         """Return each weight's rows times its transpose, and ``(x,)``."""
         return [self._rows(x_MK, weight_ENK.mT) for weight_ENK in weights_ENK], (x_MK,)
 
-    def keep(self, x_MK: torch.Tensor) -> Kept:
+    def save_for_wgrad(self, x_MK: torch.Tensor) -> SavedTensors:
         """Return x."""
         return (x_MK,)
 
@@ -228,7 +234,7 @@ class TorchGroupedGEMM:
         """Return each weight's rows of dy times it."""
         return self._rows(d_y_MN, weight_ENK)
 
-    def wgrad(self, d_y_MN: torch.Tensor, kept: Kept) -> torch.Tensor:
+    def wgrad(self, d_y_MN: torch.Tensor, kept: SavedTensors) -> torch.Tensor:
         """Return each weight's rows of dy, transposed, times those of x; zero for no rows."""
         (x_MK,) = kept
         if has_one_kernel(d_y_MN, x_MK.shape[1]):

@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 from nanotrain_core.layout.roles import Role, tag_of
 from nanotrain_core.models.ops import Ops, swiglu
 from nanotrain_core.pipeline.passes import Passes
-from nanotrain_core.precision.gemm import Kept, QuantizedActivations, gemms_of
+from nanotrain_core.precision.gemm import QuantizedActivations, SavedTensors, gemms_of
 
 
 def quantize_swiglu(part: nn.Module) -> None:
@@ -64,12 +64,12 @@ class QuantizedSwiGLU:
         # In a graph torch's own h is written only if something else reads it.
         whole = not torch.compiler.is_compiling()
         made = backend.swiglu(gate_MF, up_MF, whole=whole) if self.plain is swiglu else None
-        plain, read = self.plain, cast(Kept, ())
+        plain, read = self.plain, cast(SavedTensors, ())
         if made is None:
             kept = [backend.quantize(each) for each in (gate_MF, up_MF)]
             if any(each is None for each in kept):
                 return self.plain(gate, up)
-            of_gate, of_up = cast("list[Kept]", kept)
+            of_gate, of_up = cast("list[SavedTensors]", kept)
         else:
             h_MF, of_gate, of_up = made
             read = h_MF.forms
@@ -112,14 +112,14 @@ class _Inputs:
             self._last = None if in_w_pass else found
         return F.silu(gate_MF).mul_(up_MF)
 
-    def take(self, kept: Kept) -> tuple[torch.Tensor, torch.Tensor]:
+    def take(self, kept: SavedTensors) -> tuple[torch.Tensor, torch.Tensor]:
         """Return gate and up, dequantized, and drop the cached ones."""
         if torch.compiler.is_compiling():
             return self._dequantized(kept)
         found, self._last = self._last, None
         return found or self._dequantized(kept)
 
-    def _dequantized(self, kept: Kept) -> tuple[torch.Tensor, torch.Tensor]:
+    def _dequantized(self, kept: SavedTensors) -> tuple[torch.Tensor, torch.Tensor]:
         half, dequantize = len(kept) // 2, self.backend.dequantize
         return dequantize(kept[:half], self.dtype), dequantize(kept[half:], self.dtype)
 

@@ -2,7 +2,14 @@
 
 from nanotrain_core.precision.dequantizing_gemm import DequantizingGEMM
 from nanotrain_core.precision.dtypes import cast, keep_dtype
-from nanotrain_core.precision.gemm import LINEAR_ROLES, GEMMBackend, Kept, gemm_parameters, gemms_of, use_gemm
+from nanotrain_core.precision.gemm import (
+    LINEAR_ROLES,
+    GEMMBackend,
+    SavedTensors,
+    gemm_parameters,
+    gemms_of,
+    use_gemm,
+)
 from nanotrain_core.precision.gemm_backend import (
     Prepared,
     PreparesWeights,
@@ -35,7 +42,6 @@ __all__ = [
     "DynamicLossScale",
     "Float32Master",
     "GEMMBackend",
-    "Kept",
     "LiveMaster",
     "NoLossScale",
     "PackedWeight",
@@ -45,6 +51,7 @@ __all__ = [
     "QuantizedActivations",
     "QuantizedInput",
     "RecomputedInput",
+    "SavedTensors",
     "TorchGEMM",
     "Uniform",
     "WgradPoint",

@@ -250,7 +250,10 @@ def _products(
     (one, other), kept = gemm.forward(x, *weights)
     (alone,), _ = gemm.forward(x, weights[0])
     gemm.forward(-x, weights[0])  # what is kept of one forward pass outlasts others
-    wgrads = {"wgrad": gemm.wgrad(d_y, kept), "wgrad of what keep(x) returns": gemm.wgrad(d_y, gemm.keep(x))}
+    wgrads = {
+        "wgrad": gemm.wgrad(d_y, kept),
+        "wgrad of what save_for_wgrad(x) returns": gemm.wgrad(d_y, gemm.save_for_wgrad(x)),
+    }
     for name, found in wgrads.items():
         wanted = (x.dtype, torch.float32)
         assert found.dtype in wanted, f"{name} is {found.dtype}; expected {x.dtype} or float32"
@@ -275,4 +278,4 @@ def _plain_products(
         d_x = torch.cat([own @ w for own, w in zip(d_ys, weights[0], strict=True)])
         d_weight = torch.stack([d.T @ own for d, own in zip(d_ys, xs, strict=True)])
     products = {"forward": y, "forward of one alone": y, "forward of the second": second, "dgrad": d_x}
-    return {**products, "wgrad": d_weight, "wgrad of what keep(x) returns": d_weight}
+    return {**products, "wgrad": d_weight, "wgrad of what save_for_wgrad(x) returns": d_weight}

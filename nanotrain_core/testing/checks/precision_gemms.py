@@ -19,7 +19,7 @@ FURTHER, AT_ALL = 2.0, 1e-9
 
 @check("precision", since="0.2")
 def an_input_that_is_made_anew_is_kept_as_before(case: Case) -> None:
-    """``wgrad`` of what ``keep(x)`` returns is as near the exact product as of what ``forward`` kept."""
+    """``wgrad`` of what ``save_for_wgrad(x)`` returns is as exact as of what ``forward`` kept."""
     parts = make_run(case.alone(), {}).stages.values()
     for name, module, _ in (found for part in parts for found in tagged(part)):
         gemms = gemms_of(module)
@@ -42,9 +42,9 @@ def _assert_same_wgrad(name: str, backend: GEMMBackend, like: torch.Tensor) -> N
         exact_NK = d_y_MN.double().T @ x_MK.double()
         first, again = (
             relative_error(backend.wgrad(d_y_MN, of_x).double(), exact_NK)
-            for of_x in (kept, backend.keep(x_MK))
+            for of_x in (kept, backend.save_for_wgrad(x_MK))
         )
     assert again <= FURTHER * first + AT_ALL, (
-        f"{name}: wgrad of what keep(x) returns is {again:.3g} of it from the exact product, and of what "
-        f"forward kept {first:.3g}"
+        f"{name}: wgrad of what save_for_wgrad(x) returns is {again:.3g} of it from the exact product, and "
+        f"of what forward kept {first:.3g}"
     )

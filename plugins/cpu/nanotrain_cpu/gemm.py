@@ -12,8 +12,8 @@ from nanotrain_core.api import tagged
 from nanotrain_core.api.torch import (
     LINEAR_ROLES,
     GEMMBackend,
-    Kept,
     Passes,
+    SavedTensors,
     TorchGEMM,
     gemm_parameters,
     gemms_of,
@@ -42,7 +42,9 @@ class CPUGroupedGEMM:
         self.counts = counts_E.tolist()
         self._chosen: dict[tuple[torch.dtype, torch.Size], Products] = {}
 
-    def forward(self, x_MK: torch.Tensor, *weights_ENK: torch.Tensor) -> tuple[list[torch.Tensor], Kept]:
+    def forward(
+        self, x_MK: torch.Tensor, *weights_ENK: torch.Tensor
+    ) -> tuple[list[torch.Tensor], SavedTensors]:
         """Return each weight's rows times its transpose, and x."""
         results = []
         for weight_ENK in weights_ENK:
@@ -53,7 +55,7 @@ class CPUGroupedGEMM:
             results.append(products.whole(memory))
         return results, (x_MK,)
 
-    def keep(self, x_MK: torch.Tensor) -> Kept:
+    def save_for_wgrad(self, x_MK: torch.Tensor) -> SavedTensors:
         """Return x."""
         return (x_MK,)
 
@@ -65,7 +67,7 @@ class CPUGroupedGEMM:
             products.dgrad(d_y, weight, out)
         return products.whole(memory)
 
-    def wgrad(self, d_y_MN: torch.Tensor, kept: Kept) -> torch.Tensor:
+    def wgrad(self, d_y_MN: torch.Tensor, kept: SavedTensors) -> torch.Tensor:
         """Return each weight's rows of dy, transposed, times those of x; zero where there are none."""
         (x_MK,) = kept
         d_weight_ENK = x_MK.new_empty(len(self.counts), d_y_MN.shape[1], x_MK.shape[1])

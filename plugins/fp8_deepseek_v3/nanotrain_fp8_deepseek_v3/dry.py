@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from nanotrain_core.api.torch import Kept, Prepared
+from nanotrain_core.api.torch import Prepared, SavedTensors
 from nanotrain_fp8_deepseek_v3.formats import E4M3, TILE
 from nanotrain_fp8_deepseek_v3.gemm import FP8GEMM, FP8Recipe
 from nanotrain_fp8_deepseek_v3.operand_cache import OperandCache
@@ -36,29 +36,29 @@ class DryFP8(FP8GEMM):
         found.read_weight = self.read_weight
         return found
 
-    def prepare(self, weight: Tensor) -> Kept:
+    def prepare(self, weight: Tensor) -> SavedTensors:
         """Return codes of a weight and of its transpose."""
         return self.read_weight(weight)
 
-    def _codes(self, weight: Tensor) -> Kept:
+    def _codes(self, weight: Tensor) -> SavedTensors:
         return weight.forms if isinstance(weight, Prepared) else self.read_weight(weight)
 
-    def keep(self, x_MK: Tensor) -> Kept:
+    def save_for_wgrad(self, x_MK: Tensor) -> SavedTensors:
         """Return codes and scales of x, computed once for all layers that read it."""
-        made: Kept = self.cache.inputs.get(x_MK, "dry", lambda: self._coded(x_MK))
+        made: SavedTensors = self.cache.inputs.get(x_MK, "dry", lambda: self._coded(x_MK))
         return made
 
-    def quantize(self, made_of_MK: Tensor) -> Kept | None:
+    def quantize(self, made_of_MK: Tensor) -> SavedTensors | None:
         """Return codes and scales, or None if the recipe does not request it."""
         return self._coded(made_of_MK) if self.recipe.quantize_swiglu else None
 
-    def dequantize(self, kept: Kept, dtype: torch.dtype) -> Tensor:
+    def dequantize(self, kept: SavedTensors, dtype: torch.dtype) -> Tensor:
         """Return the dequantized values."""
         return kept[0].to(dtype)
 
-    def forward(self, x_MK: Tensor, *weights: Tensor) -> tuple[list[Tensor], Kept]:
+    def forward(self, x_MK: Tensor, *weights: Tensor) -> tuple[list[Tensor], SavedTensors]:
         """Return x times each transposed weight, and codes and scales of x."""
-        kept = self.keep(x_MK)
+        kept = self.save_for_wgrad(x_MK)
         left = self._coded(x_MK)[0] if self.recipe.mx else kept[0]  # MX saves x along its columns
         return [self._times(left, self._codes(weight)[1], x_MK.dtype) for weight in weights], kept
 
@@ -66,15 +66,15 @@ class DryFP8(FP8GEMM):
         """Return dy times the weight."""
         return self._times(self._coded(d_y_MN)[0], self._codes(weight)[0], d_y_MN.dtype)
 
-    def wgrad(self, d_y_MN: Tensor, kept: Kept) -> Tensor:
+    def wgrad(self, d_y_MN: Tensor, kept: SavedTensors) -> Tensor:
         """Return the transposed dy times x, in float32, of each weight."""
         return self._of_coded(self._transposed(d_y_MN), kept)
 
-    def defer_wgrad(self, d_y_MN: Tensor, kept: Kept) -> Callable[[], Tensor]:
+    def defer_wgrad(self, d_y_MN: Tensor, kept: SavedTensors) -> Callable[[], Tensor]:
         """Return a function that computes wgrad later, from codes and scales of dy transposed."""
         return partial(self._of_coded, self._transposed(d_y_MN), kept)
 
-    def _transposed(self, d_y_MN: Tensor) -> Kept:
+    def _transposed(self, d_y_MN: Tensor) -> SavedTensors:
         """Return codes [N, P] and scales [N, P / tile]: P is M filled up to whole tiles, of each expert."""
         M, N = d_y_MN.shape
         experts = 1 if self.counts_E is None else min(len(self.counts_E), M)
@@ -84,7 +84,7 @@ class DryFP8(FP8GEMM):
             N, tiles, dtype=self.scale_dtype
         )
 
-    def _of_coded(self, d_y: Kept, kept: Kept) -> Tensor:
+    def _of_coded(self, d_y: SavedTensors, kept: SavedTensors) -> Tensor:
         left, right = d_y[0][:, : len(kept[0])], kept[0].clone()
         found = self._product(left, right, torch.float32)
         return found if self.counts_E is None else found.expand(len(self.counts_E), -1, -1).clone()
@@ -99,13 +99,13 @@ class DryFP8(FP8GEMM):
         made: Tensor = scaled_mm(left_MK, right_KN.T, scale, scale, "", "", dtype)
         return made
 
-    def _coded(self, x_MK: Tensor) -> Kept:
+    def _coded(self, x_MK: Tensor) -> SavedTensors:
         """Return codes [M, K] and scales [M, k]."""
         k = -(-x_MK.shape[-1] // self.tile)
         return x_MK.to(E4M3.dtype), x_MK.new_empty((*x_MK.shape[:-1], k), dtype=self.scale_dtype)
 
 
-def _both_ways(weight: Tensor) -> Kept:
+def _both_ways(weight: Tensor) -> SavedTensors:
     """Return codes [(E,) N, K] and [(E,) K, N]."""
     codes = weight.detach().to(E4M3.dtype)
     return codes, codes.mT.contiguous()

@@ -13,7 +13,7 @@ from typing import cast
 import torch
 import torch.nn.functional as F
 
-from nanotrain_core.api.torch import Kept, QuantizedInput, swiglu
+from nanotrain_core.api.torch import QuantizedInput, SavedTensors, swiglu
 from nanotrain_fp8_deepseek_v3.formats import E4M3, dequantize
 from nanotrain_fp8_deepseek_v3.gemm import FP8GEMM, EmulatedFP8, FP8Recipe
 from nanotrain_fp8_deepseek_v3.mx import EmulatedMX
@@ -78,7 +78,7 @@ def _swiglu(device: torch.device) -> Iterator[tuple[str, bool]]:
         h, of_gate, of_up = made
         yield from _output(h, swiglu(gate, up), theirs)
         for found, x in zip((of_gate, of_up), (gate, up), strict=True):
-            yield "rounded input", _same(found, cast(Kept, theirs.quantize(x)))
+            yield "rounded input", _same(found, cast(SavedTensors, theirs.quantize(x)))
         gate_again, up_again = (theirs.dequantize(each, gate.dtype) for each in (of_gate, of_up))
         h, d_gate, d_up = ours.swiglu_backward(of_gate, of_up, d_h, whole=True)
         yield from _output(h, swiglu(gate_again, up_again), theirs)
@@ -92,7 +92,7 @@ def _output(h: QuantizedInput, expected: torch.Tensor, theirs: EmulatedFP8) -> I
     assert h.whole is not None
     (M, N), (codes, scales) = expected.shape, h.forms
     yield "output", _near(h.whole, expected)
-    yield "rounded output", _same((codes[:M, :N], scales[:M]), theirs.keep(h.whole))
+    yield "rounded output", _same((codes[:M, :N], scales[:M]), theirs.save_for_wgrad(h.whole))
 
 
 def _near(found: torch.Tensor, expected: torch.Tensor, terms: torch.Tensor | None = None) -> bool:
@@ -102,7 +102,7 @@ def _near(found: torch.Tensor, expected: torch.Tensor, terms: torch.Tensor | Non
     return found.dtype == expected.dtype and bool(((found.float() - expected.float()).abs() <= bound).all())
 
 
-def _same(found: Kept, expected: Kept) -> bool:
+def _same(found: SavedTensors, expected: SavedTensors) -> bool:
     """Return whether two pairs of codes and scales dequantize to the same values."""
     return torch.equal(dequantize(found[0], found[1], E4M3), dequantize(expected[0], expected[1], E4M3))
 

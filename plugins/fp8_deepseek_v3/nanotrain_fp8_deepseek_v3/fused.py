@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 
-from nanotrain_core.api.torch import Kept, Prepared, QuantizedInput
+from nanotrain_core.api.torch import Prepared, QuantizedInput, SavedTensors
 from nanotrain_fp8_deepseek_v3.gemm import FP8GEMM, FP8Recipe
 from nanotrain_fp8_deepseek_v3.operand_cache import MadeOnce, OperandCache
 from nanotrain_fp8_deepseek_v3.scaled import Coded, multiply
@@ -46,7 +46,7 @@ class Rounded(FP8GEMM):
         """Return the backend for stacked weights. The host does not wait for the counts."""
         return TritonExperts(self, counts_E)
 
-    def prepare(self, weight: torch.Tensor) -> Kept:
+    def prepare(self, weight: torch.Tensor) -> SavedTensors:
         """Return codes and scales of a weight and of its transpose."""
         blocks = self.read_weight(weight)
         return blocks.codes_ENK, blocks.scales_Enk, blocks.codes_EKN, blocks.scales_Ekn
@@ -54,17 +54,17 @@ class Rounded(FP8GEMM):
     def _blocks(self, weight: torch.Tensor) -> Blocks:
         return Blocks(*weight.forms) if isinstance(weight, Prepared) else self.read_weight(weight)
 
-    def keep(self, x_MK: torch.Tensor) -> Kept:
+    def save_for_wgrad(self, x_MK: torch.Tensor) -> SavedTensors:
         """Return codes and scales of x."""
         return cropped(self._input(x_MK), x_MK)
 
-    def quantize(self, made_of_MK: torch.Tensor) -> Kept | None:
+    def quantize(self, made_of_MK: torch.Tensor) -> SavedTensors | None:
         """Return codes and scales, or None if the recipe does not request it."""
         return cropped(quantize_rows(made_of_MK), made_of_MK) if self.recipe.quantize_swiglu else None
 
     def swiglu(
         self, gate_MF: torch.Tensor, up_MF: torch.Tensor, *, whole: bool = False
-    ) -> tuple[QuantizedInput, Kept, Kept] | None:
+    ) -> tuple[QuantizedInput, SavedTensors, SavedTensors] | None:
         """Return h = silu(gate) up, and gate and up, each rounded in the kernel that computes h."""
         recipe = self.recipe
         if not recipe.quantize_swiglu:
@@ -74,22 +74,28 @@ class Rounded(FP8GEMM):
         return h, cropped(made.gate, gate_MF), cropped(made.up, up_MF)
 
     def recompute_swiglu(
-        self, gate: Kept, up: Kept, dtype: torch.dtype, *, whole: bool = False
+        self, gate: SavedTensors, up: SavedTensors, dtype: torch.dtype, *, whole: bool = False
     ) -> QuantizedInput:
         """Return h, recomputed from codes and scales of gate and up, and rounded in the same kernel."""
         made = self._recompute_swiglu(gate, up, dtype, None, whole=whole)
         return QuantizedInput(made.h, gate[0].shape, dtype, made.whole)
 
     def swiglu_backward(
-        self, gate: Kept, up: Kept, d_h_MF: torch.Tensor, *, whole: bool = False
+        self, gate: SavedTensors, up: SavedTensors, d_h_MF: torch.Tensor, *, whole: bool = False
     ) -> tuple[QuantizedInput, torch.Tensor, torch.Tensor]:
-        """Return h as :meth:`recompute_swiglu` does, and the gradients of gate and up, from the same kernel."""
+        """Return h as :meth:`recompute_swiglu` does, and the gradients of gate and up, by the same kernel."""
         made = self._recompute_swiglu(gate, up, d_h_MF.dtype, d_h_MF, whole=whole)
         assert made.d_gate is not None and made.d_up is not None  # noqa: PT018
         return QuantizedInput(made.h, d_h_MF.shape, d_h_MF.dtype, made.whole), made.d_gate, made.d_up
 
     def _recompute_swiglu(
-        self, gate: Kept, up: Kept, dtype: torch.dtype, d_h_MF: torch.Tensor | None, *, whole: bool
+        self,
+        gate: SavedTensors,
+        up: SavedTensors,
+        dtype: torch.dtype,
+        d_h_MF: torch.Tensor | None,
+        *,
+        whole: bool,
     ) -> Backward:
         (codes_gate, of_gate), (codes_up, of_up) = gate, up
         return requantize_swiglu(
@@ -122,7 +128,7 @@ class Rounded(FP8GEMM):
             d_y_MN, groups, recipe.gradients, power_of_two=recipe.gradient_power_of_two
         )
 
-    def _kept_transposed(self, kept: Kept, groups: Groups | None) -> Pair:
+    def _kept_transposed(self, kept: SavedTensors, groups: Groups | None) -> Pair:
         """Return the saved x for the gradient of the weight, rounded again in tiles along M."""
         recipe, (codes_MK, scales) = self.recipe, kept
         how = "columns", recipe.input_power_of_two, groups
@@ -141,7 +147,7 @@ class TritonFP8(Rounded):
         self.recipe, self.cache = recipe, cache or OperandCache()
         self.read_weight = self.cache.once(quantize_blocks)
 
-    def forward(self, x_MK: torch.Tensor, *weights: torch.Tensor) -> tuple[list[torch.Tensor], Kept]:
+    def forward(self, x_MK: torch.Tensor, *weights: torch.Tensor) -> tuple[list[torch.Tensor], SavedTensors]:
         """Return x times each transposed weight, and codes and scales of x."""
         x, ys = self._input(x_MK), []
         for weight in weights:
@@ -155,16 +161,16 @@ class TritonFP8(Rounded):
         right = block(blocks.codes_EKN, blocks.scales_Ekn)
         return multiply(tiles(self._gradient(d_y_MN)), right, shape, d_y_MN.dtype)
 
-    def wgrad(self, d_y_MN: torch.Tensor, kept: Kept) -> torch.Tensor:
+    def wgrad(self, d_y_MN: torch.Tensor, kept: SavedTensors) -> torch.Tensor:
         """Return the transposed dy times x, in float32."""
         return self._of_transposed(self._gradient_transposed(d_y_MN, None), d_y_MN.shape[1], kept)
 
-    def defer_wgrad(self, d_y_MN: torch.Tensor, kept: Kept) -> Callable[[], torch.Tensor]:
+    def defer_wgrad(self, d_y_MN: torch.Tensor, kept: SavedTensors) -> Callable[[], torch.Tensor]:
         """Return a function that computes wgrad later, from codes and scales of dy transposed."""
         left = self._gradient_transposed(d_y_MN, None)
         return partial(self._of_transposed, left, d_y_MN.shape[1], kept)
 
-    def _of_transposed(self, left: Pair, N: int, kept: Kept) -> torch.Tensor:
+    def _of_transposed(self, left: Pair, N: int, kept: SavedTensors) -> torch.Tensor:
         """Return dy, transposed, times what was kept of x [N, K]."""
         M, K = kept[0].shape
         if not M:
@@ -189,7 +195,7 @@ class TritonExperts(Rounded):
             self._groups = Groups.of(self.counts_E, device)
         return self._groups
 
-    def forward(self, x_MK: torch.Tensor, *weights: torch.Tensor) -> tuple[list[torch.Tensor], Kept]:
+    def forward(self, x_MK: torch.Tensor, *weights: torch.Tensor) -> tuple[list[torch.Tensor], SavedTensors]:
         """Return x times each transposed weight, and codes and scales of x."""
         x, groups, ys = self._input(x_MK), self.groups(x_MK.device), []
         for weight in weights:
@@ -203,17 +209,17 @@ class TritonExperts(Rounded):
         right = blocks.codes_EKN, blocks.scales_Ekn
         return multiply_rows(self._gradient(d_y_MN), right, self.groups(d_y_MN.device), shape, d_y_MN.dtype)
 
-    def wgrad(self, d_y_MN: torch.Tensor, kept: Kept) -> torch.Tensor:
+    def wgrad(self, d_y_MN: torch.Tensor, kept: SavedTensors) -> torch.Tensor:
         """Return the transposed dy times x, of each weight, in float32."""
         left = self._gradient_transposed(d_y_MN, self.groups(d_y_MN.device))
         return self._of_transposed(left, d_y_MN.shape[1], kept)
 
-    def defer_wgrad(self, d_y_MN: torch.Tensor, kept: Kept) -> Callable[[], torch.Tensor]:
+    def defer_wgrad(self, d_y_MN: torch.Tensor, kept: SavedTensors) -> Callable[[], torch.Tensor]:
         """Return a function that computes wgrad later, from codes and scales of dy transposed."""
         left = self._gradient_transposed(d_y_MN, self.groups(d_y_MN.device))
         return partial(self._of_transposed, left, d_y_MN.shape[1], kept)
 
-    def _of_transposed(self, left: Pair, N: int, kept: Kept) -> torch.Tensor:
+    def _of_transposed(self, left: Pair, N: int, kept: SavedTensors) -> torch.Tensor:
         """Return dy, transposed, times what was kept of x, of each weight [E, N, K]."""
         groups = self.groups(kept[0].device)
         right = self._kept_transposed(kept, groups)

@@ -29,9 +29,9 @@ import torch
 
 from nanotrain_core.api.torch import (
     GEMMBackend,
-    Kept,
     PreparesWeights,
     QuantizedActivations,
+    SavedTensors,
 )
 from nanotrain_fp8_deepseek_v3 import exact
 from nanotrain_fp8_deepseek_v3.formats import (
@@ -69,27 +69,27 @@ class Float32GEMM(PreparesWeights, GEMMBackend):
 
     # --- operands: float32, as they are multiplied ------------------------------------------------
 
-    def of_weight(self, weight_NK: torch.Tensor) -> Kept:
+    def of_weight(self, weight_NK: torch.Tensor) -> SavedTensors:
         """Return the operands for a weight [N, K] or [E, N, K]: of y, and of dx if that is another."""
         return (weight_NK.detach().float(),)
 
-    def prepare(self, weight_NK: torch.Tensor) -> Kept:
+    def prepare(self, weight_NK: torch.Tensor) -> SavedTensors:
         """Return the operands for the weight."""
         return self.read_weight(weight_NK)
 
-    def of_input(self, x_MK: torch.Tensor) -> tuple[torch.Tensor, Kept]:
+    def of_input(self, x_MK: torch.Tensor) -> tuple[torch.Tensor, SavedTensors]:
         """Return x for the product with the weight, and what to save of it."""
         return x_MK.float(), (x_MK,)
 
-    def of_kept(self, kept: Kept) -> torch.Tensor:
+    def of_kept(self, kept: SavedTensors) -> torch.Tensor:
         """Return x for the weight's gradient."""
         return kept[0].float()
 
-    def kept_by_group(self, kept: Kept) -> list[torch.Tensor]:
+    def kept_by_group(self, kept: SavedTensors) -> list[torch.Tensor]:
         """Return x for the weights' gradients, split into each weight's rows."""
         return [self.of_kept(own) for own in self.split_kept(kept)]
 
-    def split_kept(self, kept: Kept) -> Iterator[Kept]:
+    def split_kept(self, kept: SavedTensors) -> Iterator[SavedTensors]:
         """Return what was saved of each weight's rows."""
         return zip(*(torch.split(k, self.groups or [len(k)]) for k in kept), strict=True)
 
@@ -105,12 +105,14 @@ class Float32GEMM(PreparesWeights, GEMMBackend):
         """Return ``a_MK @ b_KN`` as torch computes it, in TF32 where the user allows that."""
         return torch.mm(a_MK, b_KN) if out is None else torch.mm(a_MK, b_KN, out=out)
 
-    def forward(self, x_MK: torch.Tensor, *weights_NK: torch.Tensor) -> tuple[list[torch.Tensor], Kept]:
+    def forward(
+        self, x_MK: torch.Tensor, *weights_NK: torch.Tensor
+    ) -> tuple[list[torch.Tensor], SavedTensors]:
         """Return x times each transposed weight, and what to save of x."""
         x, kept = self.of_input(x_MK)
         return [self.rows_times(x, self.read_weight(w)[0].mT).to(w.dtype) for w in weights_NK], kept
 
-    def keep(self, x_MK: torch.Tensor) -> Kept:
+    def save_for_wgrad(self, x_MK: torch.Tensor) -> SavedTensors:
         """Return what to save of x."""
         return self.of_input(x_MK)[1]
 
@@ -118,7 +120,7 @@ class Float32GEMM(PreparesWeights, GEMMBackend):
         """Return dy times the weight."""
         return self.input_gradient(d_y_MN, self.read_weight(weight_NK)[-1]).to(d_y_MN.dtype)
 
-    def wgrad(self, d_y_MN: torch.Tensor, kept: Kept) -> torch.Tensor:
+    def wgrad(self, d_y_MN: torch.Tensor, kept: SavedTensors) -> torch.Tensor:
         """Return the transposed dy times x, in float32."""
         return self.weight_gradient(self.gradients_by_group(d_y_MN), self.kept_by_group(kept))
 
@@ -183,14 +185,14 @@ class FP8GEMM(QuantizedActivations, PreparesWeights, GEMMBackend):
 
     recipe: FP8Recipe
 
-    def quantize(self, made_of_MK: torch.Tensor) -> Kept | None:
+    def quantize(self, made_of_MK: torch.Tensor) -> SavedTensors | None:
         """Return codes and scales, or None if the recipe does not request it."""
         if not self.recipe.quantize_swiglu:
             return None
         tiled = quantize(made_of_MK, (1, TILE))
         return tiled.codes(), tiled.scales.flatten(1)
 
-    def dequantize(self, kept: Kept, dtype: torch.dtype) -> torch.Tensor:
+    def dequantize(self, kept: SavedTensors, dtype: torch.dtype) -> torch.Tensor:
         """Return the dequantized values."""
         codes_MK, scales = kept
         return dequantize(codes_MK, scales, E4M3).to(dtype)
@@ -211,17 +213,19 @@ class EmulatedFP8(FP8GEMM, Float32GEMM):
         """Return ``a_MK @ b_KN``, independent of torch's switches."""
         return exact.matmul(a_MK, b_KN, out)
 
-    def of_weight(self, weight_NK: torch.Tensor) -> Kept:
+    def of_weight(self, weight_NK: torch.Tensor) -> SavedTensors:
         """Return the weight, rounded in square blocks: transposed they are the same."""
         return (quantize(weight_NK.detach(), (self.recipe.tile, self.recipe.tile)).values(),)
 
-    def of_input(self, x_MK: torch.Tensor) -> tuple[torch.Tensor, Kept]:
+    def of_input(self, x_MK: torch.Tensor) -> tuple[torch.Tensor, SavedTensors]:
         """Return x rounded along its rows, and the codes and scales of it."""
         how = self.recipe, None if self.recipe.tile else self.groups
-        made: tuple[torch.Tensor, Kept] = self.cache.inputs.get(x_MK, how, lambda: self.round_input(x_MK))
+        made: tuple[torch.Tensor, SavedTensors] = self.cache.inputs.get(
+            x_MK, how, lambda: self.round_input(x_MK)
+        )
         return made
 
-    def round_input(self, x_MK: torch.Tensor) -> tuple[torch.Tensor, Kept]:
+    def round_input(self, x_MK: torch.Tensor) -> tuple[torch.Tensor, SavedTensors]:
         """Return what :meth:`of_input` returns, without its cache."""
         tiled = self._rows(x_MK, E4M3, power_of_two=self.recipe.input_power_of_two)
         alone = not self.recipe.tile and self.groups is None
@@ -235,14 +239,14 @@ class EmulatedFP8(FP8GEMM, Float32GEMM):
             return quantize(rows, self.along_row, format_, power_of_two=power_of_two)
         return quantize_groups(rows, self.groups, format_, power_of_two=power_of_two)
 
-    def kept_by_group(self, kept: Kept) -> list[torch.Tensor]:
+    def kept_by_group(self, kept: SavedTensors) -> list[torch.Tensor]:
         """Return x rounded once more, once for all layers that read it."""
         how = self.recipe, self.groups
         of_groups = super().kept_by_group
         made: list[torch.Tensor] = self.cache.transposed.get(kept[0], how, lambda: of_groups(kept))
         return made
 
-    def of_kept(self, kept: Kept) -> torch.Tensor:
+    def of_kept(self, kept: SavedTensors) -> torch.Tensor:
         """Return x rounded once more, along its columns."""
         codes_MK, scales = kept
         values = dequantize(codes_MK, scales, E4M3, self.recipe.tile or codes_MK.shape[1])
@@ -258,21 +262,21 @@ class EmulatedFP8(FP8GEMM, Float32GEMM):
             return self._rows(d_y_MN, form, power_of_two=power_of_two).values()
         return quantize(d_y_MN, self.along_column, form, power_of_two=power_of_two).values()
 
-    def defer_wgrad(self, d_y_MN: torch.Tensor, kept: Kept) -> Callable[[], torch.Tensor]:
+    def defer_wgrad(self, d_y_MN: torch.Tensor, kept: SavedTensors) -> Callable[[], torch.Tensor]:
         """Return a function that computes wgrad later, from codes and scales of each weight's rows of dy."""
         coded = [self.keep_gradient(d_y) for d_y in torch.split(d_y_MN, self.groups or [len(d_y_MN)])]
         return partial(self._of_coded, coded, kept)
 
-    def _of_coded(self, coded: Sequence[Kept], kept: Kept) -> torch.Tensor:
+    def _of_coded(self, coded: Sequence[SavedTensors], kept: SavedTensors) -> torch.Tensor:
         return self.weight_gradient(map(self.of_kept_gradient, coded), self.kept_by_group(kept))
 
-    def keep_gradient(self, d_y_MN: torch.Tensor) -> Kept:
+    def keep_gradient(self, d_y_MN: torch.Tensor) -> SavedTensors:
         """Return codes [M, N] and scales [m, N] of dy, for the gradient of the weight."""
         form, power_of_two = self.recipe.gradients, self.recipe.gradient_power_of_two
         tiled = quantize(d_y_MN, self.along_column, form, power_of_two=power_of_two)
         return tiled.codes(), tiled.scales.squeeze((-3, -1))
 
-    def of_kept_gradient(self, kept: Kept) -> torch.Tensor:
+    def of_kept_gradient(self, kept: SavedTensors) -> torch.Tensor:
         """Return dy as :meth:`of_gradient` does for the weight."""
         codes_MN, scales = kept
         return dequantize_columns(codes_MN, scales, self.recipe.gradients, self.recipe.tile or len(codes_MN))

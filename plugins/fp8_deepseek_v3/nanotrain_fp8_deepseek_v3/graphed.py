@@ -13,9 +13,9 @@ import torch
 
 from nanotrain_core.api.torch import (
     GEMMBackend,
-    Kept,
     Prepared,
     QuantizedActivations,
+    SavedTensors,
     store_in_selective_checkpointing,
 )
 from nanotrain_fp8_deepseek_v3.formats import E4M3, E5M2
@@ -136,17 +136,17 @@ class Products(QuantizedActivations, GEMMBackend):
         """``of_one``: quantizes activations; ``counts_E``: rows of each stacked weight; None: one weight."""
         self.key, self.of_one, self.counts_E = key, of_one, counts_E
 
-    def forward(self, x_MK: Tensor, *weights_NK: Tensor) -> tuple[list[Tensor], Kept]:
+    def forward(self, x_MK: Tensor, *weights_NK: Tensor) -> tuple[list[Tensor], SavedTensors]:
         """Return x times each transposed weight, and what to keep of x."""
         x, kept = self._input(x_MK)
         made = [emulated_forward(x, _forms(weight)[0], self.counts_E, self.key) for weight in weights_NK]
         return [y.to(weight.dtype) for y, weight in zip(made, weights_NK, strict=True)], kept
 
-    def keep(self, x_MK: Tensor) -> Kept:
+    def save_for_wgrad(self, x_MK: Tensor) -> SavedTensors:
         """Return what to keep of x."""
         return self._input(x_MK)[1]
 
-    def _input(self, x_MK: Tensor) -> tuple[Tensor, Kept]:
+    def _input(self, x_MK: Tensor) -> tuple[Tensor, SavedTensors]:
         if self.key == FLOAT32:
             return x_MK.float(), (x_MK,)
         x, codes, scales = emulated_input(x_MK, self.counts_E, self.key)
@@ -157,7 +157,7 @@ class Products(QuantizedActivations, GEMMBackend):
         d_x: Tensor = emulated_dgrad(d_y_MN, _forms(weight_NK)[-1], self.counts_E, self.key)
         return d_x.to(d_y_MN.dtype)
 
-    def wgrad(self, d_y_MN: Tensor, kept: Kept) -> Tensor:
+    def wgrad(self, d_y_MN: Tensor, kept: SavedTensors) -> Tensor:
         """Return the transposed dy times x, in float32."""
         if self.key == FLOAT32:
             x = kept[0].float()
@@ -170,17 +170,17 @@ class Products(QuantizedActivations, GEMMBackend):
         """Return the same for stacked weights."""
         return Products(self.key, self.of_one, counts_E)
 
-    def quantize(self, made_of_MK: Tensor) -> Kept | None:
+    def quantize(self, made_of_MK: Tensor) -> SavedTensors | None:
         """Return the result of the backend."""
         return None if self.of_one is None else self.of_one.quantize(made_of_MK)
 
-    def dequantize(self, kept: Kept, dtype: torch.dtype) -> Tensor:
+    def dequantize(self, kept: SavedTensors, dtype: torch.dtype) -> Tensor:
         """Return the result of the backend."""
         assert self.of_one is not None
         return self.of_one.dequantize(kept, dtype)
 
 
-def _forms(weight: Tensor) -> Kept:
+def _forms(weight: Tensor) -> SavedTensors:
     """Return a weight's prepared forms, which are inputs of the graph: for y, and for dx."""
     assert isinstance(weight, Prepared)
     return weight.forms
@@ -191,15 +191,19 @@ class _Graphed(Float32GEMM):
 
     in_graph: Products
 
-    def forward(self, x_MK: Tensor, *weights_NK: Tensor) -> tuple[list[Tensor], Kept]:
+    def forward(self, x_MK: Tensor, *weights_NK: Tensor) -> tuple[list[Tensor], SavedTensors]:
         """Return x times each transposed weight, and what to keep of x."""
         if torch.compiler.is_compiling():
             return self.in_graph.forward(x_MK, *weights_NK)
         return super().forward(x_MK, *weights_NK)
 
-    def keep(self, x_MK: Tensor) -> Kept:
+    def save_for_wgrad(self, x_MK: Tensor) -> SavedTensors:
         """Return what to keep of x."""
-        return self.in_graph.keep(x_MK) if torch.compiler.is_compiling() else super().keep(x_MK)
+        return (
+            self.in_graph.save_for_wgrad(x_MK)
+            if torch.compiler.is_compiling()
+            else super().save_for_wgrad(x_MK)
+        )
 
     def dgrad(self, d_y_MN: Tensor, weight_NK: Tensor) -> Tensor:
         """Return dy times the weight."""
@@ -207,7 +211,7 @@ class _Graphed(Float32GEMM):
             return self.in_graph.dgrad(d_y_MN, weight_NK)
         return super().dgrad(d_y_MN, weight_NK)
 
-    def wgrad(self, d_y_MN: Tensor, kept: Kept) -> Tensor:
+    def wgrad(self, d_y_MN: Tensor, kept: SavedTensors) -> Tensor:
         """Return the transposed dy times x, in float32."""
         if torch.compiler.is_compiling():
             return self.in_graph.wgrad(d_y_MN, kept)

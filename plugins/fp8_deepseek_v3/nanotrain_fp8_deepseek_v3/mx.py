@@ -24,7 +24,7 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 
-from nanotrain_core.api.torch import Kept
+from nanotrain_core.api.torch import SavedTensors
 from nanotrain_fp8_deepseek_v3.formats import E4M3, Rounding, Tiled, dequantize_columns, quantize
 from nanotrain_fp8_deepseek_v3.gemm import EmulatedFP8, FP8Recipe
 
@@ -54,18 +54,20 @@ class EmulatedMX(EmulatedFP8):
         """Return the blocks of an operand."""
         return quantize(x_RC, tile, e8m0=self.recipe.mx)
 
-    def of_weight(self, weight_NK: torch.Tensor) -> Kept:
+    def of_weight(self, weight_NK: torch.Tensor) -> SavedTensors:
         """Return the weight rounded along its inputs, for y, and along its outputs, for dx."""
         weight = weight_NK.detach()
         return tuple(self.rounded(weight, tile).values() for tile in (self.along_row, self.along_column))
 
-    def of_input(self, x_MK: torch.Tensor) -> tuple[torch.Tensor, Kept]:
+    def of_input(self, x_MK: torch.Tensor) -> tuple[torch.Tensor, SavedTensors]:
         """Return x rounded along its rows, and codes and scales along its columns, of each weight's rows."""
         how = self.recipe, self.groups
-        made: tuple[torch.Tensor, Kept] = self.cache.inputs.get(x_MK, how, lambda: self.round_input(x_MK))
+        made: tuple[torch.Tensor, SavedTensors] = self.cache.inputs.get(
+            x_MK, how, lambda: self.round_input(x_MK)
+        )
         return made
 
-    def round_input(self, x_MK: torch.Tensor) -> tuple[torch.Tensor, Kept]:
+    def round_input(self, x_MK: torch.Tensor) -> tuple[torch.Tensor, SavedTensors]:
         """Return what :meth:`of_input` returns, without its cache."""
         values = self.rounded(x_MK, self.along_row).values()
         codes, scales = zip(*map(self.keep_gradient, self._split(x_MK)), strict=True)
@@ -73,13 +75,13 @@ class EmulatedMX(EmulatedFP8):
         missing = blocks_of(len(x_MK), experts) - len(scales_mK)  # a graph does not know what a group lacks
         return values, (torch.cat(codes), F.pad(scales_mK, (0, 0, 0, missing)))
 
-    def split_kept(self, kept: Kept) -> Iterator[Kept]:
+    def split_kept(self, kept: SavedTensors) -> Iterator[SavedTensors]:
         """Return what was saved of each weight's rows."""
         codes, scales_mK = self._split(kept[0]), kept[1]
         blocks = [blocks_of(len(rows), None) for rows in codes]
         return zip(codes, torch.split(scales_mK[: sum(blocks)], blocks), strict=True)
 
-    def of_kept(self, kept: Kept) -> torch.Tensor:
+    def of_kept(self, kept: SavedTensors) -> torch.Tensor:
         """Return the x of one weight."""
         return self.of_kept_gradient(kept)
 
@@ -87,12 +89,12 @@ class EmulatedMX(EmulatedFP8):
         """Return dy rounded along its rows, or along the columns of one weight's rows."""
         return self.rounded(d_y_MN, self.along_column if for_weight else self.along_row).values()
 
-    def keep_gradient(self, d_y_MN: torch.Tensor) -> Kept:
+    def keep_gradient(self, d_y_MN: torch.Tensor) -> SavedTensors:
         """Return codes [M, N] and scales [m, N] along the columns of one weight's rows."""
         blocks = self.rounded(d_y_MN, self.along_column)
         return blocks.codes(), e8m0(blocks.scales.squeeze((-3, -1)))
 
-    def of_kept_gradient(self, kept: Kept) -> torch.Tensor:
+    def of_kept_gradient(self, kept: SavedTensors) -> torch.Tensor:
         """Return the values of :meth:`keep_gradient`."""
         codes_MN, scales = kept
         return dequantize_columns(codes_MN, scales.view(torch.float8_e8m0fnu).float(), E4M3, BLOCK)

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import register_flop_formula
 
-from nanotrain_core.api.torch import Kept, Prepared, store_in_selective_checkpointing
+from nanotrain_core.api.torch import Prepared, SavedTensors, store_in_selective_checkpointing
 from nanotrain_fp8_deepseek_v3.formats import E4M3, TILE, Format, dequantize, quantize
 from nanotrain_fp8_deepseek_v3.gemm import FP8GEMM, FP8Recipe
 from nanotrain_fp8_deepseek_v3.operand_cache import OperandCache
@@ -98,7 +98,7 @@ class ScaledFP8(FP8GEMM):
         stacked = weight.detach() if weight.dim() == 3 else weight.detach()[None]
         return [(self._block(w_NK), self._block(w_NK.T)) for w_NK in stacked]
 
-    def prepare(self, weight: torch.Tensor) -> Kept:
+    def prepare(self, weight: torch.Tensor) -> SavedTensors:
         """Return the codes and scales of each for y, then for dx."""
         return tuple(
             each for pair in self.read_weight(weight) for one in pair for each in (one.codes, one.scales)
@@ -122,7 +122,7 @@ class ScaledFP8(FP8GEMM):
 
     # --- GEMMs ------------------------------------------------------------------------------------
 
-    def forward(self, x_MK: torch.Tensor, *weights: torch.Tensor) -> tuple[list[torch.Tensor], Kept]:
+    def forward(self, x_MK: torch.Tensor, *weights: torch.Tensor) -> tuple[list[torch.Tensor], SavedTensors]:
         """Return x times each transposed weight, and codes and scales of x, group by group."""
         groups, parts = self._split(x_MK), self._of_inputs(x_MK)
         ys = []
@@ -132,7 +132,7 @@ class ScaledFP8(FP8GEMM):
             ys.append(torch.cat([multiply(a, b, (len(x), N), x.dtype) for a, x, (b, _) in pieces]))
         return ys, kept_of(parts, groups)
 
-    def keep(self, x_MK: torch.Tensor) -> Kept:
+    def save_for_wgrad(self, x_MK: torch.Tensor) -> SavedTensors:
         """Return codes and scales of x, group by group."""
         return kept_of(self._of_inputs(x_MK), self._split(x_MK))
 
@@ -142,17 +142,17 @@ class ScaledFP8(FP8GEMM):
         K, of = weight.shape[-1], self._of_gradient
         return torch.cat([multiply(of(d_y), b, (len(d_y), K), d_y.dtype) for d_y, (_, b) in pieces])
 
-    def wgrad(self, d_y_MN: torch.Tensor, kept: Kept) -> torch.Tensor:
+    def wgrad(self, d_y_MN: torch.Tensor, kept: SavedTensors) -> torch.Tensor:
         """Return the transposed dy times x, in float32."""
         gradients = (self._of_gradient(d_y.T) for d_y in self._split(d_y_MN))
         return self._weight_gradients(gradients, d_y_MN.shape[1], kept)
 
-    def defer_wgrad(self, d_y_MN: torch.Tensor, kept: Kept) -> Callable[[], torch.Tensor]:
+    def defer_wgrad(self, d_y_MN: torch.Tensor, kept: SavedTensors) -> Callable[[], torch.Tensor]:
         """Return a function that computes wgrad later, from codes and scales of dy transposed."""
         gradients = [self._of_gradient(d_y.T) for d_y in self._split(d_y_MN)]
         return partial(self._weight_gradients, gradients, d_y_MN.shape[1], kept)
 
-    def _weight_gradients(self, gradients: Iterable[Coded], N: int, kept: Kept) -> torch.Tensor:
+    def _weight_gradients(self, gradients: Iterable[Coded], N: int, kept: SavedTensors) -> torch.Tensor:
         """Return dy, transposed, times what was kept of x: tiles lie along M."""
         pieces = zip(gradients, kept[::2], kept[1::2], strict=True)
         found = [self._weight_gradient(d_y, N, codes, scales) for d_y, codes, scales in pieces]
@@ -180,7 +180,7 @@ class ScaledFP8(FP8GEMM):
         return (rows,) if self.groups is None else torch.split(rows, self.groups)
 
 
-def kept_of(parts: Sequence[Coded], groups: Sequence[torch.Tensor]) -> Kept:
+def kept_of(parts: Sequence[Coded], groups: Sequence[torch.Tensor]) -> SavedTensors:
     """Return codes and scales of each group's rows and columns, without padding."""
     kept: list[torch.Tensor] = []
     for part, x in zip(parts, groups, strict=True):

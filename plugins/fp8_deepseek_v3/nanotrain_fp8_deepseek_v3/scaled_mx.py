@@ -16,7 +16,7 @@ from collections.abc import Iterable
 import torch
 import torch.nn.functional as F
 
-from nanotrain_core.api.torch import Kept
+from nanotrain_core.api.torch import SavedTensors
 from nanotrain_fp8_deepseek_v3.formats import E4M3, Format, quantize
 from nanotrain_fp8_deepseek_v3.gemm import FP8Recipe
 from nanotrain_fp8_deepseek_v3.mx import BLOCK, e8m0
@@ -39,22 +39,22 @@ class ScaledMX(ScaledFP8):
     def _block(self, w_RC: torch.Tensor) -> Coded:
         return self._along_rows(w_RC)
 
-    def forward(self, x_MK: torch.Tensor, *weights: torch.Tensor) -> tuple[list[torch.Tensor], Kept]:
+    def forward(self, x_MK: torch.Tensor, *weights: torch.Tensor) -> tuple[list[torch.Tensor], SavedTensors]:
         """Return x times each transposed weight, and codes and scales of x transposed, group by group."""
-        return super().forward(x_MK, *weights)[0], self.keep(x_MK)
+        return super().forward(x_MK, *weights)[0], self.save_for_wgrad(x_MK)
 
-    def keep(self, x_MK: torch.Tensor) -> Kept:
+    def save_for_wgrad(self, x_MK: torch.Tensor) -> SavedTensors:
         """Return codes [K, M] and scales of x transposed, group by group."""
         if self.groups is not None:
             return tuple(each for x in self._split(x_MK) for each in self._transposed(x))
-        made: Kept = self.cache.transposed.get(x_MK, self.recipe, lambda: self._transposed(x_MK))
+        made: SavedTensors = self.cache.transposed.get(x_MK, self.recipe, lambda: self._transposed(x_MK))
         return made
 
-    def _transposed(self, x_MK: torch.Tensor) -> Kept:
+    def _transposed(self, x_MK: torch.Tensor) -> SavedTensors:
         coded = self._along_rows(x_MK.T)
         return coded.codes[: x_MK.shape[1]], coded.scales
 
-    def _weight_gradients(self, gradients: Iterable[Coded], N: int, kept: Kept) -> torch.Tensor:
+    def _weight_gradients(self, gradients: Iterable[Coded], N: int, kept: SavedTensors) -> torch.Tensor:
         """Return dy, transposed, times what was kept of x: blocks lie along M."""
         pieces = zip(gradients, kept[::2], kept[1::2], strict=True)
         found = [

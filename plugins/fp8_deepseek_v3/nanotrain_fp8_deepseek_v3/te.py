@@ -30,7 +30,7 @@ from transformer_engine.pytorch.cpp_extensions import general_gemm
 from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
 
 from nanotrain_core.api import NanotrainError
-from nanotrain_core.api.torch import Kept
+from nanotrain_core.api.torch import SavedTensors
 from nanotrain_fp8_deepseek_v3.formats import E4M3
 from nanotrain_fp8_deepseek_v3.gemm import FP8GEMM, FP8Recipe
 from nanotrain_fp8_deepseek_v3.operand_cache import OperandCache
@@ -69,7 +69,7 @@ class TransformerEngineFP8(FP8GEMM):
 
     # --- GEMMs ------------------------------------------------------------------------------------
 
-    def forward(self, x_MK: torch.Tensor, *weights: torch.Tensor) -> tuple[list[torch.Tensor], Kept]:
+    def forward(self, x_MK: torch.Tensor, *weights: torch.Tensor) -> tuple[list[torch.Tensor], SavedTensors]:
         """Return x times each transposed weight, and x by columns, group by group."""
         groups = self._split(x_MK)
         rounded: list[Any] = [self._of_input(x, rows=True) if len(x) else x for x in groups]
@@ -82,7 +82,7 @@ class TransformerEngineFP8(FP8GEMM):
                 q.update_usage(rowwise_usage=False, columnwise_usage=True)
         return ys, tuple(rounded)
 
-    def keep(self, x_MK: torch.Tensor) -> Kept:
+    def save_for_wgrad(self, x_MK: torch.Tensor) -> SavedTensors:
         """Return x by columns, group by group."""
         return tuple(self._of_input(x, rows=False) if len(x) else x for x in self._split(x_MK))
 
@@ -94,12 +94,12 @@ class TransformerEngineFP8(FP8GEMM):
             found.append(product(w, q, "NN", d_y, (len(d_y), weight.shape[-1])))
         return torch.cat(found)
 
-    def wgrad(self, d_y_MN: torch.Tensor, kept: Kept) -> torch.Tensor:
+    def wgrad(self, d_y_MN: torch.Tensor, kept: SavedTensors) -> torch.Tensor:
         """Return the transposed dy times x, in float32."""
         d_w: torch.Tensor = self.defer_wgrad(d_y_MN, kept)()
         return d_w
 
-    def defer_wgrad(self, d_y_MN: torch.Tensor, kept: Kept) -> Callable[[], torch.Tensor]:
+    def defer_wgrad(self, d_y_MN: torch.Tensor, kept: SavedTensors) -> Callable[[], torch.Tensor]:
         """Return a function that computes wgrad later, from dy rounded column-wise."""
         groups = self._split(d_y_MN)
         rounded: list[Any] = [self._of_gradient(d_y, rows=False) if len(d_y) else d_y for d_y in groups]
@@ -107,7 +107,7 @@ class TransformerEngineFP8(FP8GEMM):
         return partial(self._of_columns, rounded, rows, d_y_MN.shape[1], kept)
 
     def _of_columns(
-        self, rounded: Sequence[Any], rows: Sequence[torch.Tensor], N: int, kept: Kept
+        self, rounded: Sequence[Any], rows: Sequence[torch.Tensor], N: int, kept: SavedTensors
     ) -> torch.Tensor:
         pieces = zip(kept, rounded, rows, strict=True)
         found = [product(x, q, "NT", like, (N, x.shape[1])) for x, q, like in pieces]

@@ -14,10 +14,10 @@ from torch import nn
 from nanotrain_core.api.torch import (
     DispatchCodec,
     GEMMBackend,
-    Kept,
     PreparesWeights,
     QuantizedActivations,
     QuantizedInput,
+    SavedTensors,
     gemms_of,
 )
 from nanotrain_fp8_deepseek_v3.formats import E4M3, TILE, quantize
@@ -92,32 +92,32 @@ class Watched(QuantizedActivations, PreparesWeights, GEMMBackend):
         new.counts_E = counts_E
         return new
 
-    def prepare(self, weight: torch.Tensor) -> Kept:
+    def prepare(self, weight: torch.Tensor) -> SavedTensors:
         """Delegate."""
         return self.behind.prepare(weight)
 
-    def quantize(self, made_of_MK: torch.Tensor) -> Kept | None:
+    def quantize(self, made_of_MK: torch.Tensor) -> SavedTensors | None:
         """Delegate: what is computed from it is counted."""
         return self.behind.quantize(made_of_MK)
 
-    def dequantize(self, kept: Kept, dtype: torch.dtype) -> torch.Tensor:
+    def dequantize(self, kept: SavedTensors, dtype: torch.dtype) -> torch.Tensor:
         """Delegate."""
         return self.behind.dequantize(kept, dtype)
 
     def swiglu(
         self, gate_MF: torch.Tensor, up_MF: torch.Tensor, *, whole: bool = False
-    ) -> tuple[QuantizedInput, Kept, Kept] | None:
+    ) -> tuple[QuantizedInput, SavedTensors, SavedTensors] | None:
         """Delegate, and request h itself when it is counted."""
         return self.behind.swiglu(gate_MF, up_MF, whole=whole or self._counts_whole())
 
     def recompute_swiglu(
-        self, gate: Kept, up: Kept, dtype: torch.dtype, *, whole: bool = False
+        self, gate: SavedTensors, up: SavedTensors, dtype: torch.dtype, *, whole: bool = False
     ) -> QuantizedInput | None:
         """Delegate, and request h itself when it is counted."""
         return self.behind.recompute_swiglu(gate, up, dtype, whole=whole or self._counts_whole())
 
     def swiglu_backward(
-        self, gate: Kept, up: Kept, d_h_MF: torch.Tensor, *, whole: bool = False
+        self, gate: SavedTensors, up: SavedTensors, d_h_MF: torch.Tensor, *, whole: bool = False
     ) -> tuple[QuantizedInput, torch.Tensor, torch.Tensor] | None:
         """Delegate, and request h itself when it is counted."""
         return self.behind.swiglu_backward(gate, up, d_h_MF, whole=whole or self._counts_whole())
@@ -127,7 +127,7 @@ class Watched(QuantizedActivations, PreparesWeights, GEMMBackend):
 
     # --- GEMMs ------------------------------------------------------------------------------------
 
-    def forward(self, x_MK: torch.Tensor, *weights: torch.Tensor) -> tuple[list[torch.Tensor], Kept]:
+    def forward(self, x_MK: torch.Tensor, *weights: torch.Tensor) -> tuple[list[torch.Tensor], SavedTensors]:
         """Count x and the weights."""
         if self.watch.counts_forward(self.module):
             self._count_input(whole_of(x_MK), recomputed=False)
@@ -135,11 +135,11 @@ class Watched(QuantizedActivations, PreparesWeights, GEMMBackend):
                 self._count_weight(weight.detach())
         return self.behind.forward(x_MK, *weights)
 
-    def keep(self, x_MK: torch.Tensor) -> Kept:
+    def save_for_wgrad(self, x_MK: torch.Tensor) -> SavedTensors:
         """Count x, which was recomputed."""
         if self.watch.counts(self.module) and self.recipe.tile:
             self._count_input(whole_of(x_MK), recomputed=True)
-        return self.behind.keep(x_MK)
+        return self.behind.save_for_wgrad(x_MK)
 
     def dgrad(self, d_y_MN: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Count dy."""
@@ -147,13 +147,13 @@ class Watched(QuantizedActivations, PreparesWeights, GEMMBackend):
             self._count_gradient(DY, d_y_MN, self.along_row)
         return self.behind.dgrad(d_y_MN, weight)
 
-    def wgrad(self, d_y_MN: torch.Tensor, kept: Kept) -> torch.Tensor:
+    def wgrad(self, d_y_MN: torch.Tensor, kept: SavedTensors) -> torch.Tensor:
         """Count dy in the tiles that it has here."""
         if self.watch.counts(self.module) and self.recipe.tile:
             self._count_gradient(DY_OF_DW, d_y_MN, self.along_column)
         return self.behind.wgrad(d_y_MN, kept)
 
-    def defer_wgrad(self, d_y_MN: torch.Tensor, kept: Kept) -> Callable[[], torch.Tensor]:
+    def defer_wgrad(self, d_y_MN: torch.Tensor, kept: SavedTensors) -> Callable[[], torch.Tensor]:
         """Count dy now: only its codes wait."""
         if self.watch.counts(self.module) and self.recipe.tile:
             self._count_gradient(DY_OF_DW, d_y_MN, self.along_column)

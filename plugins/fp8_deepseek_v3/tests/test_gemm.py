@@ -168,7 +168,7 @@ def test_no_rows_at_all(recipe, counts):
 
 def test_what_is_kept_of_the_input_takes_a_byte_for_each_number():
     x = normal(256, 512)
-    kept = EmulatedFP8(TILED).keep(x)
+    kept = EmulatedFP8(TILED).save_for_wgrad(x)
     assert sum(tensor.nbytes for tensor in kept) == 256 * 512 + 4 * 256 * 4
 
 
@@ -302,7 +302,7 @@ def test_two_runs_in_one_process_share_nothing_of_what_they_made():
         assert reads[0](weight) is reads[0](weight)
         assert reads[1](weight) is not reads[1](weight)
     layers = [EmulatedFP8(TILED, cache) for cache in (one, one, other)]
-    kept = [layer.keep(x)[0] for layer in layers]
+    kept = [layer.save_for_wgrad(x)[0] for layer in layers]
     assert kept[0] is kept[1]
     assert kept[2] is not kept[0]
 

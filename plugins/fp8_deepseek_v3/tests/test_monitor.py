@@ -192,7 +192,7 @@ def test_an_input_that_is_made_again_is_counted_as_it_is_then_and_as_often():
     for _ in range(2):  # microbatches: one begins before the other ends
         products.forward(x, weight)
         products.forward(x, weight)
-        products.wgrad(d_y, products.keep(other))
+        products.wgrad(d_y, products.save_for_wgrad(other))
     found = shares(watch, TILED)
     once = expected(TILED, other.numpy(), weight.numpy(), d_y.numpy())
     assert found["x of dW"] == [2 * number for number in once["x of dW"]]

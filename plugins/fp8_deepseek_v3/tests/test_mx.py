@@ -165,7 +165,7 @@ def test_x_is_rounded_once_for_dw_and_not_from_its_rows():
     x, d_y = normal(64, 64), normal(64, 64, seed=2)
     x[:, 0] *= 1e5  # beside it rows lose the rest
     products = EmulatedMX(mx_recipe("ceil"))
-    d_w, exact = products.wgrad(d_y, products.keep(x)), d_y.double().T @ x.double()
+    d_w, exact = products.wgrad(d_y, products.save_for_wgrad(x)), d_y.double().T @ x.double()
     assert ((d_w - exact)[:, 1:].norm() / exact[:, 1:].norm()).item() < 0.05
 
 
@@ -205,8 +205,8 @@ def test_a_wgrad_that_waited_has_the_same_bits(backend, counts, monkeypatch):
     if counts is not None:
         M, products = sum(counts), products.grouped(torch.tensor(counts))
     x, d_y = normal(M, 200), normal(M, 72, seed=2)
-    at_once = products.wgrad(d_y, products.keep(x))
-    later = products.defer_wgrad(d_y, products.keep(x))
+    at_once = products.wgrad(d_y, products.save_for_wgrad(x))
+    later = products.defer_wgrad(d_y, products.save_for_wgrad(x))
     d_y.zero_()  # whoever made it may use its memory again
     assert torch.equal(later(), at_once)
     assert at_once.any() or not M
@@ -215,7 +215,7 @@ def test_a_wgrad_that_waited_has_the_same_bits(backend, counts, monkeypatch):
 def test_what_is_saved_of_an_input_takes_a_byte_for_each_number_and_one_for_each_block():
     x, recipe = normal(256, 512), mx_recipe("ceil")
     for products, rows in ((EmulatedMX(recipe), x), (DryFP8(recipe), x.to("meta"))):
-        assert sum(tensor.nbytes for tensor in products.keep(rows)) == 256 * 512 + 256 // 32 * 512
+        assert sum(tensor.nbytes for tensor in products.save_for_wgrad(rows)) == 256 * 512 + 256 // 32 * 512
 
 
 @pytest.mark.parametrize("backend", [EmulatedMX, ScaledMX])

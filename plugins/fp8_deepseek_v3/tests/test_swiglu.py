@@ -127,7 +127,7 @@ def test_gradients_are_those_of_the_rounded_inputs():
     d_u, d_g = d_h * F.silu(g), torch.ops.aten.silu_backward(d_h * u, g)
     assert torch.equal(found["up.weight"], products.wgrad(d_u, x_kept).bfloat16())
     assert torch.equal(found["gate.weight"], products.wgrad(d_g, x_kept).bfloat16())
-    kept = products.keep(F.silu(g) * u)
+    kept = products.save_for_wgrad(F.silu(g) * u)
     assert torch.equal(found["down.weight"], products.wgrad(d_y, kept).bfloat16())
 
 
@@ -145,9 +145,9 @@ def test_the_output_is_recomputed_once_for_a_w_pass_and_only_its_codes_wait():
     x, d_y, made, passes = rows(M, D), rows(M, D, seed=1), [], Passes()
 
     class Counting(EmulatedFP8):
-        def keep(self, x_MK):
+        def save_for_wgrad(self, x_MK):
             made.append(x_MK)
-            return super().keep(x_MK)
+            return super().save_for_wgrad(x_MK)
 
     _, at_once = gradients(layer_of(QUANTIZED), x, d_y)
     layer, later = layer_of(QUANTIZED, backend=Counting, passes=passes), DeferredGradients()

@@ -81,7 +81,7 @@ def products(M, K, N, E):
     _, kept = experts.forward(x, w)
     experts.dgrad(d_y, w)
     experts.wgrad(d_y, kept)
-    TritonFP8(FP8Recipe(input_power_of_two=True)).wgrad(d_y, TritonFP8(FP8Recipe()).keep(x))
+    TritonFP8(FP8Recipe(input_power_of_two=True)).wgrad(d_y, TritonFP8(FP8Recipe()).save_for_wgrad(x))
     rounded = TritonFP8(FP8Recipe(quantize_swiglu=True))
     _, *saved = rounded.swiglu(d_y, d_y)
     rounded.recompute_swiglu(*saved, d_y.dtype)

@@ -33,8 +33,8 @@ def test_a_wgrad_that_waited_has_the_same_bits(backend, counts, shape, recipe, m
     if counts is not None:
         M, products = sum(counts), products.grouped(torch.tensor(counts))
     x, d_y = outliers(max(M, 4), K)[:M], outliers(max(M, 4), N, seed=2)[:M]
-    at_once = products.wgrad(d_y, products.keep(x))
-    later = products.defer_wgrad(d_y, products.keep(x))
+    at_once = products.wgrad(d_y, products.save_for_wgrad(x))
+    later = products.defer_wgrad(d_y, products.save_for_wgrad(x))
     d_y.zero_()  # whoever made it may use its memory again
     assert torch.equal(later(), at_once)
     assert at_once.any() or not M
@@ -45,10 +45,10 @@ def test_a_wgrad_that_waited_has_the_same_bits(backend, counts, shape, recipe, m
 def test_what_is_not_finite_shows_after_waiting_too(worst, tile):
     x, d_y, products = normal(200, 128), normal(200, 16, seed=2), EmulatedFP8(FP8Recipe(tile=tile))
     d_y[25, 3] = worst
-    at_once = products.wgrad(d_y, products.keep(x))
+    at_once = products.wgrad(d_y, products.save_for_wgrad(x))
     assert at_once[3].isnan().all()
     torch.testing.assert_close(
-        products.defer_wgrad(d_y, products.keep(x))(), at_once, rtol=0, atol=0, equal_nan=True
+        products.defer_wgrad(d_y, products.save_for_wgrad(x))(), at_once, rtol=0, atol=0, equal_nan=True
     )
 
 

@@ -71,7 +71,7 @@ class Noted:
     def forward(self, x, *weights):
         return [x @ weight.T for weight in weights], (x,)
 
-    def keep(self, x):
+    def save_for_wgrad(self, x):
         return (x,)
 
     def dgrad(self, d_y, weight):

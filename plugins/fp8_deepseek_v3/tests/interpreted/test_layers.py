@@ -110,7 +110,10 @@ def test_a_wgrad_that_waited_has_the_same_bits(counts, K, N, recipe, monkeypatch
     M, products = 130 if counts is None else sum(counts), TritonFP8(recipe)
     products = products if counts is None else products.grouped(torch.tensor(counts))
     x, d_y = outliers(max(M, 4), K)[:M], outliers(max(M, 4), N, seed=2)[:M]
-    at_once, later = products.wgrad(d_y, products.keep(x)), products.defer_wgrad(d_y, products.keep(x))
+    at_once, later = (
+        products.wgrad(d_y, products.save_for_wgrad(x)),
+        products.defer_wgrad(d_y, products.save_for_wgrad(x)),
+    )
     d_y.zero_()
     assert torch.equal(later(), at_once)
 
@@ -130,7 +133,7 @@ def test_a_layer_and_its_gradients_are_the_emulations(monkeypatch):
 def test_what_is_kept_means_what_the_emulation_keeps():
     x = outliers(131, 300)
     kept, expected = (
-        products(FP8Recipe(quantize_swiglu=True)).keep(x) for products in (TritonFP8, EmulatedFP8)
+        products(FP8Recipe(quantize_swiglu=True)).save_for_wgrad(x) for products in (TritonFP8, EmulatedFP8)
     )
     assert torch.equal(dequantize(*kept, E4M3), dequantize(*expected, E4M3))
     backends = [products(FP8Recipe(quantize_swiglu=True)) for products in (TritonFP8, EmulatedFP8)]
