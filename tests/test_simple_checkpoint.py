@@ -98,7 +98,7 @@ def stale(*_, **__):
 @pytest.mark.parametrize(
     ("which", "how", "words"),
     [
-        ("1", "missing", "rank 1, unlike others: no checkpoint at "),
+        ("1", "missing", "rank 1: no checkpoint at "),
         ("1", "unreadable", "rank 1: "),
         ("latest", "unreadable", "rank 1: "),
     ],

@@ -213,7 +213,7 @@ class SimpleCheckpoint:
         lacking = [(rank, text) for rank, text in enumerate(self.mesh.gather(problem)) if text]
         if lacking:  # on all ranks, or on those of a host that has a disk of its own
             rank, text = lacking[0]
-            where = "" if len(lacking) == self.mesh.world_size else f"rank {rank}, unlike others: "
+            where = "" if len(lacking) == self.mesh.world_size else f"rank {rank}: "
             raise CheckpointError(f"{where}{text}")
         return path
 
