@@ -1,5 +1,6 @@
 """Checkpoints: listing, verification, quarantine, and the state of a run."""
 
+from nanotrain_core.builtin.configs import SimpleCheckpointConfig
 from nanotrain_core.checkpoint.box_cover import coverage_problem
 from nanotrain_core.checkpoint.info import DTYPE_BYTES, DTYPE_NAMES, CheckpointInfo, unexpected_kinds
 from nanotrain_core.checkpoint.quarantine import quarantine_checkpoint, set_checkpoints_aside
@@ -11,13 +12,13 @@ from nanotrain_core.checkpoint.run_state import (
     streams_problem,
 )
 from nanotrain_core.checkpoint.simple_listing import list_checkpoints as list_simple_checkpoints
-from nanotrain_core.checkpoint.tensor_boxes import Shape, box_slices
+from nanotrain_core.checkpoint.tensor_boxes import box_slices
 
 __all__ = [
     "DTYPE_BYTES",
     "DTYPE_NAMES",
     "CheckpointInfo",
-    "Shape",
+    "SimpleCheckpointConfig",
     "box_slices",
     "coverage_problem",
     "is_run_state",

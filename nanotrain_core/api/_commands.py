@@ -13,7 +13,6 @@ from nanotrain_core.cli.common import (
 from nanotrain_core.cli.drawing import draw as draw_timeline
 from nanotrain_core.cli.machines import fewest_machines
 from nanotrain_core.cli.planned import plan_recipe
-from nanotrain_core.run.progress_bar import show_progress
 
 __all__ = [
     "PIPED_WIDTH",
@@ -28,7 +27,6 @@ __all__ = [
     "positive_int",
     "real_number",
     "resolve",
-    "show_progress",
     "unsigned_int",
     "whole_number",
 ]

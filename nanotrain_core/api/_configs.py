@@ -1,6 +1,6 @@
 """Recipe tables: base classes, built-in ones, ranges of fields, and divisibility."""
 
-from nanotrain_core.builtin.configs import AdamWConfig, SimpleCheckpointConfig
+from nanotrain_core.builtin.configs import AdamWConfig
 from nanotrain_core.builtin.transformer_config import TransformerConfig, check_transformer, yarn_magnitude
 from nanotrain_core.moe.rules import divisible_experts
 from nanotrain_core.optim.moment_groups import check_moments
@@ -26,7 +26,6 @@ __all__ = [
     "ModelConfig",
     "OptimizerConfig",
     "Range",
-    "SimpleCheckpointConfig",
     "TransformerConfig",
     "cached_token_of",
     "check_moments",

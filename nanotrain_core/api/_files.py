@@ -1,4 +1,4 @@
-"""Files of a run, and the resources of this machine."""
+"""Files of a run, progress on the terminal, and the resources of this machine."""
 
 from nanotrain_core.run.files import (
     append_line,
@@ -12,6 +12,7 @@ from nanotrain_core.run.folder_owner import is_running
 from nanotrain_core.run.host_memory import HostMemory, host_memory
 from nanotrain_core.run.host_processors import allowed_processors, cpu_quota, usable_processors
 from nanotrain_core.run.plain_json import json_text
+from nanotrain_core.run.progress_bar import show_progress
 from nanotrain_core.run.suggest_run import RUN_FILES, did_you_mean_run, is_run
 from nanotrain_core.run.throughput import peak_flops
 
@@ -29,6 +30,7 @@ __all__ = [
     "json_text",
     "peak_flops",
     "remove_leftovers",
+    "show_progress",
     "usable_processors",
     "write_atomically",
     "write_problem",

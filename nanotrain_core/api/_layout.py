@@ -1,5 +1,6 @@
 """The layout of ranks, and roles of a model's modules."""
 
+from nanotrain_core.checkpoint.tensor_boxes import Shape
 from nanotrain_core.layout.layout import Layout, Span, View, nontrivial_views
 from nanotrain_core.layout.roles import (
     Role,
@@ -17,6 +18,7 @@ from nanotrain_core.layout.roles import (
 __all__ = [
     "Layout",
     "Role",
+    "Shape",
     "Span",
     "Tag",
     "View",
