@@ -20,6 +20,7 @@ class Batch:
     """Token sequences and the target of each position, both int64 [B, S]."""
 
     tokens: torch.Tensor
+    """Tokens of this rank, int64 [B, S]."""
     targets: torch.Tensor | None = None
     """The next token at each position, or :data:`IGNORE`. None asks the model for logits."""
     cache: Cache | None = None

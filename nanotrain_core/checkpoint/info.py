@@ -55,7 +55,9 @@ class CheckpointInfo:
     """One checkpoint in a listing. ``Component.listing`` returns a list of these."""
 
     step: int
+    """Optimizer steps done when it was saved."""
     path: Path
+    """Of its file or folder."""
     nbytes: int
     """Total size of its files."""
     describe: Callable[[], Mapping[str, Any]]

@@ -27,6 +27,7 @@ class Data(Protocol):
     """Batches that are the same for every layout, with a position that can be saved and restored."""
 
     vocab_size: int
+    """Number of different tokens: every token is below it."""
     bytes_per_token: float | None
     """Mean over the validation split, for reporting bits per byte; None when tokens are not text."""
 

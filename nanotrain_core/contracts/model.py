@@ -96,6 +96,7 @@ class Model(Protocol):
     """Number of layers among which :meth:`build` can split the model: those of ``Costs.layers``. Modules
     after the head, such as MTP, are not counted."""
     vocab_size: int
+    """Number of different tokens that it has an embedding of."""
     max_length: int | None
     """Longest sequence in tokens; None if any length works."""
     loss_weights: Mapping[str, float]

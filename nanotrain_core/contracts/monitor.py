@@ -35,13 +35,19 @@ class RunInfo:
     """The description of a run for its monitors. Read-only by convention."""
 
     name: str
+    """``run.name`` of the recipe."""
     folder: Path | None
+    """The run folder; None: the run writes none."""
     steps: int
+    """Optimizer steps of the whole run."""
     first_step: int
     """Steps already done when this run began: above 0 after a resume."""
     rank: int
+    """Number of this rank among all, from 0."""
     world_size: int
+    """Number of all ranks."""
     device: torch.device
+    """This rank's."""
     parameters: int
     """Parameter count of the whole model."""
     tokens_per_step: int
@@ -59,6 +65,7 @@ class RunInfo:
     optimizer_device_bytes: Callable[[], int]
     """Bytes of optimizer state and masters currently on :attr:`device`: offloaded state is not counted."""
     mesh: Mesh
+    """Coordinates and collectives of this rank."""
     parts: Sequence[nn.Module]
     """This rank's model parts."""
     placed: Sequence[PlacedParameter]

@@ -28,9 +28,13 @@ class Block:
     """
 
     name: str
+    """The global name, the same on every layout; of optimizer state ``exp_avg/NAME``."""
     global_shape: Shape
+    """Shape of the whole tensor."""
     offset: Shape
+    """Where the block begins in it, one number for each axis."""
     tensor: torch.Tensor
+    """The block, live: a load fills it in place."""
 
     def __attrs_post_init__(self) -> None:
         """Reject a block that is not part of the global tensor.

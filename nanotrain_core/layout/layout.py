@@ -23,13 +23,17 @@ class View:
     """
 
     dims: tuple[str, ...]
+    """Names of the dimensions, the slowest first."""
     sizes: tuple[int, ...]
+    """Ranks along each of them."""
 
     @property
     def world_size(self) -> int:
+        """Return the number of all ranks."""
         return prod(self.sizes)
 
     def size(self, dim: str) -> int:
+        """Return the number of ranks along ``dim``."""
         return self.sizes[self.dims.index(dim)]
 
     def stride(self, dim: str) -> int:
@@ -37,6 +41,7 @@ class View:
         return prod(self.sizes[self.dims.index(dim) + 1 :])
 
     def coordinate(self, rank: int, dim: str) -> int:
+        """Return the position of ``rank`` along ``dim``, from 0."""
         return rank // self.stride(dim) % self.size(dim)
 
     def ranks(self, rank: int, dims: Iterable[str]) -> tuple[int, ...]:
@@ -52,6 +57,7 @@ class Span:
     """Ranks that differ from one another along ``dims`` and, if there are any, among ``stages``."""
 
     dims: tuple[str, ...] = ()
+    """Mesh dimensions of one view."""
     stages: tuple[int, ...] = ()
     """Coordinates along ``pp``, ascending; empty: the rank's own only."""
 
@@ -68,6 +74,7 @@ class Layout:
     """The views of one run."""
 
     views: dict[str, View]
+    """By name: ``dense``, and others over the same ranks, such as ``expert``."""
     data_dims: tuple[str, ...] = ("dp",)
     """Dimensions of any view along which ranks see different tokens, so that gradients are partial."""
     sequence_dims: tuple[str, ...] = ()
@@ -75,6 +82,7 @@ class Layout:
 
     @property
     def world_size(self) -> int:
+        """Return the number of all ranks."""
         return next(iter(self.views.values())).world_size
 
     @property

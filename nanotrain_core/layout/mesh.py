@@ -38,9 +38,12 @@ class Mesh:
         """Accumulates the time this rank spends in communication. Communication that bypasses this class is
         wrapped in ``with mesh.waits.collectives:``."""
         self.layout = layout
+        """The coordinates of all ranks."""
         self.rank = rank
+        """Number of this rank among all, from 0."""
         self.device = torch.device(device)
         self.timeout = timeout
+        """How long a collective may take before it fails."""
         dense = layout.views["dense"].dims
         self._data = Span(tuple(dim for dim in dense if dim in layout.data_dims))
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
@@ -50,6 +53,7 @@ class Mesh:
 
     @property
     def world_size(self) -> int:
+        """Return the number of all ranks."""
         return self.layout.world_size
 
     @property

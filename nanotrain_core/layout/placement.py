@@ -33,11 +33,13 @@ class Placement:
     name: str
     """The global name, the same on every layout, for example ``layers.7.attn.q.weight``."""
     global_shape: Shape
+    """Shape of the whole tensor."""
     shape: Shape
     """Shape of this rank's block."""
     offset: Shape
     """Where the block begins in the global tensor."""
     view: str = "dense"
+    """The view of the layout that the dimensions below are of."""
     sharded: frozenset[str] = frozenset()
     """Mesh dimensions along which blocks differ."""
     summed: frozenset[str] = frozenset()
@@ -173,7 +175,9 @@ class PlacedParameter:
     """A live parameter with its placement."""
 
     parameter: nn.Parameter
+    """This rank's block, or the memory of a DTensor's local tensor."""
     placement: Placement
+    """Where the block is in the whole model."""
     parts: tuple[int, ...] = (0,)
     """This rank's model parts that hold it: several, if virtual stages are tied."""
     dtensor: DTensor | None = None
@@ -186,6 +190,7 @@ class Piece:
     """The unit for which one rank reduces the gradient and updates: a parameter, or a range of its block."""
 
     parameter: nn.Parameter
+    """This rank's whole block."""
     placement: Placement
     """Placement of the block, after :meth:`Placement.sharded_over_summed` if its holders each update a
     range."""

@@ -78,6 +78,7 @@ class Tag:
     """A role, and the granularity at which the sharded dimension may be split."""
 
     role: Role
+    """What the module does with the model's width."""
     unit: int = 1
     """Rows (COLUMN) or columns (ROW) that must stay on one rank, for example a head's size."""
     grouped: bool = False

@@ -76,6 +76,7 @@ class Continuation:
     attempt: int
     """The attempt that begins here: 2 or more."""
     kind: Literal["resume", "rollback"]
+    """A resume starts new processes; a rollback is within them."""
     step: int
     """The last step that is kept of earlier attempts: this one's first step is the next."""
     came_to: int
@@ -101,6 +102,7 @@ class History:
     texts: dict[str, list[tuple[int, str]]] = attrs.field(factory=dict)
     """By name: step and text, ascending."""
     continuations: list[Continuation] = attrs.field(factory=list)
+    """Where it was resumed or rolled back, oldest first."""
     abandoned: dict[int, dict[str, Curve]] = attrs.field(factory=dict)
     """By attempt, the curves of steps it took after the step from which a later one began."""
     events: list[dict[str, Any]] = attrs.field(factory=list)

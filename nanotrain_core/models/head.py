@@ -19,10 +19,12 @@ class Head(nn.Module):
     """
 
     weight: nn.Parameter | None
+    """[V, D]; None: tied to the embedding's."""
 
     def __init__(self, vocab: int, width: int, *, tied: bool, ops: Ops = TORCH_OPS) -> None:
         super().__init__()
         self.ops = ops
+        """The functions that it is computed with."""
         self.register_parameter("weight", None if tied else nn.Parameter(torch.empty(vocab, width)))
 
     def forward(

@@ -162,13 +162,21 @@ class Ops:
     """The table of a model's functions. Each field has the signature and meaning of its default."""
 
     attention: Callable[..., Tensor] = attention
+    """Causal softmax attention of queries [B, S, H, K] over keys [B, T, G, K] and values [B, T, G, V]."""
     rms_norm: Callable[[Tensor, Tensor, float], Tensor] = rms_norm
+    """``(x, weight, eps)``: the last dimension of x scaled to unit root mean square, times the weight."""
     rope: Callable[[Tensor, Tensor, Tensor], Tensor] = rope
+    """Rotary position embedding of heads x [B, S, H, K], by the cosine and sine [S, 1, K] of each angle."""
     swiglu: Callable[[Tensor, Tensor], Tensor] = swiglu
+    """``(gate, up)``: silu(gate) times up."""
     linear_cross_entropy: Callable[..., Tensor] = linear_cross_entropy
+    """The summed cross-entropy of hidden states [T, D], a head's weight [V, D] and targets [T]: a scalar."""
     experts: Callable[..., Tensor] = experts
+    """The SwiGLU of every expert: outputs [N, D] for rows [N, D] that are sorted by expert."""
     permute: Callable[[Tensor, Tensor, Tensor, int], Tensor] = permute
+    """Copies tokens [T, D] into rows [N, D] that are sorted by expert."""
     unpermute: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] = unpermute
+    """Each token's sum [T, D] of its rows [N, D], times the weights of their experts [T, C]."""
 
 
 #: The plain PyTorch table, for models that are built without a run's kernels.

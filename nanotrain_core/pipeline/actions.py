@@ -14,7 +14,9 @@ class Part:
     """A run of consecutive layers, ``first`` to ``last`` exclusive; none if they are equal."""
 
     first: int
+    """Its first layer, from 0."""
     last: int
+    """One past its last layer."""
     has_embedding: bool
     """Whether it turns tokens into hidden states."""
     has_head: bool
@@ -100,6 +102,7 @@ class Action:
     stage: int
     """Number of the part in ``Schedule.parts``."""
     microbatch: int
+    """Number of the microbatch in the step, from 0."""
 
     def __str__(self) -> str:
         return f"{self.kind}{self.stage}.{self.microbatch}"

@@ -19,6 +19,7 @@ class LiveMaster(MasterWeight):
 
     def __init__(self, weight: torch.Tensor) -> None:
         self.weight = weight
+        """The model's parameter, or a range of it, in the parameter's dtype."""
 
     @property
     def plain(self) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -44,6 +45,7 @@ class Float32Master(MasterWeight):
 
     def __init__(self, weight: torch.Tensor) -> None:
         self.weight = weight
+        """What the model computes with, in the parameter's dtype: the master is rounded into it."""
         self.master = weight.detach().float()
 
     @property

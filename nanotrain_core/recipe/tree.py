@@ -77,8 +77,11 @@ class Selection:
     """A component selected by name, with its table as that component's config class."""
 
     kind: str
+    """Of the component: ``optimizer``."""
     use: str
+    """Its name: ``adamw``."""
     config: Any
+    """An instance of its config class."""
     unsupported: frozenset[str] = frozenset()
     """The abilities that its component declares not to have with this config: a check of another component
     that relies on one, such as sequence parallelism on the model's layers, must refuse the recipe."""
