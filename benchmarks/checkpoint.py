@@ -86,14 +86,14 @@ def holdings(stage: list[tuple[str, tuple[int, ...], bool]], dp: int) -> Iterato
             shape = (whole[0] // EP, *whole[1:])
             offset = (dp % EP * shape[0], *offset[1:])
             sharing, place = DP // EP, dp // EP
-        yield name, "BF16", whole, offset, shape
+        yield name, "BF16", whole, offset, shape, False
         size = prod(shape)
         start, stop = size * place // sharing, size * (place + 1) // sharing
         for at, box in boxes(shape, start, stop):
             begin = tuple(a + b for a, b in zip(offset, at, strict=True))
             for kind in STATE:
-                yield f"{kind}/{name}", "F32", whole, begin, box
-        yield f"step/{name}", "F32", (), (), ()
+                yield f"{kind}/{name}", "F32", whole, begin, box, False
+        yield f"step/{name}", "F32", (), (), (), False
 
 
 def plan() -> dict[str, float]:

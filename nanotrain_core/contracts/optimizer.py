@@ -35,6 +35,9 @@ class Block:
     """Where the block begins in it, one number for each axis."""
     tensor: torch.Tensor
     """The block, live: a load fills it in place."""
+    frozen: bool = False
+    """Whether only a load changes its values: a format may share what it has written of them between
+    checkpoints."""
 
     def __attrs_post_init__(self) -> None:
         """Reject a block that is not part of the global tensor.

@@ -28,6 +28,7 @@ def capture_state(engine: RuntimeEngine) -> TrainState:
     run = engine.run
     engine.weights_ready()
     weights = [Block.of("", p.parameter.detach(), p.placement) for p in run.placed]
+    weights = [attrs.evolve(each, frozen=True) if each.name in run.frozen else each for each in weights]
     buffers = router_buffers(run.stages.values()).items() if run.placements else ()  # else it is a script
     kept = [Block.of("router", tensor, run.placements[name]) for name, tensor in buffers]
     meta = {

@@ -11,7 +11,8 @@ from nanotrain_core.contracts import Parallel
 from nanotrain_core.errors import PluginError
 from nanotrain_core.layout.dtensors import read_dtensors
 from nanotrain_core.layout.mesh import Mesh
-from nanotrain_core.layout.placement import Placements, note_roles
+from nanotrain_core.layout.placement import PlacedParameter, Placements, note_roles
+from nanotrain_core.moe.routing import counting_routers
 from nanotrain_core.recipe.tree import Selection
 from nanotrain_core.run.split_conflicts import Splits
 from nanotrain_core.run.validate_components import check_experts, check_per_head, check_routers, check_wrapped
@@ -33,6 +34,25 @@ def wrap(
     check_experts(stages.values(), mesh)
     check_routers(stages.values(), mesh)
     return stages
+
+
+def frozen_by_wrappers(
+    trained: Collection[str], placed: Iterable[PlacedParameter], parts: Iterable[nn.Module]
+) -> frozenset[str]:
+    """Return the parameters that the model trains and a wrapper has frozen: they keep their values.
+
+    What the model itself builds without a gradient is state that training changes by other means, such as a
+    router's bias; ``balance`` of a counting router may change any parameter of it that is not trained.
+
+    Args:
+        trained: names of those that the model trains.
+        placed: this rank's parameters.
+        parts: this rank's finished parts.
+    """
+    routers = counting_routers(parts).items()
+    balanced = {f"{name}.{key}" for name, router in routers for key, _ in router.named_parameters()}
+    frozen = {each.placement.name for each in placed if not each.parameter.requires_grad}
+    return frozenset(frozen & {*trained} - balanced)
 
 
 def share_between_stages(placements: Placements, parts: Iterable[nn.Module], mesh: Mesh) -> Placements:

@@ -25,6 +25,9 @@ class ShardedConfig:
     the last finite validation loss, and those the run was restored from are kept."""
     asynchronous: bool = True
     """Write files while training continues, at the cost of a copy of this rank's shard in host memory."""
+    link_frozen: bool = True
+    """Share the files of frozen weights, such as those of LoRA, between checkpoints by hard links, instead
+    of writing them at each save."""
     verify: Literal["full", "size", "none"] = "full"
     """Before a load: compare every file's SHA-256, only sizes, or nothing."""
 

@@ -22,14 +22,15 @@ Tensors = dict[str, torch.Tensor]
 CODES = {getattr(torch, name): code for code, name in DTYPE_NAMES.items()}
 
 
-def metadata_of(block: Block) -> BlockMetadata:
-    """Describe a block without its values.
+def metadata_of(block: Block, *, linked: bool) -> BlockMetadata:
+    """Describe a block without its values; ``linked``: whether frozen ones get files of their own.
 
     Raises:
         CheckpointError: safetensors has no such dtype.
     """
     shape = tuple(block.tensor.shape)
-    return block.name, code(block.name, block.tensor), tuple(block.global_shape), tuple(block.offset), shape
+    dtype = code(block.name, block.tensor)
+    return block.name, dtype, tuple(block.global_shape), tuple(block.offset), shape, linked and block.frozen
 
 
 def code(name: str, tensor: torch.Tensor) -> str:
@@ -50,9 +51,13 @@ def chosen(blocks: Sequence[Block], positions: Iterable[int]) -> Tensors:
 
 def write(path: Path, tensors: Mapping[str, torch.Tensor]) -> File:
     """Write tensors to a new file, largest dtypes first, and flush it to disk."""
-    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
-    forms = {name: Form(code(name, tensor), tuple(tensor.shape)) for name, tensor in ordered}
-    return shard.write(path, forms, parts(tensor for _, tensor in ordered))
+    ordered = dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))
+    return shard.write(path, forms_of_tensors(ordered), parts(ordered.values()))
+
+
+def forms_of_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, Form]:
+    """Return what a header says of tensors, in their order."""
+    return {name: Form(code(name, tensor), tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
 def parts(tensors: Iterable[torch.Tensor]) -> Iterator[memoryview]:

@@ -4,8 +4,9 @@ A save, in order of execution:
 
 1. All ranks agree which rank writes which box: once, as long as blocks stay the same.
 2. Rank 0 creates ``.tmp-<step>-<id>`` and announces it.
-3. Each rank copies its shard, writes the copy there, hashes it while writing and flushes it to disk: in a
-   thread, while training continues; the next update waits for the copy.
+3. Each rank links its file of frozen weights from the checkpoint before, copies its shard, writes the copy
+   there, hashes it while writing and flushes it to disk: in a thread, while training continues; the next
+   update waits for the copy.
 4. At a step boundary, once all are done, each reports its files' sizes and hashes, or its error: in that case
    the folder is removed and the save has failed on every rank.
 5. Rank 0 writes the manifest and renames the folder: from then on the checkpoint exists.
@@ -40,7 +41,8 @@ from nanotrain_core.api import __version__ as core_version
 from nanotrain_core.api.torch import Block, CheckpointReport, Mesh, TrainState
 from nanotrain_sharded_ckpt_v2 import ShardedConfig, __version__, blocks, folders, manifest, shard
 from nanotrain_sharded_ckpt_v2.flags import LateFlag
-from nanotrain_sharded_ckpt_v2.manifest import File, Manifest, streams_name
+from nanotrain_sharded_ckpt_v2.frozen_files import FrozenFiles
+from nanotrain_sharded_ckpt_v2.manifest import File, Manifest, shard_name, streams_name
 from nanotrain_sharded_ckpt_v2.object_collectives import (
     agree,
     broadcast_from_first,
@@ -62,7 +64,9 @@ class ShardAssignment:
     metadata: Sequence[BlockMetadata]
     """Of this rank's blocks."""
     mine: Sequence[int]
-    """The indices of those that this rank writes."""
+    """The indices of those that this rank writes, but for frozen ones."""
+    frozen: Sequence[int]
+    """The indices of frozen ones that it writes, or links."""
     tensors: dict[str, Tensor]
     """Of all ranks; on rank 0 only."""
 
@@ -98,6 +102,7 @@ class ShardedCheckpoint:
         self._verified: dict[int, Mapping[str, File]] = {}
         self._restored: set[int] = set()
         self._saving = self._assignment = None
+        self._frozen = FrozenFiles(mesh.rank, mesh.world_size)
         self._late, self._writing = LateFlag(mesh), LateFlag(mesh)
         self._changed = LateFlag(mesh, late=False)  # a save waits for its answer
         self._on_first(lambda: folders.clear_leftovers(folder))
@@ -123,7 +128,10 @@ class ShardedCheckpoint:
 
     def verify(self, step: int) -> Sequence[str]:
         """Read all of the checkpoint of ``step``, and return what is wrong with it."""
-        return folders.damage(folders.step_folder(self.folder, step), full=True)
+        problems = folders.damage(folders.step_folder(self.folder, step), full=True)
+        if problems:  # which others share, perhaps
+            self._frozen.forget()
+        return problems
 
     # --- save ---------------------------------------------------------------------------------
 
@@ -137,11 +145,15 @@ class ShardedCheckpoint:
         scratch: Path = self._on_first(lambda: folders.make_scratch(self.folder, step))
         state = attrs.evolve(state)  # which copies meta: it is written later
         saving = SaveInProgress(step, self.mesh.rank, scratch, state, began, old=self._retire_old(state.meta))
-        mine = blocks.chosen(state.blocks, assignment.mine)
+        shares = {shard_name(self.mesh.rank): blocks.chosen(state.blocks, assignment.mine)}
+        frozen = blocks.chosen(state.blocks, assignment.frozen)
+        saving.files = self._frozen.link(scratch, frozen)
+        if not saving.files:
+            shares[self._frozen.name] = frozen
         if self.config.asynchronous:
-            saving.write_in_thread(mine, self._copies)
+            saving.write_in_thread(shares, self._copies)
         else:
-            saving.write(mine)
+            saving.write(shares)
         saving.blocked = time.monotonic() - began
         self._saving = saving
 
@@ -149,7 +161,7 @@ class ShardedCheckpoint:
         """Gather and scatter: assign the boxes, unless all ranks hold the same as the last time."""
         problem, metadata = "", []
         try:
-            metadata = [blocks.metadata_of(block) for block in wanted]
+            metadata = [blocks.metadata_of(block, linked=self.config.link_frozen) for block in wanted]
         except CheckpointError as error:
             problem = str(error)
         agree(problem, self.mesh)
@@ -157,16 +169,17 @@ class ShardedCheckpoint:
             return self._assignment
         self._assignment = None
         everyone = gather_to_first(metadata, self.mesh)
-        shares: list[Sequence[int]] = []
+        shares: list[tuple[Sequence[int], Sequence[int]]] = []
         tensors: dict[str, Tensor] = {}
         if everyone:
             try:
                 plan = make_plan(everyone)
-                shares, tensors = list(plan.mine), dict(plan.tensors)
+                shares, tensors = list(zip(plan.mine, plan.frozen, strict=True)), dict(plan.tensors)
             except CheckpointError as error:
                 problem = str(error)
         agree(problem, self.mesh)
-        self._assignment = ShardAssignment(metadata, scatter_from_first(shares, self.mesh), tensors)
+        mine, frozen = scatter_from_first(shares, self.mesh)
+        self._assignment = ShardAssignment(metadata, mine, frozen, tensors)
         return self._assignment
 
     def _on_first(self, act: Callable[[], Any]) -> Any:
@@ -222,7 +235,9 @@ class ShardedCheckpoint:
             if self.mesh.rank == 0:
                 shutil.rmtree(saving.scratch, ignore_errors=True)
             raise
-        return folders.step_folder(self.folder, saving.step)
+        path = folders.step_folder(self.folder, saving.step)
+        self._frozen.saved(path, saving.files)
+        return path
 
     def _manifest(self, saving: SaveInProgress, files: dict[str, File]) -> Manifest:
         assert self._assignment is not None
@@ -267,6 +282,7 @@ class ShardedCheckpoint:
         """Verify, plan, check, then fill the blocks."""
         if self._nothing_loaded:  # the time since the checkpoint was saved is not in the state
             self._last_save, self._nothing_loaded = time.monotonic(), False
+        self._frozen.forget()  # what is live will be another's, or the checkpoint is damaged
         found, damaged = self._newest_whole(state) if which == "latest" else (self._named(which, state), {})
         if found is None:
             return None
@@ -282,6 +298,7 @@ class ShardedCheckpoint:
             self._restored.add(saved.step)
             if self.config.verify == "full":
                 self._verified[saved.step] = saved.files
+                self._frozen.loaded(found.path, saved, state.blocks)
         return TrainState(state.blocks, saved.meta, found.streams)
 
     def _fill(self, reading: ReadPlan) -> None:

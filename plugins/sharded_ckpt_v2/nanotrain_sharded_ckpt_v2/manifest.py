@@ -47,8 +47,13 @@ BESIDE = re.compile(r"(shard|rank)-\d{5,}\.safetensors")
 
 
 def shard_name(number: int) -> str:
-    """Return the file of one rank's shard of the tensors."""
+    """Return the file of one shard of the tensors: that of a rank, but for its frozen weights."""
     return f"shard-{number:05d}.safetensors"
+
+
+def frozen_name(rank: int, ranks: int) -> str:
+    """Return the file of one rank's frozen weights: they are numbered after the shards of all ranks."""
+    return shard_name(ranks + rank)
 
 
 def streams_name(rank: int) -> str:

@@ -12,14 +12,17 @@ from __future__ import annotations
 import shutil
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import attrs
 
 from nanotrain_core.api.torch import TrainState
 from nanotrain_sharded_ckpt_v2 import blocks
-from nanotrain_sharded_ckpt_v2.manifest import File, shard_name, streams_name
+from nanotrain_sharded_ckpt_v2.manifest import File, streams_name
+
+#: By file, the tensors that this rank writes to it.
+Shares = Mapping[str, blocks.Tensors]
 
 
 @attrs.define(eq=False)
@@ -37,13 +40,14 @@ class SaveInProgress:
     blocked: float = 0.0
     """Seconds for which training was blocked."""
     files: dict[str, File] = attrs.field(factory=dict)
-    """What this rank has written."""
+    """What this rank has linked or written."""
     error: str = ""
     _thread: threading.Thread | None = None
     _copied: threading.Event = attrs.field(factory=threading.Event)
 
-    def write_in_thread(self, tensors: blocks.Tensors, copies: blocks.Copies) -> None:
-        """Copy and write in a thread. ``tensors`` must not change before :meth:`settle` has returned."""
+    def write_in_thread(self, shares: Shares, copies: blocks.Copies) -> None:
+        """Copy and write in a thread. Tensors must not change before :meth:`settle` has returned."""
+        tensors = {key: tensor for share in shares.values() for key, tensor in share.items()}
         computed = blocks.computed(tensors)
 
         def work() -> None:
@@ -54,19 +58,18 @@ class SaveInProgress:
                 return
             finally:
                 self._copied.set()
-            self.write(held)
+            self.write({name: {key: held[key] for key in share} for name, share in shares.items()})
 
         self._thread = threading.Thread(target=work, daemon=True)
         self._thread.start()
 
-    def write(self, tensors: blocks.Tensors) -> None:
-        """Write this rank's files. Must not communicate: it may run in the thread."""
+    def write(self, shares: Shares) -> None:
+        """Write this rank's files, and its streams. Must not communicate: it may run in the thread."""
         for folder in self.old:
             shutil.rmtree(folder, ignore_errors=True)  # the next run removes what is left
-        shares = {shard_name(self.rank): tensors, streams_name(self.rank): self.state.rank_tensors}
         name = ""
         try:
-            for name, share in shares.items():
+            for name, share in (*shares.items(), (streams_name(self.rank), self.state.rank_tensors)):
                 if share:
                     self.files[name] = blocks.write(self.scratch / name, share)
         except Exception as error:

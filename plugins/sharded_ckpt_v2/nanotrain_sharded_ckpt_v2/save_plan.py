@@ -9,15 +9,15 @@ checks whether ranks agree on a dtype. Reading, where boxes intersect other boxe
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from math import prod
 
 import attrs
 
 from nanotrain_core.api import DTYPE_BYTES, CheckpointError, Shape, coverage_problem
 
-#: Name, dtype code, shape of the global tensor, offset, shape: a block without its values.
-BlockMetadata = tuple[str, str, Shape, Shape, Shape]
+#: Name, dtype code, shape of the global tensor, offset, shape, whether frozen: a block without its values.
+BlockMetadata = tuple[str, str, Shape, Shape, Shape, bool]
 
 
 @attrs.define(frozen=True)
@@ -28,7 +28,8 @@ class Tensor:
     """Its safetensors code."""
     shape: Shape
     chunks: Sequence[tuple[int, Shape, Shape]]
-    """Shard number, offset, shape; in this order."""
+    """Shard number, offset, shape; in this order. A rank's number is that of its shard; the number of ranks
+    is added for its frozen weights, which have a file of their own."""
 
 
 @attrs.define(frozen=True)
@@ -36,7 +37,9 @@ class Plan:
     """The boxes that each rank writes."""
 
     mine: Sequence[Sequence[int]]
-    """For each rank the indices in its list of blocks of those that it writes."""
+    """For each rank the indices in its list of blocks of those that it writes, but for frozen ones."""
+    frozen: Sequence[Sequence[int]]
+    """The indices of frozen ones, likewise."""
     tensors: Mapping[str, Tensor]
     """By name, sorted."""
 
@@ -50,17 +53,21 @@ def make_plan(metadata: Sequence[Sequence[BlockMetadata]]) -> Plan:
         CheckpointError: ranks disagree about a tensor, or its boxes leave a gap or overlap.
     """
     holders: dict[tuple[str, Shape, Shape], list[tuple[int, int]]] = {}
+    changing: set[str] = set()
     forms: dict[str, tuple[str, Shape, int]] = {}
     for rank, held in enumerate(metadata):
-        for position, (name, dtype, whole, offset, shape) in enumerate(held):
+        for position, (name, dtype, whole, offset, shape, frozen) in enumerate(held):
             known = forms.setdefault(name, (dtype, whole, rank))
             if known[:2] != (dtype, whole):
                 raise CheckpointError(
                     f"{name} is {dtype} {whole} on rank {rank} and {known[0]} {known[1]} on rank {known[2]}"
                 )
             holders.setdefault((name, offset, shape), []).append((rank, position))
-    mine = _assign(holders, forms, len(metadata))
-    return Plan([sorted(positions) for positions, _ in mine], _tensors(mine, forms))
+            if not frozen:
+                changing.add(name)  # even if it is frozen on another rank
+    shares = _assign(holders, forms, changing, len(metadata))
+    positions, ranks = [sorted(positions) for positions, _ in shares], len(metadata)
+    return Plan(positions[:ranks], positions[ranks:], _tensors(shares, forms))
 
 
 _Assigned = tuple[list[int], list[tuple[str, Shape, Shape]]]
@@ -69,27 +76,32 @@ _Assigned = tuple[list[int], list[tuple[str, Shape, Shape]]]
 def _assign(
     holders: Mapping[tuple[str, Shape, Shape], list[tuple[int, int]]],
     forms: Mapping[str, tuple[str, Shape, int]],
+    changing: Collection[str],
     ranks: int,
 ) -> list[_Assigned]:
-    """Assign boxes held by one rank to it, then the others, largest first, to the least loaded holder."""
-    load = [0] * ranks
-    shares: list[_Assigned] = [([], []) for _ in range(ranks)]
+    """Assign boxes held by one rank to it, then the others, largest first, to the least loaded holder.
+
+    Frozen ones are assigned as evenly, but apart: the second half of what is returned, a share of each rank.
+    """
+    load = [0] * 2 * ranks
+    shares: list[_Assigned] = [([], []) for _ in load]
     sizes = {box: DTYPE_BYTES[forms[box[0]][0]] * prod(box[2]) for box in holders}
     for box, choices in sorted(
         holders.items(), key=lambda item: (len(item[1]) > 1, -sizes[item[0]], item[0])
     ):
-        rank, position = min(choices, key=lambda choice: (load[choice[0]], choice[0]))
-        load[rank] += sizes[box]
-        shares[rank][0].append(position)
-        shares[rank][1].append(box)
+        first = 0 if box[0] in changing else ranks
+        rank, position = min(choices, key=lambda choice: (load[first + choice[0]], choice[0]))
+        load[first + rank] += sizes[box]
+        shares[first + rank][0].append(position)
+        shares[first + rank][1].append(box)
     return shares
 
 
 def _tensors(shares: Sequence[_Assigned], forms: Mapping[str, tuple[str, Shape, int]]) -> dict[str, Tensor]:
     chunks: dict[str, list[tuple[int, Shape, Shape]]] = {name: [] for name in sorted(forms)}
-    for rank, (_, boxes) in enumerate(shares):
+    for number, (_, boxes) in enumerate(shares):
         for name, offset, shape in boxes:
-            chunks[name].append((rank, offset, shape))
+            chunks[name].append((number, offset, shape))
     found = {}
     for name, parts in chunks.items():
         dtype, shape, _ = forms[name]

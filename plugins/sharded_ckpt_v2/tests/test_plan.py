@@ -12,8 +12,8 @@ from nanotrain_core.checkpoint.tensor_boxes import boxes
 from nanotrain_core.errors import CheckpointError
 
 
-def holding(name, offset, shape, whole=(8, 4), dtype="F32"):
-    return (name, dtype, whole, offset, shape)
+def holding(name, offset, shape, whole=(8, 4), dtype="F32", frozen=False):
+    return (name, dtype, whole, offset, shape, frozen)
 
 
 def test_replicas_are_written_once_and_evenly():
@@ -27,6 +27,21 @@ def test_what_one_rank_holds_counts_before_what_many_hold():
     shared = holding("shared", (0, 0), (8, 4))
     plan = make_plan([[shared, holding("own", (0, 0), (8, 4))], [shared]])
     assert [list(mine) for mine in plan.mine] == [[1], [0]]
+
+
+def test_frozen_boxes_are_assigned_as_evenly_and_apart():
+    held = [holding(f"{kind}.{n}", (0, 0), (8, 4), frozen=kind == "f") for n in range(4) for kind in "ft"]
+    plan = make_plan([held] * 2)
+    assert [[held[at][0][0] for at in each] for each in plan.mine] == [["t", "t"]] * 2
+    assert [[held[at][0][0] for at in each] for each in plan.frozen] == [["f", "f"]] * 2
+    assert {n: {number for number, _, _ in t.chunks} <= {2, 3} for n, t in plan.tensors.items()} == {
+        each[0]: each[5] for each in held
+    }
+
+
+def test_what_is_frozen_on_some_ranks_alone_may_change():
+    plan = make_plan([[holding("w", (0, 0), (8, 4), frozen=frozen)] for frozen in (True, False)])
+    assert (plan.mine, plan.frozen) == ([[0], []], [[], []])
 
 
 def test_the_division_does_not_depend_on_the_order_of_blocks():
