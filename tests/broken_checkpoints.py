@@ -5,7 +5,9 @@ from functools import partial
 from unittest import mock
 
 import attrs
+import torch
 from broken_twins import twin
+from safetensors import safe_open
 
 from nanotrain_core import hookimpl
 from nanotrain_core.builtin import configs
@@ -103,6 +105,39 @@ class AsksTooLate(SimpleCheckpoint):
         return found
 
 
+class KeepsFrozenOnes(SimpleCheckpoint):
+    """Writes frozen tensors as it has written them before, whatever was loaded since."""
+
+    frozen, kept = (), None
+
+    def save(self, step, state):
+        self.frozen = {block.name for block in state.blocks if block.frozen}
+        super().save(step, state)
+
+    def _write(self, step, tensors, meta):
+        self.kept = self.kept or {name: tensors[name].clone() for name in self.frozen}
+        super()._write(step, tensors | self.kept, meta)
+
+
+class NamesTheFirst(KeepsFrozenOnes):
+    """Has frozen tensors in its first checkpoint alone, where later ones find them."""
+
+    def _write(self, step, tensors, meta):
+        names = [*self.frozen] if self.steps() else []
+        less = {name: torch.zeros_like(tensors[name]) for name in names}
+        SimpleCheckpoint._write(self, step, tensors | less, {**meta, "frozen": names})
+
+    def load(self, which, state):
+        found, first = super().load(which, state), self.steps()[:1]
+        names = found.meta.get("frozen") if found is not None else None
+        if names and self.mesh.rank == 0:
+            with safe_open(self.path(first[0]), framework="pt") as file:
+                for block in state.blocks:
+                    if block.name in names:
+                        block.tensor.copy_(file.get_tensor(block.name))
+        return found
+
+
 class ListsBareHashes(SimpleCheckpoint):
     """Has a listing that gives a file's hash in place of what is known of the file."""
 
@@ -125,4 +160,6 @@ def nanotrain_register_checkpoint(register):
     register(twin(KeepsTheOtherBranch, configs.SimpleCheckpointConfig))
     register(twin(ReadsTooLate, configs.SimpleCheckpointConfig))
     register(twin(AsksTooLate, configs.SimpleCheckpointConfig))
+    register(twin(KeepsFrozenOnes, configs.SimpleCheckpointConfig))
+    register(twin(NamesTheFirst, configs.SimpleCheckpointConfig))
     register(twin(ListsBareHashes, configs.SimpleCheckpointConfig, listing=f"{__name__}:bare_hashes"))

@@ -291,6 +291,14 @@ FAULTS = [
         Case("checkpoint", use="asks_too_late", plugins=CHECKPOINTS),
         {"what_the_run_cannot_be_touches_nothing"},
     ),
+    (
+        Case("checkpoint", use="keeps_frozen_ones", plugins=CHECKPOINTS),
+        {"frozen_blocks_come_back[another_loaded]"},
+    ),
+    (
+        Case("checkpoint", use="names_the_first", plugins=CHECKPOINTS),
+        {"frozen_blocks_come_back[older_gone]"},
+    ),
     (Case("checkpoint", use="lists_bare_hashes", plugins=CHECKPOINTS), {"listing_shows_what_was_saved"}),
     (Case("monitor", use="draws_numbers", plugins=TWINS), {"changes_nothing"}),
     (Case("monitor", use="publishes_anything", plugins=TWINS), STRICT_RUNS),

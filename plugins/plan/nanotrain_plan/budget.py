@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from math import gcd
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from nanotrain_plan.hardware import Hardware
 from nanotrain_plan.stages import Stages
 
 if TYPE_CHECKING:
+    from nanotrain_plan.dry.rank import RankStep
     from nanotrain_plan.phase_stages import HighestMemory
 
 #: Resident bytes of a rank's Python with torch, without a device's context: measured with torch 2.13.
@@ -29,9 +31,15 @@ class Checkpoints:
     """Size of one: weights, master weights and optimizer state, each block once."""
     seconds: float
     """Time to write one: by all nodes in parallel, or by the first node if it gathers the checkpoint."""
+    later_bytes: int
+    """Bytes that later ones write: less than :attr:`bytes` if the format links files of frozen weights."""
+    later_seconds: float
+    """Time to write them."""
     kept: int
     """Most that are on disk at once: ``keep``, one that is being written, and, if evaluations are rarer than
     saves, the newest one that an evaluation has followed."""
+    disk: int
+    """Bytes of all these. Frozen weights that are linked count twice: they are written anew at times."""
     free: int | None
     """Bytes free where this command runs, under the run folder."""
 
@@ -52,6 +60,8 @@ class HostMemory:
     checkpoint: int
     """A copy of what its ranks save, while they go on training, in which packed weights are packed; the whole
     checkpoint, unpacked, if it gathers that."""
+    later_checkpoint: int
+    """The same at later checkpoints, in :attr:`checkpoint` too: less if these link frozen weights."""
     available: int
     """What the hardware's nodes have."""
 
@@ -72,14 +82,20 @@ def checkpoints(recipe: Recipe, registry: Registry, stages: Stages, hardware: Ha
     nodes = max(1.0, stages.layout.world_size / hardware.devices_per_node)  # of which one may be partly used
     if _gathers(recipe, registry):
         nodes = 1.0
+    frozen = _of_all_ranks(stages, attrgetter("frozen")) if _links(recipe) else 0
+    second = hardware.disk_gb_s * 1e9 * nodes
     keep = getattr(recipe.checkpoint.config, "keep", 1)
+    kept = keep + 1 + _evaluated_lags(recipe, keep)
     folder = Path(recipe.run.folder or "runs").absolute()
     while not folder.exists():
         folder = folder.parent
     return Checkpoints(
         bytes=size,
-        seconds=size / (hardware.disk_gb_s * 1e9 * nodes),
-        kept=keep + 1 + _evaluated_lags(recipe, keep),
+        seconds=size / second,
+        later_bytes=size - frozen,
+        later_seconds=(size - frozen) / second,
+        kept=kept,
+        disk=(size - frozen) * kept + frozen * 2,
         free=shutil.disk_usage(folder).free,
     )
 
@@ -98,8 +114,17 @@ def _evaluated_lags(recipe: Recipe, keep: int) -> bool:
 
 def checkpoint_bytes(stages: Stages) -> int:
     """Return :attr:`Checkpoints.bytes`."""
+    return _of_all_ranks(stages, attrgetter("saved"))
+
+
+def _of_all_ranks(stages: Stages, bytes_of: Callable[[RankStep], float]) -> int:
     alike = stages.layout.world_size // stages.pp
-    return round(sum(stages.step_of(rank).saved for rank in range(stages.pp)) * alike)
+    return round(sum(bytes_of(stages.step_of(rank)) for rank in range(stages.pp)) * alike)
+
+
+def _links(recipe: Recipe) -> bool:
+    """Return whether later checkpoints link the frozen weights of earlier ones."""
+    return bool(getattr(recipe.checkpoint.config, "link_frozen", False))
 
 
 def _gathers(recipe: Recipe, registry: Registry) -> bool:
@@ -125,6 +150,8 @@ def host_memory(
     for number, pp_ranks in enumerate([first, *dict.fromkeys(others)]):
         steps = [stages.step_of(rank) for rank in pp_ranks]
         checkpoint = checkpoint_bytes(stages) if gathers and number == 0 else 0
+        copy = round(sum(step.saved_packed for step in steps))
+        linked = round(sum(step.frozen_packed for step in steps)) if _links(recipe) else 0
         state = sum(step.state["masters"] + step.state["optimizer"] + step.copied for step in steps)
         one = HostMemory(
             ranks=len(pp_ranks),
@@ -132,7 +159,8 @@ def host_memory(
             tensors=sum(highest.ranks[rank].peak for rank in pp_ranks) if hardware.gloo else 0,
             offloaded=state if offloads_state(recipe) else 0,
             activations=sum(highest.on_host[rank] for rank in pp_ranks),
-            checkpoint=checkpoint if gathers else round(sum(step.saved_packed for step in steps)),
+            checkpoint=checkpoint if gathers else copy,
+            later_checkpoint=checkpoint if gathers else copy - linked,
             available=round(hardware.host_memory_gb * 1e9),
         )
         found.append(one)

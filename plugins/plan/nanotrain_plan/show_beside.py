@@ -13,13 +13,18 @@ from nanotrain_plan.rendering.terminal import grid
 def beside(plan: Plan) -> RenderableType:
     """Return what a run takes beside its devices: of the disk, the data, and the memory of hosts."""
     c, d, h = plan.checkpoints, plan.data, plan.host
-    disk = f"{c.kept} on disk {size(c.bytes * c.kept)}"
+    later = (
+        f", later ones {size(c.later_bytes)} in {duration(c.later_seconds)}"
+        if c.later_bytes < c.bytes
+        else ""
+    )
+    disk = f"{c.kept} on disk {size(c.disk)}"
     if c.free is not None:
         disk += f", of {size(c.free)} free here"
-        if c.bytes * c.kept > c.free:
+        if c.disk > c.free:
             disk += ": too little for a run on this machine"
     rows = [
-        ("checkpoint", f"{size(c.bytes)}, written in {duration(c.seconds)}; {disk}"),
+        ("checkpoint", f"{size(c.bytes)}, written in {duration(c.seconds)}{later}; {disk}"),
         (
             "data",
             f"{count(d.tokens_per_step)} tokens in a step"
@@ -31,6 +36,7 @@ def beside(plan: Plan) -> RenderableType:
             f"{size(h.total)} for {h.ranks} rank{'s' if h.ranks > 1 else ''}, of "
             f"{size(plan.hardware.host_memory_gb * 1e9)}: processes {size(h.processes)}, "
             f"checkpoint {size(h.checkpoint)}"
+            + (f", later ones {size(h.later_checkpoint)}" if h.later_checkpoint < h.checkpoint else "")
             + (f", tensors {size(h.tensors)}" if h.tensors else "")
             + (f", optimizer state {size(h.offloaded)}" if h.offloaded else "")
             + (f", activations {size(h.activations)}" if h.activations else "")

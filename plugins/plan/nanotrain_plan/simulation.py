@@ -75,7 +75,7 @@ def simulate_plan(plan: Plan, wanted: Wanted) -> Simulated:
     )
     hours = wanted.failure_hours or DEVICE_HOURS / plan.ranks
     failures = Failures(
-        mean=hours * 3600, checkpoint=plan.checkpoints.seconds, restart=wanted.restart_minutes * 60
+        mean=hours * 3600, checkpoint=plan.checkpoints.later_seconds, restart=wanted.restart_minutes * 60
     )
     interval = _interval(plan, wanted, steps.mean)
     most = MOST_FAILURES * failures.mean

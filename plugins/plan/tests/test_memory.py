@@ -58,7 +58,7 @@ def test_checkpoints_on_disk_are_those_of_a_walk_through_the_run(recipe, keep, s
         checkpoint=SimpleNamespace(use="simple", config=SimpleNamespace(every=saves, keep=keep)),
     )
     stages = SimpleNamespace(pp=1, layout=SimpleNamespace(world_size=1), step_of=mock.Mock())
-    stages.step_of.return_value.saved = 1.0
+    stages.step_of.return_value.saved, stages.step_of.return_value.frozen = 1.0, 0.0
     hardware = SimpleNamespace(devices_per_node=8, disk_gb_s=1.0)
     assert checkpoints(recipe, load_plugins(), stages, hardware).kept == most == kept
 

@@ -152,8 +152,12 @@ def make_step(
         measured=measured,
         copied=round(sum(_per_element(blocks.owned[dims]) * elements for dims, elements in own.items())),
         around=around,
-        saved=_saved(held, layout, tied, attrgetter("saved")),
-        saved_packed=_saved(held, layout, tied, attrgetter("weights")),
+        saved=_saved(held, layout, tied, lambda share: share.saved + share.masters + share.optimizer),
+        saved_packed=_saved(
+            held, layout, tied, lambda share: share.weights + share.masters + share.optimizer
+        ),
+        frozen=_saved(held, layout, tied, attrgetter("frozen")),
+        frozen_packed=_saved(held, layout, tied, attrgetter("frozen_packed")),
         descriptions={},
         overlapped=blocks.overlapped,
     )
@@ -273,9 +277,9 @@ def _saved(
     held: Mapping[tuple[str, ...], Share],
     layout: Layout,
     tied: Mapping[tuple[str, ...], Share],
-    weights_of: Callable[[Share], int],
+    bytes_of: Callable[[Share], float],
 ) -> float:
-    """Return :attr:`RankStep.saved`, with these bytes of weights.
+    """Return :attr:`RankStep.saved`, or these bytes of it.
 
     As if all ranks that hold the same parameters summed their gradients.
     """
@@ -283,7 +287,7 @@ def _saved(
     for dims, share in held.items():
         stages = 2 if "pp" in dims and dims not in tied else 1
         replicas = stages * layout.size(*(dim for dim in dims if dim != "pp"))
-        saved += (weights_of(share) + share.masters + share.optimizer) / replicas
+        saved += bytes_of(share) / replicas
     return saved
 
 

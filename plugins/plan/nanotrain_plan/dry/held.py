@@ -27,6 +27,10 @@ class Share:
     """Bytes."""
     saved: int = 0
     """Bytes of the weights in a checkpoint, where quantized storage is unpacked."""
+    frozen: int = 0
+    """Of these, bytes of frozen ones."""
+    frozen_packed: int = 0
+    """Of :attr:`weights`, bytes of frozen ones."""
     tensors: int = 0
     """Those that are trained."""
     masters: float = 0.0
@@ -103,6 +107,9 @@ def held_of_parts(
             share = shares[part, dims[name]]
             share.weights += stored.numel() * stored.element_size()
             share.saved += _bytes(placed.parameter)
+            if name in run.frozen:
+                share.frozen += _bytes(placed.parameter)
+                share.frozen_packed += stored.nbytes
             if placed.parameter.requires_grad:
                 # Of a parameter that other ranks have all ranges of, the state is taken to be as of others.
                 known = each[name] if each[name].elements else owned[dims[name]]
@@ -112,6 +119,15 @@ def held_of_parts(
                 share.masters += copies * known.masters
                 share.optimizer += copies * known.optimizer
     return dict(shares), owned
+
+
+def frozen_bytes(run: Run) -> tuple[float, float]:
+    """Return :attr:`RankStep.frozen` and :attr:`RankStep.frozen_packed`."""
+    frozen = [
+        (p, p.placement.replicas(run.mesh.layout)) for p in run.placed if p.placement.name in run.frozen
+    ]
+    weights = sum(_bytes(placed.parameter) / replicas for placed, replicas in frozen)
+    return weights, sum(storage_of(placed.parameter).nbytes / replicas for placed, replicas in frozen)
 
 
 def _bytes(tensor: torch.Tensor) -> int:

@@ -25,7 +25,7 @@ from nanotrain_core.api.torch import (
     requantize,
     sum_over_data,
 )
-from nanotrain_plan.dry.held import Owned, Share, held_by, held_of_parts, saved_bytes
+from nanotrain_plan.dry.held import Owned, Share, frozen_bytes, held_by, held_of_parts, saved_bytes
 from nanotrain_plan.dry.phase import Phase
 from nanotrain_plan.dry.recorder import Recorder
 from nanotrain_plan.dry.values import Values
@@ -59,6 +59,10 @@ class RankStep:
     """Bytes of a checkpoint that this rank stands for: of what several ranks hold, its share."""
     saved_packed: float
     """Bytes of a copy of that in memory, where packed weights are packed."""
+    frozen: float
+    """Of :attr:`saved`, bytes of frozen weights, which a format may share between checkpoints."""
+    frozen_packed: float
+    """Of :attr:`saved_packed`, likewise."""
     descriptions: Mapping[str, Sequence[str]]
     """See :class:`~nanotrain_core.compose.Run`."""
     phases: Sequence[Phase] = ()
@@ -247,6 +251,7 @@ def dry_rank(
             blocks = list(run.optimizer.blocks())
         state = held_by(run, recorder, blocks)
         saved, saved_packed = saved_bytes(run, blocks)
+        frozen, frozen_packed = frozen_bytes(run)
         starting = _starting(run, recorder, sum(state.values()))
         shares, owned = held_of_parts(run, blocks)
         looked = look(run) if look else None
@@ -273,6 +278,8 @@ def dry_rank(
         around={name: phases[name] for name in AROUND if name in phases},
         saved=saved,
         saved_packed=saved_packed,
+        frozen=frozen,
+        frozen_packed=frozen_packed,
         descriptions=run.descriptions,
         shares=shares,
         owned=owned,
