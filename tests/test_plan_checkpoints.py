@@ -1,7 +1,10 @@
 """Planned bytes of a checkpoint, which are those of the run and not of its layout."""
 
+from types import SimpleNamespace
+
+import attrs
 import pytest
-from nanotrain_plan.budget import checkpoint_bytes
+from nanotrain_plan.budget import checkpoint_bytes, checkpoints
 from nanotrain_plan.stages import dry_stages
 
 from nanotrain_core.testing import Case, run_ranks
@@ -85,3 +88,25 @@ def test_a_checkpoint_of_a_pipeline_with_a_tied_embedding_has_the_planned_bytes(
 def test_a_checkpoint_is_as_large_as_that_of_one_rank(model, topology, wrappers, optimizer):
     """But for counts of steps, of which each block of a parameter is taken to have its own."""
     assert planned(model, topology, wrappers, optimizer) == pytest.approx(planned(model, {}), rel=1e-3)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("precision", ["bf16", "qlora"])
+def test_later_checkpoints_of_lora_write_the_planned_bytes(tmp_path, precision):
+    lora = case({**LLAMA, "tied": False}, {"tp": 2}, [{"use": "tp"}, {"use": "lora", "rank": 4}])
+    saves = {"use": "sharded_v2", "every": 1}
+    overrides = {**lora.overrides, "precision": {"use": precision}, "checkpoint": saves}
+    overrides["optimizer"] = {"use": "adamw"}
+    lora = attrs.evolve(lora, overrides=overrides)
+    run_ranks(train, 2, lora, {"run": {"steps": 2}}, folder=tmp_path, save_at=1)
+    first, later = ([*path.glob("shard-*")] for path in sorted(tmp_path.glob("checkpoints/step-*")))
+    recipe, registry = lora.recipe(), lora.registry()
+    layout = registry.build(recipe.topology).layout(recipe.run.ranks)
+    stages = dry_stages(recipe, registry, layout, host=True)
+    plan = checkpoints(recipe, registry, stages, SimpleNamespace(devices_per_node=8, disk_gb_s=1.0))
+    headers = 40_000  # of small tensors, on two ranks
+    assert 0 <= sum(path.stat().st_size for path in first) - plan.bytes < headers
+    written = sum(path.stat().st_size for path in later if path.stat().st_nlink == 1)
+    assert 0 <= written - plan.later_bytes < headers
+    assert plan.later_bytes < plan.bytes / 4
+    assert plan.disk == plan.later_bytes * plan.kept + 2 * (plan.bytes - plan.later_bytes)

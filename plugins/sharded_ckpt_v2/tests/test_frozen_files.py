@@ -3,6 +3,7 @@
 import errno
 import os
 import shutil
+from functools import partial
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from small_run import opened
 
 from nanotrain_core.contracts import Block, TrainState
 from nanotrain_core.errors import CheckpointError
+from nanotrain_core.testing.disaster import end_of_child, kill_at
 
 FROZEN = "shard-00001.safetensors"  # after the shard of the only rank
 
@@ -250,3 +252,31 @@ def test_a_failed_save_leaves_the_last_one_to_link(tmp_path, monkeypatch):
     third = run.save(checkpoint, 3)
     assert is_linked(first, third)
     assert_has(first, 1, run.matrix)
+
+
+def link_while_one_is_deleted(folder, number):
+    """Of steps 1 and 2, the save of step 3 links the file of 2 and deletes 1."""
+    checkpoint, run = opened(folder, keep=1), Run()
+    for step in (1, 2):
+        run.save(checkpoint, step)
+    kill_at(number)
+    run.save(checkpoint, 3)
+
+
+@pytest.mark.full
+def test_killed_at_any_write_all_that_is_there_is_whole(tmp_path):
+    for number in range(1, 1000):
+        folder = tmp_path / str(number)
+        end = end_of_child(partial(link_while_one_is_deleted, folder, number))
+        assert end in ("killed", "done")
+        again, live = opened(folder), Run(fill=-1.0)  # as the next launch does
+        assert not list(folder.glob(".tmp-*")) + list(folder.glob(".old-*")), f"at write {number}"
+        there = again.steps()
+        assert there in ([1, 2], [2], [2, 3]), f"at write {number}"
+        assert again.load("latest", live.state()).meta == {"step": there[-1]}
+        assert_has(live.save(again, 4), 4, Run().matrix)
+        for step in there:
+            assert_has(folder / f"step-{step:08d}", step, Run().matrix)
+        if end == "done":
+            break
+    assert number > 20
