@@ -26,9 +26,8 @@ from nanotrain_core.contracts import (
 )
 from nanotrain_core.errors import PluginError, expect_result
 from nanotrain_core.hf.load_weights import saved_weights
-from nanotrain_core.layout.dtensors import is_dtensor
 from nanotrain_core.layout.gradients import AllReduceGradients
-from nanotrain_core.layout.initialization import equalize, materialize
+from nanotrain_core.layout.initialization import equalize, materialize, replace_parameter
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.meta_device import meta_device
 from nanotrain_core.layout.placement import PlacedParameter, Placement, Placements, place, placed_parameters
@@ -43,7 +42,7 @@ from nanotrain_core.phases.timeline import PhaseTimeline
 from nanotrain_core.pipeline.actions import Action, Part, describe_stages
 from nanotrain_core.pipeline.passes import Passes
 from nanotrain_core.precision.gemm import GEMMBackend, gemm_parameters, gemms_of, use_gemm
-from nanotrain_core.precision.quantized_storage import Packing, release_unquantized
+from nanotrain_core.precision.quantized_storage import PackedWeight, Packing, release_unquantized
 from nanotrain_core.recipe.tree import EvaluationConfig, OptimizerConfig, Recipe, Selection
 from nanotrain_core.registry.contract_checks import check_part
 from nanotrain_core.registry.registry import Registry
@@ -361,12 +360,12 @@ def _with_weights(
     """Allocate the parameters, and give them their initial weights or ``weights``, the same on all ranks that
     hold the same block; each is packed at once, if the precision stores it so. Collective."""
     parts = tuple(stages.values())
+    _pack(parts, built.precision, recipe)
     shard(parts, placements, mesh, built.wrappers)
-    packings = _packings(parts, built.precision, recipe)
-    expect_weights_to_fit(parts, placements, packings, recipe, mesh)
+    expect_weights_to_fit(parts, placements, recipe, mesh)
     wrappers, on_meta = [each.config for each in recipe.parallel], placed_parameters(parts, placements)
     with saved_weights(weights, registry, recipe.model, wrappers, on_meta, mesh) as saved:
-        materialize(parts, placements, recipe.run.seed, mesh.device, packings=packings, saved=saved)
+        materialize(parts, placements, recipe.run.seed, mesh.device, saved=saved)
     placed = placed_by(f"precision '{recipe.precision.use}'", parts, placements)
     spans = (Placement.sync_span, Placement.replica_span)
     mesh.agree_on_groups(span(p.placement, mesh.layout) for p in placed for span in spans)
@@ -374,19 +373,19 @@ def _with_weights(
     return placed
 
 
-def _packings(parts: Collection[nn.Module], precision: Precision, recipe: Recipe) -> dict[str, Packing]:
-    """Return the format of each parameter that the precision stores packed.
+def _pack(parts: Collection[nn.Module], precision: Precision, recipe: Recipe) -> None:
+    """Replace the parameters that the precision stores packed by packed ones, on ``meta`` as they are.
 
     Raises:
-        PluginError: one is a DTensor, or what the precision returned is no format.
+        PluginError: what the precision returned is no format.
     """
-    found = {}
-    for name, parameter in (named for part in parts for named in part.named_parameters()):
-        if parameter.numel() and (packing := precision.packing(name, parameter)) is not None:
-            if is_dtensor(parameter):
-                raise PluginError(f"{name} is a DTensor, as of fully_shard, which no precision can pack")
-            found[name] = expect_result(f"precision '{recipe.precision.use}'", "packing", packing, Packing)
-    return found
+    who = f"precision '{recipe.precision.use}'"
+    for part in parts:
+        for name, parameter in [*part.named_parameters()]:
+            if parameter.numel() and (packing := precision.packing(name, parameter)) is not None:
+                packing = expect_result(who, "packing", packing, Packing)
+                packed = PackedWeight.like(parameter, packing)
+                replace_parameter(part, name, nn.Parameter(packed, parameter.requires_grad))
 
 
 def _gradient_sync(

@@ -45,6 +45,8 @@ class Parallel:
     def shard(self, part: nn.Module, placements: Placements, mesh: Mesh) -> None:
         """Shard parameters of a finished part, still on ``meta``: no module is replaced after this.
 
+        Those that the precision stores packed are
+        :class:`~nanotrain_core.precision.quantized_storage.PackedWeight`.
         Parameters may become DTensors here, as with torch's ``fully_shard``, along dimensions of a
         DeviceMesh named as those of ``mesh``: the core records them in ``placements``. The gradient
         sync of the run must read their gradients from ``PlacedParameter.dtensor``.

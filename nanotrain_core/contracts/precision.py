@@ -124,10 +124,10 @@ class Precision:
     def packing(self, name: str, parameter: nn.Parameter) -> Packing | None:
         """Return the format in which a parameter is stored packed, or None: it is stored as it is.
 
-        Called for each parameter of this rank, still on ``meta``, after all wrappers are done. Those that are
-        packed are allocated one at a time: each gets its values, is replaced by a
-        :class:`~nanotrain_core.precision.quantized_storage.PackedWeight` and freed before the next one. In
-        :meth:`convert`, give their layers a
+        Called for each parameter of this rank, still on ``meta``, before wrappers shard it. Those that are
+        packed become a :class:`~nanotrain_core.precision.quantized_storage.PackedWeight`, and are allocated
+        packed; one at a time then gets its values, unpacked, and is packed. In :meth:`convert`, give their
+        layers a
         :class:`~nanotrain_core.precision.dequantizing_gemm.DequantizingGEMM`.
         """
         return None

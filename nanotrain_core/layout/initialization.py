@@ -7,10 +7,9 @@ run starts from the same values on CPU and GPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from math import prod
-from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -23,7 +22,7 @@ from nanotrain_core.layout.dtensors import local_of
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import PlacedParameter, Placement, Placements
 from nanotrain_core.moe.routing import router_buffers
-from nanotrain_core.precision.quantized_storage import PackedWeight, Packing, live_tensors
+from nanotrain_core.precision.quantized_storage import PackedWeight, live_tensors
 from nanotrain_core.run.random_state import stream_seed
 
 #: Returns this rank's block of a parameter of this name, in its dtype, on the CPU; None if it is not saved.
@@ -71,21 +70,18 @@ def materialize(
     seed: int,
     device: torch.device,
     *,
-    packings: Mapping[str, Packing] = MappingProxyType({}),
     saved: ReadBlock = lambda name, parameter: None,
 ) -> None:
     """Allocate storage on ``device`` for parts built on ``meta``, and give weights their first values.
 
-    A name that occurs in several parts is one tied parameter. On ``meta``, in a dry run, there are no values
-    to draw.
+    A name that occurs in several parts is one tied parameter. Of those that are stored packed, one at a time
+    is unpacked. On ``meta``, in a dry run, there are no values to draw.
 
     Args:
         parts: of the model, on this rank.
         placements: of their parameters and buffers.
         seed: of the run.
         device: where they are allocated.
-        packings: the format of parameters that are packed, by name. No more than one of these is unpacked at
-            any time.
         saved: returns saved values of a parameter, on the host; None: it is initialized.
 
     Raises:
@@ -95,8 +91,7 @@ def materialize(
     seen: dict[str, nn.Parameter] = {}
     for part in parts:
         constants = {name: _constant(part, name, placements) for name, _ in part.named_buffers()}
-        later = {each for name, each in part.named_parameters() if name in packings}
-        part._apply(lambda each: each if each in later else torch.empty_like(each, device=device))  # type: ignore[no-untyped-call]  # noqa: B023
+        part._apply(lambda each: _allocated(each, device))  # type: ignore[no-untyped-call]
         for name, buffer in part.named_buffers():
             if device.type != "meta":
                 buffer.copy_(constants[name])
@@ -107,33 +102,32 @@ def materialize(
                     "survive materialization: lend the other module's weight in forward"
                 )
             if name not in seen:
-                packing = packings.get(name)
-                seen[name] = _filled(part, name, placements[name], seed, device, packing, saved)
+                seen[name] = parameter
+                _fill(part, name, placements[name], seed, saved)
             if seen[name] is not parameter:
                 replace_parameter(part, name, seen[name])
 
 
-def _filled(
-    part: nn.Module,
-    name: str,
-    placement: Placement,
-    seed: int,
-    device: torch.device,
-    packing: Packing | None,
-    saved: ReadBlock,
-) -> nn.Parameter:
-    """Return an allocated parameter with its first values, or a packed one in place of one on ``meta``."""
+def _allocated(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return memory for a tensor on ``meta``, packed for a packed weight."""
+    if isinstance(tensor, PackedWeight):
+        return tensor.stored_in(torch.empty_like(tensor.rows, device=device))
+    return torch.empty_like(tensor, device=device)
+
+
+def _fill(part: nn.Module, name: str, placement: Placement, seed: int, saved: ReadBlock) -> None:
+    """Give an allocated parameter its first values."""
     parameter = part.get_parameter(name)
-    unpacked = parameter if packing is None else torch.empty_like(parameter, device=device)
-    if device.type != "meta":
+    own = local_of(parameter)
+    packed = isinstance(own, PackedWeight)
+    unpacked = torch.empty(own.shape, dtype=own.dtype, device=own.device) if packed else own
+    if not own.is_meta:
         values = saved(name, parameter)
         if values is None:
             values = initial_block(_initializer(part, name), seed, placement)
-        local_of(unpacked).copy_(values)
-    if packing is None:
-        return parameter
-    trained = parameter.requires_grad
-    return nn.Parameter(PackedWeight.of(unpacked, packing, trained=trained), trained)
+        unpacked.copy_(values)
+    if isinstance(own, PackedWeight):
+        own.fill(unpacked, trained=parameter.requires_grad)
 
 
 def _constant(part: nn.Module, name: str, placements: Placements) -> torch.Tensor:

@@ -86,12 +86,23 @@ class PackedWeight(torch.Tensor):
     def of(cls, numbers: torch.Tensor, packing: Packing, *, trained: bool = True) -> PackedWeight:
         """Round and pack ``numbers``; if ``trained``, they are kept until :func:`release_unquantized`, since
         masters may be wider."""
-        flat = numbers.detach().reshape(-1)
-        rows = packing.pack(packing.rounded(flat))
-        return cls(rows, packing, tuple(numbers.shape), numbers.dtype, Exact(flat if trained else None))
+        self = cls.like(numbers, packing)
+        self.fill(numbers, trained=trained)
+        return self
+
+    @classmethod
+    def like(cls, weight: torch.Tensor, packing: Packing) -> PackedWeight:
+        """Return a weight like ``weight``, without values so far."""
+        rows = weight.new_empty(-(-weight.numel() // RANGE), packing.width, dtype=torch.uint8)
+        return cls(rows, packing, tuple(weight.shape), weight.dtype, Exact(None))
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing: ``__new__`` has done everything."""
+
+    def fill(self, numbers: torch.Tensor, *, trained: bool) -> None:
+        """Give it its first values, as :meth:`of` does."""
+        requantize(self, numbers)
+        self.exact.flat = numbers.detach().reshape(-1) if trained else None
 
     def read(self, begin: int, end: int) -> torch.Tensor:
         """Return weights ``begin`` to ``end`` of the flattened tensor; ``begin`` is a multiple of RANGE."""
@@ -114,7 +125,7 @@ class PackedWeight(torch.Tensor):
 
     def _sharing(self, rows: torch.Tensor, shape: tuple[int, ...], first: int) -> PackedWeight:
         """Return a view of these rows of this weight."""
-        return PackedWeight(rows, self.packing, shape, self.dtype, self.exact, first)
+        return type(self)(rows, self.packing, shape, self.dtype, self.exact, first)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -148,14 +159,15 @@ class PackedWeight(torch.Tensor):
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         """Let ``torch.compile`` take it as an input of a graph, which reads its rows."""
-        return ["rows"], (self.packing, self.dtype, self.first)
+        return ["rows"], (self.packing, self.dtype, self.first, type(self))
 
     @staticmethod
     def __tensor_unflatten__(
         inner: dict[str, torch.Tensor], context: Any, size: torch.Size, stride: tuple[int, ...]
     ) -> PackedWeight:
-        packing, dtype, first = context
-        return PackedWeight(inner["rows"], packing, tuple(size), dtype, Exact(None), first)
+        packing, dtype, first, kind = context
+        found: PackedWeight = kind(inner["rows"], packing, tuple(size), dtype, Exact(None), first)
+        return found
 
     @classmethod
     def __metadata_guard__(cls, traced: Any, now: Any) -> bool:
@@ -174,9 +186,11 @@ def dequantize(weight: torch.Tensor) -> torch.Tensor:
     return weight.read(0, weight.numel()).view(weight.shape)
 
 
-def bytes_at_start(weight: torch.Tensor, packing: Packing) -> int:
-    """Return the bytes of a weight when all are packed: its rows and, if it is trained, the values before."""
-    return -(-weight.numel() // RANGE) * packing.width + (weight.nbytes if weight.requires_grad else 0)
+def bytes_at_start(weight: torch.Tensor) -> int:
+    """Return the bytes of a weight when all have their first values: with those before packing, if it is
+    packed and trained."""
+    exact = weight.nbytes if isinstance(weight, PackedWeight) and weight.requires_grad else 0
+    return storage_of(weight).nbytes + exact
 
 
 def requantize(weight: torch.Tensor, numbers: torch.Tensor) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from math import prod
 
 import attrs
@@ -13,9 +13,10 @@ from torch import nn
 
 from nanotrain_core.contracts import GradientSync, Optimizer, Precision
 from nanotrain_core.errors import NanotrainError, expect_result, in_one_line
+from nanotrain_core.layout.dtensors import local_of
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.placement import PlacedParameter, Placements
-from nanotrain_core.precision.quantized_storage import Packing, bytes_at_start, storage_of
+from nanotrain_core.precision.quantized_storage import bytes_at_start, storage_of
 from nanotrain_core.recipe.tree import Recipe
 from nanotrain_core.run.host_memory import host_memory
 from nanotrain_core.run.progress_bar import amount
@@ -28,13 +29,10 @@ SIGNS = ("can't allocate memory", "Storage size calculation overflowed")
 def expect_weights_to_fit(
     parts: Iterable[nn.Module],
     placements: Placements,
-    packings: Mapping[str, Packing],
     recipe: Recipe,
     mesh: Mesh,
 ) -> None:
     """Reject weights that are larger than all memory, before they are allocated. Collective.
-
-    ``packings``: the format of those that are packed, by name.
 
     Raises:
         NanotrainError: on every rank, with ranks, host, sizes and keys.
@@ -42,9 +40,7 @@ def expect_weights_to_fit(
 
     def needed() -> int:
         sizes = {
-            name: bytes_at_start(parameter, packings[name])
-            if name in packings
-            else prod(placements[name].shape) * parameter.element_size()
+            name: bytes_at_start(local_of(parameter))
             for part in parts
             for name, parameter in part.named_parameters()
             if name in placements  # one that is missing is an error of its own

@@ -12,6 +12,7 @@ from typing import Any
 import attrs
 import torch
 
+from nanotrain_core.api.torch import PackedWeight
 from nanotrain_plan.dry.cost import Cost
 
 #: Calls that are remembered; of a model of 671B parameters a sweep makes some ten thousand.
@@ -125,7 +126,11 @@ def form_of(value: Any) -> Any:
     if type(value) in _SCALARS:  # most arguments
         return type(value), value
     if isinstance(value, torch.Tensor):
-        return (value.dtype, value.shape, value.stride()) if value.is_meta else None
+        if not value.is_meta:
+            return None
+        # Operators may make something else of a packed weight than of a plain one, such as packed memory.
+        kind = type(value) if isinstance(value, PackedWeight) else torch.Tensor
+        return kind, value.dtype, value.shape, value.stride()
     if isinstance(value, (tuple, list)):
         found = tuple(map(form_of, value))
         return None if None in found else found
