@@ -19,9 +19,9 @@ from test_lora_layouts import PLAIN, with_lora
 from test_plan_truth import case as small
 
 from nanotrain_core.cli import main
-from nanotrain_core.errors import CheckpointError, RecipeError
+from nanotrain_core.errors import CheckpointError
 from nanotrain_core.layout import initialization
-from nanotrain_core.precision.quantized_storage import storage_of
+from nanotrain_core.precision.quantized_storage import PackedWeight, storage_of
 from nanotrain_core.recipe.differences import expect_same
 from nanotrain_core.recipe.write import write_resolved
 from nanotrain_core.run import memory, random_state
@@ -108,8 +108,11 @@ def test_compiled_layers_train_as_eager_ones():
 
 
 def saved_on(layout, folder, **options):
-    case = case_of(layout)
-    case = attrs.evolve(case, overrides={**case.overrides, "checkpoint": {"use": "sharded_v2"}})
+    return saved_by(case_of(layout), folder, **options)
+
+
+def saved_by(case, folder, checkpoint="sharded_v2", **options):
+    case = attrs.evolve(case, overrides={**case.overrides, "checkpoint": {"use": checkpoint}})
     traces = run_ranks(train, case.world_size, case, {"run": {"steps": 4}}, folder=folder, **options)
     return whole([[*trace.weights, *trace.state] for trace in traces])
 
@@ -145,26 +148,138 @@ def test_a_run_of_bf16_is_not_resumed_under_it():
     expect_same(write_resolved(ours), bf16)
 
 
-def test_beside_fsdp2_it_is_refused_by_name():
-    case = case_of({"dp": 2})
-    wrappers = [{"use": "lora"}, {"use": "fsdp2"}]
-    with pytest.raises(RecipeError, match=r"fsdp2: .* 'qlora' .* packed"):
-        attrs.evolve(case, overrides={**case.overrides, "parallel": wrappers}).recipe()
+# --- in shards of fsdp2 ---------------------------------------------------------------------------
+
+SHARDED, KEPT = {"use": "fsdp2"}, {"use": "fsdp2", "reshard_after_forward": False}
+UNEVEN = {"batch": {"sequences": 6, "length": 8, "microbatch": 2}}  # 3 ranks have 22, 22 and 20 rows of 64
+
+
+def in_shards(layout, wrapper=SHARDED, *, dp_shard=None, **around):
+    """Return the case of a layout with ``fsdp2`` in place of ``ddp``."""
+    case = case_of(layout)
+    wrappers = [wrapper if each["use"] == "ddp" else each for each in case.overrides["parallel"]]
+    topology = case.topology | ({"dp_shard": dp_shard} if dp_shard else {})
+    return attrs.evolve(case, topology=topology, overrides={**case.overrides, "parallel": wrappers, **around})
+
+
+def held(case):
+    """Return, of each packed weight: its bytes here, whether it is a shard, whose memory is the run's."""
+    engine = make_engine(case, {"run": {"steps": 2}})
+    engine.fit()
+    found = {}
+    for placed in engine.run.placed:
+        rows = storage_of(placed.parameter)
+        if isinstance(placed.parameter, PackedWeight):
+            own = rows if placed.dtensor is None else storage_of(placed.dtensor.to_local())
+            assert own.data_ptr() == rows.data_ptr()
+            found[placed.placement.name] = rows.nbytes, placed.dtensor is not None
+    return found
+
+
+@pytest.mark.parametrize(
+    "ranks", [2, pytest.param(3, marks=pytest.mark.full), pytest.param(4, marks=pytest.mark.full)]
+)
+def test_each_rank_holds_its_rows_packed(ranks):
+    """After a step, too; and what it saves, loads and compares is what torch gathers."""
+    case = in_shards({"dp": ranks}, **UNEVEN) if ranks == 3 else in_shards({"dp": ranks})
+    of_ranks, whole_model = run_ranks(held, ranks, case), held(case_of({}))
+    assert whole_model
+    for name, (nbytes, _) in whole_model.items():
+        assert {of_rank[name][1] for of_rank in of_ranks} == {True}
+        assert sum(of_rank[name][0] for of_rank in of_ranks) == nbytes
+
+
+@pytest.mark.full
+def test_what_ranks_would_have_no_whole_stored_rows_of_stays_whole():
+    """43 of 128 rows of 16 weights end within one, which has 64 weights."""
+    case = in_shards({"model": "deepseek_v3", "dp": 3}, **UNEVEN)
+    of_ranks, whole_model = run_ranks(held, 3, case), held(case_of({"model": "deepseek_v3"}))
+    name = "layers.0.attn.q_b.weight"
+    assert {each[name] for each in of_ranks} == {whole_model[name]}
+    assert {each["layers.0.attn.q_a.weight"][1] for each in of_ranks} == {True}
+
+
+SHARD_LAYOUTS = [
+    ({"dp": 2}, {}),
+    ({"dp": 2}, {"wrapper": KEPT}),
+    ({"dp": 2, "recompute": True}, {}),
+    ({"dp": 3}, UNEVEN),
+    ({"model": "deepseek_v3", "dp": 3}, UNEVEN),  # its latents have no whole rows on a rank
+    ({"dp": 4}, {"dp_shard": 2}),
+    ({"dp": 2, "tp": 2, "sp": True}, {}),
+    ({"dp": 2, "pp": 2, "schedule": "1f1b", "tied": True}, {}),
+    ({"model": "moe", "dp": 4, "ep": 2}, {}),
+    ({"model": "deepseek_v3", "dp": 4, "ep": 2}, {}),
+]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("layout", "more"), SHARD_LAYOUTS, ids=str)
+def test_shards_train_as_one_process(layout, more):
+    case = in_shards(layout, **more)
+    one = attrs.evolve(alone(case), topology={})
+    (one,) = run_ranks(train, 1, one, {})
+    assert_trains_nearly_as(run_ranks(train, case.world_size, case, {}), one)
+
+
+@pytest.mark.full
+def test_compiled_layers_read_gathered_rows():
+    case = in_shards({"dp": 2})
+    (one,) = run_ranks(train, 1, alone(case), {})
+    assert_trains_nearly_as(run_ranks(train, 2, compiled(case), {}), one)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("checkpoint", ["simple", "sharded_v2"])
+@pytest.mark.parametrize(
+    ("saver", "loader"),
+    [
+        (in_shards({"dp": 2}), case_of({})),
+        (case_of({}), in_shards({"dp": 2})),
+        (in_shards({"dp": 2}), in_shards({"dp": 4}, dp_shard=2)),
+    ],
+    ids=["to one", "from one", "to replicas"],
+)
+def test_a_checkpoint_of_shards_opens_on_any_layout(tmp_path, saver, loader, checkpoint):
+    saved = saved_by(saver, tmp_path, checkpoint, save_at=4)
+    opened = saved_by(loader, tmp_path, checkpoint, resume="4")
+    assert_bitwise(opened, saved, "opened on another layout")
+
+
+@pytest.mark.full
+def test_a_resumed_run_of_shards_has_every_bit_of_one_that_went_through(tmp_path):
+    case = in_shards({"dp": 2})
+    through = saved_by(case, tmp_path, save_at=2)
+    assert_bitwise(saved_by(case, tmp_path, save_at=2, resume="2"), through, "resumed")
+
+
+# --- plans ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("topology", "wrappers"),
-    [({}, []), ({"tp": 2}, [{"use": "recompute"}, {"use": "tp"}])],
-    ids=["one", "tp"],
+    ("topology", "wrappers", "model"),
+    [
+        ({}, [], "transformer"),
+        ({"tp": 2}, [{"use": "recompute"}, {"use": "tp"}], "transformer"),
+        ({"dp": 2}, [SHARDED], "transformer"),
+        ({"dp": 2}, [{"use": "recompute"}, KEPT], "transformer"),
+        ({"dp": 4, "dp_shard": 2}, [SHARDED], "transformer"),
+        ({"dp": 2, "tp": 2}, [{"use": "tp"}, SHARDED], "transformer"),
+        ({"dp": 4, "ep": 2}, [{"use": "ep_deepseek"}, SHARDED], "deepseek_v3"),
+    ],
+    ids=["one", "tp", "shards", "shards, kept", "shards of two", "shards, tp", "shards of experts"],
 )
-def test_a_step_is_as_planned(topology, wrappers):
-    """Packed bytes of weights among them."""
-    case = small(topology, "transformer", "accumulate", [*wrappers, {"use": "lora", "rank": 4}], {})
-    model = {**case.overrides["model"], **WIDE, **WIDE_MODELS["transformer"]}
+def test_a_step_is_as_planned(topology, wrappers, model):
+    """Packed bytes of weights among them, held and gathered. Of shards, the last may be padded."""
+    case = small(topology, model, "accumulate", [*wrappers, {"use": "lora", "rank": 4}], {})
+    model = {**case.overrides["model"], **WIDE, **WIDE_MODELS[model]}
     precision = {"use": "qlora", "block_size": 16}
     case = attrs.evolve(case, overrides={**case.overrides, "model": model, "precision": precision})
     for plan, real in zip(planned(case), happened(case), strict=True):
+        assert plan.collectives == real.collectives
+        weights, padded = plan.state.pop("weights"), real.state.pop("weights")
+        assert 0.98 * padded < weights <= padded
         assert plan.state == real.state
         assert plan.peak == pytest.approx(real.peak, rel=0.04)
         for action, kept in real.kept.items():

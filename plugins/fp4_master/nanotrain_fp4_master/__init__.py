@@ -149,7 +149,7 @@ def check_rows(recipe: Recipe, config: QLoRAConfig, layout: Layout) -> Iterator[
 def supports_for(config: FP4MasterConfig) -> Mapping[str, Support]:
     """Return the properties, most by their names in the conformance harness, that it does not have."""
     lacks = set()
-    if config.packed and config.form != "bf16":  # a wrapper cannot shard the rows of packed weights
+    if config.packed and config.form != "bf16":  # a wrapper shards packed weights only if they are frozen
         lacks.add("dtensors")
     if config.variant == "naive":  # the baseline for comparison: rounding errors are lost
         lacks.add("keeps_small_updates")
@@ -188,8 +188,7 @@ def nanotrain_register_precision(register: Register) -> None:
             factory="nanotrain_fp4_master.qlora:QLoRA",
             summary="bf16 with the frozen matrices held in NF4, for adapters of lora to train beside",
             requires={"frozen_weights"},
-            # A wrapper cannot shard the rows of packed weights; weights in four bits lose some percent.
-            supports={"dtensors": Support.UNSUPPORTED, "follows_float32": Support.PARTIAL},
+            supports={"follows_float32": Support.PARTIAL},  # weights in four bits lose some percent
             example={"block_size": 16},
             check=check_rows,
             reads_modules=kept,

@@ -41,8 +41,8 @@ def check(recipe: Recipe, config: FSDP2Config, layout: Layout) -> Iterator[Probl
         yield Problem(
             "precision",
             f"fsdp2: shards of weights are DTensors, which '{recipe.precision.use}' with these keys declares "
-            f"that it does not support, as packed weights cannot be: {unpacked}take zero12 in place of "
-            "fsdp2, or another precision",
+            f"that it does not support, as packed weights that are trained cannot be: {unpacked}take zero12 "
+            "in place of fsdp2, or another precision",
         )
     try:
         found = version("torch")

@@ -18,8 +18,9 @@ from torch import nn
 from torch.autograd.variable import Variable
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from nanotrain_core.api.torch import Exchange, Mesh, Placements
+from nanotrain_core.api.torch import Exchange, Mesh, Placements, storage_of
 from nanotrain_fsdp import FSDP2Config
+from nanotrain_fsdp.packed import PackedShard
 from nanotrain_fsdp.units import Axes, Unit
 
 
@@ -94,6 +95,8 @@ class Shard:
     holders: list[tuple[nn.Module, str]]
     padded: int
     """Elements of the largest shard of any rank."""
+    sent: int
+    """Bytes that each rank sends of it."""
     gradient: torch.Tensor | None = None
 
     def show(self, parameter: nn.Parameter) -> None:
@@ -116,7 +119,9 @@ class DryUnit:
         self.part, self.frees, self.reduce_dtype = part, frees, unit.reduce_dtype
         self.exchange = Exchange(group, part.mesh.device)  # torch calls the backend's own on any device
         self.shards = [self._shard(each, unit, axes.shard) for each in unit.parameters]
-        self.numel = self.exchange.size * sum(each.padded for each in self.shards)
+        dtypes = {storage_of(each.own).dtype for each in self.shards}
+        self.sends = dtypes.pop() if len(dtypes) == 1 else torch.uint8
+        """What weights of several dtypes, or packed ones, are gathered as: bytes."""
         self.state = State.IDLE
         self.places: list[int] = []
         """Where its forward passes are in the part's order."""
@@ -146,9 +151,13 @@ class DryUnit:
         trained = parameter.requires_grad
         own = nn.Parameter(parameter.new_empty((end - begin, *rest)), trained)
         # A recorder counts a tensor's memory when it is made.
-        empty = torch.empty(0, dtype=parameter.dtype, device="meta").resize_(parameter.shape)
+        stored = storage_of(parameter)
+        empty = torch.empty(0, dtype=stored.dtype, device="meta").resize_(stored.shape)
+        if isinstance(parameter, PackedShard):
+            empty = parameter.stored_in(empty)
         whole = nn.Parameter(empty, trained)
-        shard = Shard(own, whole, holders, chunk * prod(rest))
+        padded = chunk * prod(rest)
+        shard = Shard(own, whole, holders, padded, padded * stored.nbytes // parameter.numel())
         shard.show(own)
         return shard
 
@@ -158,11 +167,13 @@ class DryUnit:
         """All-gather the parameters of a module, unless they are there or on their way."""
         if self.arriving is not None or self.weights is not None:
             return
-        out = self.shards[0].own.new_empty(self.exchange.size, self.numel // self.exchange.size)
+        own = [storage_of(each.own).view(-1).view(self.sends) for each in self.shards]
+        sent = [each.sent // self.sends.itemsize for each in self.shards]
+        out = own[0].new_empty(self.exchange.size, sum(sent))
         row = out[self.exchange.rank]
-        parts = torch.split(row, [each.padded for each in self.shards])
-        fill = [part[: each.own.numel()] for part, each in zip(parts, self.shards, strict=True)]
-        torch._foreach_copy_(fill, [each.own.detach().view(-1) for each in self.shards])
+        parts = torch.split(row, sent)
+        fill = [part[: len(each)] for part, each in zip(parts, own, strict=True)]
+        torch._foreach_copy_(fill, own)
         self.exchange.all_gather_into(out, row)()
         self.arriving = out
 

@@ -19,6 +19,7 @@ from nanotrain_core.api import NanotrainError
 from nanotrain_core.api.torch import AllReduceGradients, Mesh, PackedWeight, Parallel, PartOutput, Placements
 from nanotrain_fsdp import FSDP2Config
 from nanotrain_fsdp.dry import DryPart
+from nanotrain_fsdp.packed import let_shard
 from nanotrain_fsdp.units import Axes, Unit, axes_of, units
 
 
@@ -41,17 +42,21 @@ class FSDP2(AllReduceGradients, Parallel):
         """Shard the parameters of each unit along its dimension of the mesh.
 
         Raises:
-            NanotrainError: another stage of this rank has one of them.
+            NanotrainError: another stage of this rank has one of them, or one is packed and trained.
         """
         axes = axes_of(mesh.layout)
         if "dp" not in axes:
             return
         if both := self.sharded & {name for name, _ in part.named_parameters()}:
             raise NanotrainError(f"fsdp2: {min(both)} is held by two stages of one rank")
-        found = list(units(part, placements, axes))
+        let_shard(part)
+        found = list(units(part, placements, {dim: mesh.size(each.shard) for dim, each in axes.items()}))
         dim_of = {each: unit.dim for unit in found for each in unit.parameters}
         for name, each in part.named_parameters():
             if each in dim_of:
+                if isinstance(each, PackedWeight) and each.requires_grad:
+                    text = "is packed and trained, and packed shards are of frozen weights alone"
+                    raise NanotrainError(f"fsdp2: {name} {text}: set precision.packed = false")
                 self.sharded.add(name)
                 placements[name] = axes[dim_of[each]].place(placements[name], mesh.layout)
         dry = DryPart(part, placements, mesh, self.config, axes) if mesh.device.type == "meta" else None
@@ -122,7 +127,7 @@ class FSDP2(AllReduceGradients, Parallel):
         super().zero()
 
     def check(self, mesh: Mesh) -> None:
-        """Reject W passes, and parameters in shards that are packed.
+        """Reject W passes.
 
         Raises:
             NanotrainError: there are some.
@@ -133,10 +138,7 @@ class FSDP2(AllReduceGradients, Parallel):
                 "a schedule without them, such as 1f1b"
             )
         for placed in self.placed:
-            name = placed.placement.name
-            if name in self.sharded:
-                if isinstance(placed.parameter, PackedWeight):  # in a dry run
-                    raise NanotrainError(f"fsdp2: {name} cannot be packed: set precision.packed = false")
+            if placed.placement.name in self.sharded:
                 own = placed.parameter if placed.dtensor is None else placed.dtensor
                 self.part_of[own] = self.parts[placed.parts[0]]
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Mapping
 
 import attrs
 import torch
 from torch import nn
 
 from nanotrain_core.api import Layout, Role, tagged
-from nanotrain_core.api.torch import Placement, Placements
+from nanotrain_core.api.torch import PackedWeight, Placement, Placements
+from nanotrain_fsdp.packed import cut_in_rows
 
 
 @attrs.define(frozen=True)
@@ -62,15 +63,20 @@ class Unit:
     """Whether it lies within a layer, whose other parameters are of another dtype or dimension."""
 
 
-def units(part: nn.Module, placements: Placements, dims: Collection[str]) -> Iterator[Unit]:
+def units(part: nn.Module, placements: Placements, ranks: Mapping[str, int]) -> Iterator[Unit]:
     """Yield the units of ``part``, inner ones first and the part itself last.
 
     Frozen ones are gathered, too, but without gradients. In no unit are parameters whose gradients are
-    partial along none of ``dims``, or would be, and what routers keep and do not train: each rank updates
-    that itself.
+    partial along none of the dimensions of ``ranks``, or would be; what routers keep and do not train, which
+    each rank updates itself; and packed ones of which ranks would get parts of stored rows.
+
+    Args:
+        part: of the model.
+        placements: of its parameters.
+        ranks: along each dimension, of how many the shards are.
     """
     along = {
-        parameter: next((dim for dim in dims if dim in placements[name].summed), None)
+        parameter: next((dim for dim in ranks if dim in placements[name].summed), None)
         for name, parameter in part.named_parameters()
     }
     kept = {
@@ -79,6 +85,11 @@ def units(part: nn.Module, placements: Placements, dims: Collection[str]) -> Ite
         if tag.role is Role.ROUTER
         for each in module.parameters()
         if not each.requires_grad
+    }
+    kept |= {
+        each
+        for each, dim in along.items()
+        if dim is not None and isinstance(each, PackedWeight) and not cut_in_rows(each, ranks[dim])
     }
     sharded = {each for each, dim in along.items() if dim is not None} - kept
     taken: set[nn.Parameter] = set()
