@@ -130,6 +130,15 @@ def test_all_but_what_splits_its_layers_may_be_listed_before_or_after_it(layout,
 
 
 @pytest.mark.full
+def test_hybrid_shards_may_be_listed_before_it():
+    """Replicas of shards sum gradients in backward: the dimensions of the sum are others than they were."""
+    case = with_lora(attrs.evolve(PLAIN, dp=4))
+    around = {**case.overrides, "parallel": [FSDP2, LORA]}
+    hybrid = attrs.evolve(case, topology={**case.topology, "dp_shard": 2}, overrides=around)
+    assert_trains_as_one_process(hybrid, one_process(attrs.evolve(case, overrides=around)))
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("before", [[], [FSDP2]], ids=["alone", "after_fsdp2"])
 def test_before_tp_it_is_refused(before):
     """Beside COLUMNs alone the core does not refuse it, as tp sums the gradient of what it finds there."""

@@ -69,8 +69,9 @@ class LoRA(Parallel):
         """
         for name, before in self._laid.items():
             weight, a = (placements.get(old.name, old) for old in before)
-            # What shards whatever there is, wherever it is listed, such as fsdp2, shards A along it as well.
-            both = a.sharded - before[1].sharded
+            # What shards whatever there is, wherever it is listed, such as fsdp2, shards A along it as well,
+            # which is not summed over dp then either, if replicas of its shards sum its gradient in backward.
+            both = (a.sharded - before[1].sharded) | (before[1].summed - a.summed)
             now, then = ((each.sharded - both, each.summed - both) for each in (weight, before[0]))
             if now != then or (not both and weight.shape != before[0].shape):
                 raise NanotrainError(
