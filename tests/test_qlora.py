@@ -189,6 +189,25 @@ def test_each_rank_holds_its_rows_packed(ranks):
         assert sum(of_rank[name][0] for of_rank in of_ranks) == nbytes
 
 
+def starting(case):
+    """Return the most bytes while a rank starts, and what is there then; and bytes of its packed weights."""
+    with Allocations() as recorder, recorder.within("compose"):
+        engine = make_engine(case, {"run": {"steps": 1}})
+    weights = [placed.parameter for placed in engine.run.placed]
+    unpacked = sum(weight.nbytes for weight in weights if isinstance(weight, PackedWeight))
+    return recorder.most("compose"), recorder.live, unpacked, max(weight.nbytes for weight in weights)
+
+
+@pytest.mark.full
+def test_a_rank_never_has_all_rows_nor_its_own_unpacked():
+    """Random numbers of a whole matrix aside, which the host draws in float32."""
+    alike = mostly_packed("simple").overrides
+    around = {key: alike[key] for key in ("model", "batch")}
+    case = in_shards({"dp": 2}, **around, parallel=[*alike["parallel"], SHARDED])
+    for most, state, unpacked, largest in run_ranks(starting, 2, case):
+        assert most < state + 12 * largest < state + unpacked / 2
+
+
 @pytest.mark.full
 def test_what_ranks_would_have_no_whole_stored_rows_of_stays_whole():
     """43 of 128 rows of 16 weights end within one, which has 64 weights."""
