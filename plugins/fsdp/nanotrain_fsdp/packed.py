@@ -74,8 +74,8 @@ class PackedShard(PackedWeight):
                 return first._new(tuple(rest[0]), first.device)
             if func is aten.empty_like.default:
                 return first._new(tuple(first.shape), (kwargs or {}).get("device") or first.device)
-            if func is aten.copy_.default and isinstance(rest[0], PackedWeight):
-                first.rows.copy_(rest[0].rows)
+            if func is aten.copy_.default and isinstance(rest[0], cls) and rest[0].shape == first.shape:
+                first.rows.copy_(rest[0].rows)  # of one weight, so of one format
                 return first
         return super().__torch_dispatch__(func, types, args, kwargs)
 
