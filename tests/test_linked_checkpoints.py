@@ -10,7 +10,7 @@ import torch
 from compositions import OPTIMIZERS
 from safetensors.torch import load_file
 from test_lora_layouts import PLAIN, with_lora
-from test_qlora import case_of
+from test_qlora import case_of, in_shards
 
 from nanotrain_core.contracts import Monitor
 from nanotrain_core.run.stop import Rollback
@@ -133,6 +133,16 @@ def test_after_a_rollback_too(tmp_path, precision):
     for folder in folders:
         run_ranks(trained, 2, case, folder, 6, linked=folder == folders[0], back_at=4)
         assert [*(folder / "checkpoints").glob("superseded-*/*")]
+    assert_equal_to_whole(*folders, 2)
+
+
+@pytest.mark.full
+def test_packed_shards_of_fsdp2_too(tmp_path):
+    case, folders = in_shards({"dp": 2}), (tmp_path / "linked", tmp_path / "whole")
+    for folder in folders:
+        run_ranks(trained, 2, case, folder, 3, linked=folder == folders[0])
+    for folder in folders:
+        run_ranks(trained, 2, case, folder, 5, linked=folder == folders[0], resume="3")
     assert_equal_to_whole(*folders, 2)
 
 
