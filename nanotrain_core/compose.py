@@ -62,7 +62,7 @@ from nanotrain_core.run.validate_components import (
     expect_lengths,
     placed_by,
 )
-from nanotrain_core.run.wrapping import frozen_by_wrappers, shard, share_between_stages, wrap
+from nanotrain_core.run.wrapping import shard, share_between_stages, wrap
 
 
 @attrs.define(frozen=True, eq=False, kw_only=True)
@@ -85,7 +85,7 @@ class Run:
     """This rank's parameters with their placements, in model order."""
     placements: Placements = attrs.field(factory=dict)
     """Placements of parameters and buffers by name. Empty in a script."""
-    frozen: Collection[str] = ()
+    frozen: frozenset[str] = frozenset()
     """Names of this rank's parameters that keep their values. None in a script, which may change any."""
     model: Selection | None = None
     """The recipe's model: a checkpoint of another one is rejected. None in a script."""
@@ -177,7 +177,7 @@ def compose(
     phases = RunPhases(recipe, built.model, built.schedule, pp, rows.count)
     passes.splits_backward = phases.split_backward(actions)
 
-    stages, placements, trained = _wrapped_stages(built, recipe, parts, mesh)
+    stages, frozen, placements = _wrapped_stages(built, recipe, parts, mesh)
     stages = _with_precision_and_kernels(built, stages, mesh, passes)
     compiled = compile_parts(stages.values(), recipe, registry, mesh, placements, passes)
     placed = _with_weights(built, recipe, registry, stages, placements, mesh, weights)
@@ -200,7 +200,7 @@ def compose(
         has_routers=any_routers(stages.values(), mesh),
         placed=placed,
         placements=placements,
-        frozen=frozen_by_wrappers(trained, placed, stages.values()),
+        frozen=frozen,
         model=recipe.model,
         adding=[added.name for plugin in registry.plugins for _, added in plugin.components if added.added],
         loss_weights=built.model.loss_weights,
@@ -281,9 +281,9 @@ def _shard(mesh: Mesh, dims: Sequence[str]) -> Shard:
 
 def _wrapped_stages(
     built: Components, recipe: Recipe, parts: Sequence[Part], mesh: Mesh
-) -> tuple[dict[int, nn.Module], Placements, Collection[str]]:
+) -> tuple[dict[int, nn.Module], frozenset[str], Placements]:
     """Build this rank's parts of the model with the functions of the kernels, and let the wrappers transform
-    them. Collective. Also return the names of the parameters that the model trains."""
+    them. Collective. See :func:`wrap` for what else is returned."""
     ops = expect_result(f"kernels '{built.kernels_name}'", "ops", built.kernels.ops(mesh.device), Ops)
     op_wrappers = [
         expect_result(f"parallel '{chosen.use}'", "op_wrappers", wrapper.op_wrappers(mesh), Mapping)
@@ -294,8 +294,7 @@ def _wrapped_stages(
     for part in stages.values():
         check_part(f"model '{recipe.model.use}'", part)
     placements = share_between_stages(place(stages.values(), mesh.layout), stages.values(), mesh)
-    trained = {n for part in stages.values() for n, p in part.named_parameters() if p.requires_grad}
-    return wrap(stages, placements, mesh, built.wrappers), placements, trained
+    return *wrap(stages, placements, mesh, built.wrappers), placements
 
 
 def build_stages(

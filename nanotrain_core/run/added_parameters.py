@@ -95,6 +95,6 @@ def shapes_added_by(
         wrapper = registry.build(each)
         what = f"parallel '{each.use}' cannot be applied on one rank, to find what it adds: its apply"
         with as_plugin_error(what):  # such as one that needs a process group, which only a run has
-            stages = wrap(stages, placements, mesh, [(each, wrapper)])
+            stages, _ = wrap(stages, placements, mesh, [(each, wrapper)])
         parameters = {name for name, _ in stages[0].named_parameters()} - before
         yield {name: placements[name].global_shape for name in parameters}

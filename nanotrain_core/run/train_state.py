@@ -28,7 +28,8 @@ def capture_state(engine: RuntimeEngine) -> TrainState:
     run = engine.run
     engine.weights_ready()
     weights = [Block.of("", p.parameter.detach(), p.placement) for p in run.placed]
-    weights = [attrs.evolve(each, frozen=True) if each.name in run.frozen else each for each in weights]
+    frozen = run.frozen & {p.placement.name for p in run.placed if not p.parameter.requires_grad}
+    weights = [attrs.evolve(each, frozen=each.name in frozen) for each in weights]
     buffers = router_buffers(run.stages.values()).items() if run.placements else ()  # else it is a script
     kept = [Block.of("router", tensor, run.placements[name]) for name, tensor in buffers]
     meta = {

@@ -11,7 +11,7 @@ from nanotrain_core.contracts import Parallel
 from nanotrain_core.errors import PluginError
 from nanotrain_core.layout.dtensors import read_dtensors
 from nanotrain_core.layout.mesh import Mesh
-from nanotrain_core.layout.placement import PlacedParameter, Placements, note_roles
+from nanotrain_core.layout.placement import Placements, note_roles
 from nanotrain_core.moe.routing import counting_routers
 from nanotrain_core.recipe.tree import Selection
 from nanotrain_core.run.split_conflicts import Splits
@@ -22,8 +22,14 @@ Wrappers = Iterable[tuple[Selection, Parallel]]
 
 def wrap(
     stages: dict[int, nn.Module], placements: Placements, mesh: Mesh, wrappers: Wrappers
-) -> dict[int, nn.Module]:
-    """Return the stages as the wrappers leave them, in the recipe's order; update ``placements``."""
+) -> tuple[dict[int, nn.Module], frozenset[str]]:
+    """Return the stages as the wrappers leave them, in the recipe's order, and the names of the parameters
+    that the model trains and a wrapper has frozen; update ``placements``.
+
+    These keep their values. What the model itself builds without a gradient is state that training changes by
+    other means, and ``balance`` of a counting router may change any parameter of it that is not trained.
+    """
+    trained = _trained(stages.values())
     splits = Splits(stages.values(), placements)
     for selection, wrapper in wrappers:
         stages = {stage: wrapper.apply(part, placements, mesh) for stage, part in stages.items()}
@@ -33,26 +39,13 @@ def wrap(
     check_per_head(stages.values(), placements)
     check_experts(stages.values(), mesh)
     check_routers(stages.values(), mesh)
-    return stages
-
-
-def frozen_by_wrappers(
-    trained: Collection[str], placed: Iterable[PlacedParameter], parts: Iterable[nn.Module]
-) -> frozenset[str]:
-    """Return the parameters that the model trains and a wrapper has frozen: they keep their values.
-
-    What the model itself builds without a gradient is state that training changes by other means, such as a
-    router's bias; ``balance`` of a counting router may change any parameter of it that is not trained.
-
-    Args:
-        trained: names of those that the model trains.
-        placed: this rank's parameters.
-        parts: this rank's finished parts.
-    """
-    routers = counting_routers(parts).items()
+    routers = counting_routers(stages.values()).items()
     balanced = {f"{name}.{key}" for name, router in routers for key, _ in router.named_parameters()}
-    frozen = {each.placement.name for each in placed if not each.parameter.requires_grad}
-    return frozenset(frozen & {*trained} - balanced)
+    return stages, trained - _trained(stages.values()) - balanced
+
+
+def _trained(parts: Iterable[nn.Module]) -> frozenset[str]:
+    return frozenset(name for part in parts for name, each in part.named_parameters() if each.requires_grad)
 
 
 def share_between_stages(placements: Placements, parts: Iterable[nn.Module], mesh: Mesh) -> Placements:
