@@ -154,3 +154,13 @@ def test_weights_of_a_router_and_what_a_model_builds_frozen_count_as_changing():
     frozen = {p.placement.name for p in run.placed if not p.parameter.requires_grad}
     assert {name for name in frozen - run.frozen if name.endswith("router.bias")}
     assert frozen - run.frozen == {name for name in frozen if ".router." in name}
+
+
+@pytest.mark.full
+def test_shards_of_fsdp2_too(tmp_path):
+    case, folders = lora({"dp": 2}), (tmp_path / "linked", tmp_path / "whole")
+    wrappers = [*case.overrides["parallel"][:-1], {"use": "fsdp2"}]
+    case = attrs.evolve(case, overrides={**case.overrides, "parallel": wrappers})
+    for folder in folders:
+        run_ranks(trained, 2, case, folder, 3, linked=folder == folders[0])
+    assert_equal_to_whole(*folders, 2)
