@@ -10,7 +10,7 @@ import torch
 from compositions import OPTIMIZERS
 from safetensors.torch import load_file
 from test_lora_layouts import PLAIN, with_lora
-from test_qlora import case_of, in_shards
+from test_qlora import SHARDED, case_of, in_shards
 
 from nanotrain_core.contracts import Monitor
 from nanotrain_core.run.stop import Rollback
@@ -136,9 +136,17 @@ def test_after_a_rollback_too(tmp_path, precision):
     assert_equal_to_whole(*folders, 2)
 
 
+def lora_in_shards(layout):
+    case = lora(layout)
+    wrappers = [SHARDED if each["use"] == "ddp" else each for each in case.overrides["parallel"]]
+    return attrs.evolve(case, overrides={**case.overrides, "parallel": wrappers})
+
+
 @pytest.mark.full
-def test_packed_shards_of_fsdp2_too(tmp_path):
-    case, folders = in_shards({"dp": 2}), (tmp_path / "linked", tmp_path / "whole")
+@pytest.mark.parametrize("sharded", [lora_in_shards, in_shards])
+def test_shards_of_fsdp2_too(tmp_path, sharded):
+    """Those of plain weights, and of packed ones."""
+    case, folders = sharded({"dp": 2}), (tmp_path / "linked", tmp_path / "whole")
     for folder in folders:
         run_ranks(trained, 2, case, folder, 3, linked=folder == folders[0])
     for folder in folders:
@@ -154,13 +162,3 @@ def test_weights_of_a_router_and_what_a_model_builds_frozen_count_as_changing():
     frozen = {p.placement.name for p in run.placed if not p.parameter.requires_grad}
     assert {name for name in frozen - run.frozen if name.endswith("router.bias")}
     assert frozen - run.frozen == {name for name in frozen if ".router." in name}
-
-
-@pytest.mark.full
-def test_shards_of_fsdp2_too(tmp_path):
-    case, folders = lora({"dp": 2}), (tmp_path / "linked", tmp_path / "whole")
-    wrappers = [*case.overrides["parallel"][:-1], {"use": "fsdp2"}]
-    case = attrs.evolve(case, overrides={**case.overrides, "parallel": wrappers})
-    for folder in folders:
-        run_ranks(trained, 2, case, folder, 3, linked=folder == folders[0])
-    assert_equal_to_whole(*folders, 2)
