@@ -23,6 +23,9 @@ import torch
 
 from nanotrain_fp4_master import nf4, nvfp4
 
+#: Found here, since torch.compile traces no call of ``find_spec``.
+HAS_TRITON = find_spec("triton") is not None
+
 
 class Format(Protocol):
     """Rounds blocks of weights [N, B], float32. ``noise`` is uniform in [0, 1); None: rounds to nearest."""
@@ -118,7 +121,7 @@ class NVFP4Blocks:
 
 def in_triton(tensor: torch.Tensor, form: Format) -> bool:
     """Return whether there are kernels for a tensor of weights of this format, or for what belongs to it."""
-    here = os.environ.get("TRITON_INTERPRET") == "1" or (tensor.is_cuda and find_spec("triton") is not None)
+    here = os.environ.get("TRITON_INTERPRET") == "1" or (tensor.is_cuda and HAS_TRITON)
     return here and isinstance(form, NVFP4Blocks) and tensor.is_contiguous()
 
 

@@ -1,9 +1,11 @@
 """Packed weights hold every number of their format, and behave as parameters do, or refuse."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from nanotrain_fp4_master import nvfp4
-from nanotrain_fp4_master.blocks import NF4Blocks, NVFP4Blocks
+from nanotrain_fp4_master.blocks import NF4Blocks, NVFP4Blocks, in_triton
 from nanotrain_fp4_master.packing import FourBits
 from torch import nn
 
@@ -177,3 +179,10 @@ def test_a_run_does_not_depend_on_how_weights_are_held(variant):
     others, wanted = trained(False, variant)
     assert losses == others
     assert_bitwise(weights, wanted, "packed")
+
+
+def test_whether_a_gpu_has_kernels_is_asked_within_a_graph():
+    """Layers that unpack weights are compiled whole; a stand-in is on a GPU where there is none."""
+    there = SimpleNamespace(is_cuda=True, is_contiguous=lambda: True)
+    asked = torch.compile(lambda x: x + int(in_triton(there, NF4Blocks(64))), fullgraph=True, backend="eager")
+    assert asked(torch.zeros(1)).item() == 0
