@@ -225,13 +225,13 @@ def code_lines(path: Path) -> int:
 ROOMS = {path.parent.name for path in CORE.glob("*/__init__.py")}
 #: What each room of the core may have of code, in lines; "": all that is in none. Not the harness.
 SMALL = {
-    "": 1024,
+    "": 1025,
     "api": 860,
     "builtin": 533,
     "checkpoint": 980,
     "cli": 1762,
     "compile": 789,
-    "contracts": 729,
+    "contracts": 730,
     "data": 895,
     "hf": 1218,
     "launch": 2465,
@@ -243,10 +243,10 @@ SMALL = {
     "optim": 825,
     "phases": 372,
     "pipeline": 630,
-    "precision": 719,
+    "precision": 728,
     "recipe": 1951,
     "registry": 792,
-    "run": 3228,
+    "run": 3230,
     "script": 818,
     "watch": 454,
 }
