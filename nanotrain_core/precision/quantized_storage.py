@@ -47,7 +47,7 @@ class Packing(Protocol):
         ...
 
 
-class Exact:
+class Original:
     """The values of a weight before packing, until its masters have been created."""
 
     def __init__(self, flat: torch.Tensor | None) -> None:
@@ -60,7 +60,7 @@ class PackedWeight(torch.Tensor):
     rows: torch.Tensor
     """[U, W], uint8, contiguous: the only storage."""
     packing: Packing
-    exact: Exact
+    original: Original
     """The original values of the whole parameter: its views share them."""
     first: int
     """Offset of this view in the parameter, in weights."""
@@ -74,12 +74,12 @@ class PackedWeight(torch.Tensor):
         packing: Packing,
         shape: tuple[int, ...],
         dtype: torch.dtype,
-        exact: Exact,
+        original: Original,
         first: int = 0,
     ) -> PackedWeight:
         """Wrap ``rows``."""
         self: PackedWeight = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=rows.device)
-        self.rows, self.packing, self.exact, self.first = rows, packing, exact, first
+        self.rows, self.packing, self.original, self.first = rows, packing, original, first
         return self
 
     @classmethod
@@ -94,7 +94,7 @@ class PackedWeight(torch.Tensor):
     def like(cls, weight: torch.Tensor, packing: Packing) -> PackedWeight:
         """Return a weight like ``weight``, without values so far."""
         rows = weight.new_empty(-(-weight.numel() // RANGE), packing.width, dtype=torch.uint8)
-        return cls(rows, packing, tuple(weight.shape), weight.dtype, Exact(None))
+        return cls(rows, packing, tuple(weight.shape), weight.dtype, Original(None))
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing: ``__new__`` has done everything."""
@@ -102,7 +102,7 @@ class PackedWeight(torch.Tensor):
     def fill(self, numbers: torch.Tensor, *, trained: bool) -> None:
         """Give it its first values, as :meth:`of` does."""
         requantize(self, numbers)
-        self.exact.flat = numbers.detach().reshape(-1) if trained else None
+        self.original.flat = numbers.detach().reshape(-1) if trained else None
 
     def read(self, begin: int, end: int) -> torch.Tensor:
         """Return weights ``begin`` to ``end`` of the flattened tensor; ``begin`` is a multiple of RANGE."""
@@ -118,14 +118,14 @@ class PackedWeight(torch.Tensor):
 
     def stored_in(self, rows: torch.Tensor) -> PackedWeight:
         """Return a weight like this one with other rows, such as a copy on another device."""
-        return PackedWeight(rows, self.packing, tuple(self.shape), self.dtype, Exact(None), self.first)
+        return PackedWeight(rows, self.packing, tuple(self.shape), self.dtype, Original(None), self.first)
 
     def _rows(self, begin: int, end: int) -> torch.Tensor:
         return self.rows[begin // RANGE : -(-end // RANGE)]
 
     def _sharing(self, rows: torch.Tensor, shape: tuple[int, ...], first: int) -> PackedWeight:
         """Return a view of these rows of this weight."""
-        return type(self)(rows, self.packing, shape, self.dtype, self.exact, first)
+        return type(self)(rows, self.packing, shape, self.dtype, self.original, first)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -166,7 +166,7 @@ class PackedWeight(torch.Tensor):
         inner: dict[str, torch.Tensor], context: Any, size: torch.Size, stride: tuple[int, ...]
     ) -> PackedWeight:
         packing, dtype, first, kind = context
-        found: PackedWeight = kind(inner["rows"], packing, tuple(size), dtype, Exact(None), first)
+        found: PackedWeight = kind(inner["rows"], packing, tuple(size), dtype, Original(None), first)
         return found
 
     @classmethod
@@ -189,8 +189,8 @@ def dequantize(weight: torch.Tensor) -> torch.Tensor:
 def bytes_at_start(weight: torch.Tensor) -> int:
     """Return the bytes of a weight when all have their first values: with those before packing, if it is
     packed and trained."""
-    exact = weight.nbytes if isinstance(weight, PackedWeight) and weight.requires_grad else 0
-    return storage_of(weight).nbytes + exact
+    original = weight.nbytes if isinstance(weight, PackedWeight) and weight.requires_grad else 0
+    return storage_of(weight).nbytes + original
 
 
 def requantize(weight: torch.Tensor, numbers: torch.Tensor) -> None:
@@ -205,15 +205,15 @@ def requantize(weight: torch.Tensor, numbers: torch.Tensor) -> None:
 
 def unquantized(weight: torch.Tensor) -> torch.Tensor:
     """Return the values that a master is created from: those before packing, if still available."""
-    if isinstance(weight, PackedWeight) and weight.exact.flat is not None:
-        return weight.exact.flat[weight.first : weight.first + weight.numel()].view(weight.shape)
+    if isinstance(weight, PackedWeight) and weight.original.flat is not None:
+        return weight.original.flat[weight.first : weight.first + weight.numel()].view(weight.shape)
     return dequantize(weight)
 
 
 def release_unquantized(weight: torch.Tensor) -> None:
     """Release the original values of a packed weight: its masters have been created."""
     if isinstance(weight, PackedWeight):
-        weight.exact.flat = None
+        weight.original.flat = None
 
 
 def storage_of(weight: torch.Tensor) -> torch.Tensor:
@@ -223,8 +223,8 @@ def storage_of(weight: torch.Tensor) -> torch.Tensor:
 
 def live_tensors(weight: torch.Tensor) -> list[torch.Tensor]:
     """Return the live storage of a weight, and the values before packing while they are kept."""
-    exact = [weight.exact.flat] if isinstance(weight, PackedWeight) else []
-    return [storage_of(weight), *(each for each in exact if each is not None)]
+    original = [weight.original.flat] if isinstance(weight, PackedWeight) else []
+    return [storage_of(weight), *(each for each in original if each is not None)]
 
 
 def range_of(weight: torch.Tensor, begin: int, end: int) -> torch.Tensor:

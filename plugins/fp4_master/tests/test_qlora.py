@@ -105,7 +105,7 @@ def test_forward_and_dgrad_read_the_numbers_and_nothing_unpacked_is_held_between
 def test_original_weights_are_freed_as_they_are_packed():
     layers = Layers()
     prepared(layers)
-    assert layers.frozen.weight.exact.flat is None
+    assert layers.frozen.weight.original.flat is None
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,7 @@ class PackedShard(PackedWeight):
         if device == self.device and len(self.rows) < count == len(self.sent):
             return self._sharing(self.sent, shape, 0)
         rows = torch.zeros(count, self.packing.width, dtype=torch.uint8, device=device)
-        return PackedShard(rows, self.packing, shape, self.dtype, self.exact)
+        return PackedShard(rows, self.packing, shape, self.dtype, self.original)
 
 
 def cut_in_rows(weight: torch.Tensor, ranks: int) -> bool:
@@ -117,6 +117,6 @@ def let_shard(part: nn.Module) -> None:
         for name, each in [*module.named_parameters(recurse=False)]:
             if isinstance(each, PackedWeight) and not each.requires_grad:
                 if each not in made:
-                    shard = PackedShard(each.rows, each.packing, tuple(each.shape), each.dtype, each.exact)
+                    shard = PackedShard(each.rows, each.packing, tuple(each.shape), each.dtype, each.original)
                     made[each] = nn.Parameter(shard, requires_grad=False)
                 setattr(module, name, made[each])
