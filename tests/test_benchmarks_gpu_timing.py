@@ -133,6 +133,8 @@ def test_an_optimizer_on_a_device_is_timed_to_its_end():
         ("NVIDIA L4", 121e12),
         ("NVIDIA GeForce RTX 4090", 165.2e12),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA RTX A1000", None),  # neither an A10 nor an A100
+        ("NVIDIA RTX A3000 Laptop GPU", None),
         ("Some GPU", None),
     ],
 )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import time
 
-#: Dense bfloat16 FLOP/s of GPUs, by a substring of their names, the first that matches: NVIDIA's data sheets
+#: Dense bfloat16 FLOP/s of GPUs, by a part of their names, the first that matches: NVIDIA's data sheets
 #: and architecture whitepapers, without sparsity, with sums in float32.
 PEAK_FLOPS = {
     "H100 PCIe": 756e12,
@@ -39,10 +40,12 @@ PEAK_FLOPS = {
 def peak_flops(device: str) -> float | None:
     """Return the dense bfloat16 FLOP/s of the GPU of this name, None if it is not known.
 
-    A GeForce has the whole name: a ``Laptop GPU``, ``Ti`` or ``D`` is another chip.
+    A GeForce has the whole name: a ``Laptop GPU``, ``Ti`` or ``D`` is another chip. So is an RTX ``A3000``,
+    which has the letters of an ``A30``.
     """
     for name, peak in PEAK_FLOPS.items():
-        if device.endswith(name) if name.startswith("GeForce") else name in device:
+        last = "$" if name.startswith("GeForce") else r"(?!\d)"
+        if re.search(re.escape(name) + last, device):
             return peak
     return None
 

@@ -55,9 +55,9 @@ def peaks_of(device: str, wanted: str | None = None) -> Peaks:
         return _read(_find(wanted))
     peak, path = peak_flops(device), _file_of(device)
     if path is not None:
-        # An `H100 PCIe` is no SXM, which the file describes.
+        # An `H100 PCIe` is no SXM, which the file describes, and a laptop's `RTX 4090` is another chip.
         paper = _number(read_toml(path), "peak_tflops.bfloat16") * 1e12
-        if peak is None or abs(paper / peak - 1) < 0.01:
+        if peak is not None and abs(paper / peak - 1) < 0.01:
             return _read(path)
     return Peaks(source="data sheet" if peak else "", gemm=USUAL * peak if peak else None)
 

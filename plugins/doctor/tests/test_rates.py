@@ -278,3 +278,8 @@ def test_a_gpu_is_compared_with_the_file_of_its_own_name(device, file):
 def test_a_gpu_without_a_file_is_compared_with_its_data_sheet_alone(device):
     """The file `h100` is of the SXM, whose peak is a third higher than that of the card for PCIe."""
     assert peaks_of(device) == Peaks(source="data sheet", gemm=0.7 * peak_flops(device))
+
+
+@pytest.mark.parametrize("device", ["NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 4090 D"])
+def test_another_chip_with_all_words_of_a_file_is_not_expected_to_reach_it(device):
+    assert peaks_of(device).gemm is None
