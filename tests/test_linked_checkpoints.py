@@ -13,6 +13,7 @@ from test_lora_layouts import PLAIN, with_lora
 from test_qlora import SHARDED, case_of, in_shards
 
 from nanotrain_core.contracts import Monitor
+from nanotrain_core.precision.quantized_storage import dequantize
 from nanotrain_core.run.stop import Rollback
 from nanotrain_core.testing import run_ranks
 from nanotrain_core.testing.compare import assert_bitwise
@@ -152,6 +153,36 @@ def test_shards_of_fsdp2_too(tmp_path, sharded):
     for folder in folders:
         run_ranks(trained, 2, case, folder, 5, linked=folder == folders[0], resume="3")
     assert_equal_to_whole(*folders, 2)
+
+
+class WritesTo(Monitor):
+    """Writes to all frozen weights once, after a step, as one that merges adapters does."""
+
+    def __init__(self, engine, step):
+        self.engine, self.step = engine, step
+
+    @torch.no_grad()
+    def on_step(self, report):
+        for placed in self.engine.run.placed if report.step == self.step else ():
+            if placed.placement.name in self.engine.run.frozen:
+                placed.parameter.mul_(2.0)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_weights_written_to_by_operations_of_torch_are_saved_anew(tmp_path, precision):
+    checkpoint = {"use": "sharded_v2", "every": 1, "keep": 9}
+    engine = make_engine(
+        PRECISIONS[precision]({}), {"run": {"steps": 4}, "checkpoint": checkpoint}, folder=tmp_path
+    )
+    engine.events.monitors = [*engine.events.monitors, WritesTo(engine, 2)]
+    engine.fit()
+    paths, frozen = steps_in(tmp_path), engine.run.frozen
+    assert [bool(shared(*pair)) for pair in pairwise(paths)].count(False) == 1
+    first, last = tensors_of(paths[0]), tensors_of(paths[-1])
+    live = {p.placement.name: dequantize(p.parameter) for p in engine.run.placed}
+    assert_bitwise({name: last[name] for name in frozen}, {name: live[name] for name in frozen}, "saved")
+    assert not [name for name in frozen if first[name].any() and torch.equal(first[name], last[name])]
 
 
 @pytest.mark.full

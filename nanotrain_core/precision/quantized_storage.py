@@ -18,6 +18,7 @@ from __future__ import annotations
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+from torch.autograd.graph import increment_version
 from torch.utils._pytree import tree_map_only
 
 from nanotrain_core.layout.ranges import RANGE
@@ -201,6 +202,7 @@ def requantize(weight: torch.Tensor, numbers: torch.Tensor) -> None:
     if isinstance(weight, PackedWeight):
         flat = numbers.detach().reshape(-1)
         weight.rows.copy_(weight.packing.pack(weight.packing.rounded(flat)))
+        increment_version(weight.rows)  # torch counts no write from within an operation on the weight
 
 
 def unquantized(weight: torch.Tensor) -> torch.Tensor:

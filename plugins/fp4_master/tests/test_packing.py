@@ -125,6 +125,18 @@ def test_reading_unpacks_and_writing_in_place_rounds_and_packs():
 
 
 @pytest.mark.parametrize(
+    "write", [lambda w: w.mul_(2), lambda w: w.copy_(normal(16, 64))], ids=["mul", "copy"]
+)
+def test_torch_counts_what_its_operations_write(write):
+    """By this, checkpoints know what they need not write again."""
+    weight = packed(normal(16, 64))
+    before = storage_of(weight)._version
+    with torch.no_grad():
+        write(weight)
+    assert storage_of(weight)._version > before
+
+
+@pytest.mark.parametrize(
     "look", [lambda w: w.view(-1), lambda w: w[0], lambda w: w.T, lambda w: w.detach().reshape(-1)[:3]]
 )
 def test_a_view_of_its_memory_is_refused_since_writing_to_it_would_be_lost(look):

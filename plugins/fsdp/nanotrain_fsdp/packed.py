@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 
 from nanotrain_core.api.torch import RANGE, PackedWeight
 
@@ -76,6 +77,7 @@ class PackedShard(PackedWeight):
                 return first._new(tuple(first.shape), (kwargs or {}).get("device") or first.device)
             if func is aten.copy_.default and isinstance(rest[0], cls) and rest[0].shape == first.shape:
                 first.rows.copy_(rest[0].rows)  # of one weight, so of one format
+                increment_version(first.rows)  # which torch does not in here
                 return first
         return super().__torch_dispatch__(func, types, args, kwargs)
 
