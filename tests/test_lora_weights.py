@@ -141,7 +141,7 @@ def test_adapters_alone_are_not_taken_for_weights(tmp_path, capsys):
 def test_the_page_leads_from_convert_to_an_adapter_on_tp_2_dp_2(tmp_path):
     page = [block for block in blocks() if block.page == ROOT / "docs/weights.md"]
     (at,) = (number for number, block in enumerate(page) if "--to peft" in block.text)
-    write_model(tmp_path / "SmolLM2-135M")
+    write_model(tmp_path / "SmolLM2-1.7B")
     (tmp_path / "corpus").mkdir()
     (tmp_path / "corpus" / "text.txt").write_text("Once upon a time there was a king. " * 400)
     (tmp_path / "lora.toml").write_text(page[at + 1].text)
@@ -156,7 +156,7 @@ def test_the_page_leads_from_convert_to_an_adapter_on_tp_2_dp_2(tmp_path):
     rows = map(json.loads, (tmp_path / "runs/lora/metrics.jsonl").read_text().splitlines())
     losses = [row["loss"] for row in rows if row["event"] == "step"]
     assert losses[-1] < losses[0] / 2
-    base, merged = (load_file(tmp_path / name / "model.safetensors") for name in ("SmolLM2-135M", "merged"))
+    base, merged = (load_file(tmp_path / name / "model.safetensors") for name in ("SmolLM2-1.7B", "merged"))
     assert base.keys() == merged.keys()
     changed = {name for name, weight in base.items() if not torch.equal(weight, merged[name])}
     assert changed == {name for name in base if name.endswith("_proj.weight")}

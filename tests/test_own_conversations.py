@@ -22,7 +22,7 @@ TEMPLATE = (
     "{% else %}{{ m['content'] + '<|im_end|>' }}{% endif %}{{ '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-NAME = "SmolLM2-135M-Instruct"
+NAME = "SmolLM2-1.7B-Instruct"
 #: What makes the page's recipe small, and its first step comparable: each batch has all conversations, a
 #: sequence for each.
 SMALL = (
@@ -86,16 +86,12 @@ def test_the_page_leads_from_convert_to_sample_on_tp_2_dp_2(tmp_path):
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": each}) + "\n" for each in chats))
     (tmp_path / "mine.toml").write_text(page[at + 1].text)
     small = [word for setting in SMALL for word in ("--set", setting)]
-    prompt = "<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\n"
     greedy = ["--temperature", "0", "--tokens", "8", "--json", "--set", "precision.use=fp32"]
     printed = {}
-    for (_, *words), line in zip(commands(page[at]), page[at].text.splitlines(), strict=True):
-        given, more = words, small if words[0] == "run" else []
-        if words[0] == "sample":
-            assert repr(prompt) in line  # in $ and quotes, which make newlines of it in a shell
-            given, more = [*words[: words.index("--prompt")], "--prompt", prompt], greedy
-        done = nanotrain(*given, *more, cwd=tmp_path)
-        assert done.code == Exit.DONE, f"{shlex.join(given)}: {done.err}"
+    changes = {"run": small, "sample": greedy}
+    for _, *words in commands(page[at]):
+        done = nanotrain(*words, *changes.get(words[0], []), cwd=tmp_path)
+        assert done.code == Exit.DONE, f"{shlex.join(words)}: {done.err}"
         printed[words[0]] = done.out
     rows = map(json.loads, (tmp_path / "runs/mine/metrics.jsonl").read_text().splitlines())
     losses = [row["loss"] for row in rows if row["event"] == "step"]
