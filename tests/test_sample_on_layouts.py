@@ -5,9 +5,11 @@ import torch
 from nanotrain_deepseek.samples import V2, V3
 from nanotrain_moe_transformer.samples import QWEN3
 from nanotrain_sample.generate import How, Prompt, Writer
+from nanotrain_sample.layout import wrappers
 
 from nanotrain_core.batch import Batch
 from nanotrain_core.models.cache import Cache
+from nanotrain_core.registry.registry import load_plugins
 from nanotrain_core.testing import Case, run_ranks
 from nanotrain_core.testing.probe import make_run
 
@@ -104,3 +106,17 @@ def test_texts_are_those_of_one_process(name):
 @pytest.mark.parametrize("name", {**CASES, **OTHERS})
 def test_texts_are_those_of_one_process_everywhere(name, whole):
     assert_writes_as_one_process(case_of(*{**CASES, **OTHERS}[name], whole=whole))
+
+
+@pytest.mark.parametrize(
+    ("run", "adding", "expected"),
+    [
+        (["lora"], (0,), ["tp", "lora"]),
+        (["tp", "lora", "ddp"], (1,), ["tp", "lora"]),
+        (["cp", "lora"], (1,), ["cp", "tp", "lora"]),
+        (["ddp"], (), ["tp"]),
+    ],
+)
+def test_adapters_of_a_run_come_after_what_splits_their_layers(run, adding, expected):
+    saved, degrees = [{"use": use} for use in run], {"tp": 2, "cp": 2 if "cp" in run else 1}
+    assert [each["use"] for each in wrappers(saved, degrees, load_plugins(), adding)] == expected

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -83,7 +83,7 @@ def tables_for(source: Source, degrees: Mapping[str, int], registry: Registry) -
         "topology": topology if degrees and topology.get("use") != "grid" else {"use": "grid"},
         "kernels": {"use": "auto"},
         "model": saved["model"],
-        "parallel": list(wrappers(saved.get("parallel", ()), degrees, registry, source.adding)),
+        "parallel": wrappers(saved.get("parallel", ()), degrees, registry, source.adding),
         "schedule": {"use": _first("schedule", "pp", registry) if degrees.get("pp", 1) > 1 else "accumulate"},
         "optimizer": {"use": "sgd"},
         "precision": saved["precision"],
@@ -95,24 +95,31 @@ def tables_for(source: Source, degrees: Mapping[str, int], registry: Registry) -
 
 def wrappers(
     saved: Sequence[Tables], degrees: Mapping[str, int], registry: Registry, adding: Collection[int] = ()
-) -> Iterator[Tables]:
-    """Yield the wrappers that split the model along ``degrees``: the run's in their order, then others.
+) -> list[Tables]:
+    """Return the wrappers that split the model along ``degrees``: the run's in their order, then others.
 
-    Those of the run at the places ``adding`` are among them: the model has their parameters. Data
-    parallelism needs no wrapper, since there are no gradients.
+    Those of the run at the places ``adding`` are among them: the model has their parameters. The others come
+    before the first of these, which adds parameters to split layers. Data parallelism needs no wrapper, since
+    there are no gradients.
     """
+    found: list[Tables] = []
+    adds: list[bool] = []
     wanted = {dim for dim, degree in degrees.items() if degree > 1 and dim not in ("dp", "edp", "pp")}
     for place, table in enumerate(saved):
         offers = registry.offers("parallel", table["use"])
         handled = wanted.intersection(*(component.mesh_dims for _, component in offers)) if offers else ()
         if handled or place in adding:
-            yield table
+            found.append(table)
+            adds.append(place in adding)
             wanted = wanted.difference(handled)
+    others: list[Tables] = []
     for dim in ("tp", *sorted(wanted - {"tp"})):  # dense layers are split before experts
         use = _first("parallel", dim, registry)
         if use and dim in wanted:
-            yield {"use": use}
+            others.append({"use": use})
             wanted -= registry.get("parallel", use).mesh_dims
+    at = adds.index(True) if True in adds else len(found)
+    return [*found[:at], *others, *found[at:]]
 
 
 def _first(kind: str, dim: str, registry: Registry) -> str:
