@@ -17,11 +17,17 @@ from nanotrain_core.testing.pool import run_ranks
 from nanotrain_core.testing.probe import rank
 from nanotrain_core.testing.saving import load, named, numbered, open_state, temporary_folder, wait_for_all
 
+#: What happens to the blocks, or to the first checkpoint, by variant of the check.
+HAPPENED = {
+    "older_gone": "when the first is deleted (does it depend on the first?)",
+    "another_loaded": "after a load between the saves (are frozen blocks of before it kept?)",
+}
 
-@check("checkpoint", since="0.3", variants=("older_gone", "another_loaded"))
+
+@check("checkpoint", since="0.3", variants=tuple(HAPPENED))
 def frozen_blocks_come_back(case: Case, then: str) -> None:
-    """Of two saves with the same frozen blocks each has them: with the older one gone, too, and not those of
-    before where another run's checkpoint was loaded in between."""
+    """The second of two saves has the frozen blocks as they are then: after the first checkpoint is deleted,
+    and after another checkpoint was loaded between the saves."""
     with temporary_folder() as folder, temporary_folder() as other:
         path, *_ = run_ranks(path_of_second, case.world_size, case, other)
         saved = run_ranks(
@@ -30,7 +36,8 @@ def frozen_blocks_come_back(case: Case, then: str) -> None:
         loaded = run_ranks(load, case.world_size, case, folder, "4")
     for number, (wanted, back) in enumerate(zip(saved, loaded, strict=True)):
         assert back is not None, f"rank {number} found no checkpoint after two saves"
-        assert_bitwise(named(back.blocks), wanted, f"blocks of rank {number}, {then}")
+        what = f"blocks of rank {number}, loaded from the second checkpoint {HAPPENED[then]}"
+        assert_bitwise(named(back.blocks), wanted, what)
 
 
 def save_frozen(case: Case, folder: Path, other: Path | None) -> dict[str, torch.Tensor]:

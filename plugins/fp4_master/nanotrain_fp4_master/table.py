@@ -55,7 +55,7 @@ def lines(rows: Sequence[Row], in_bf16: float = 6) -> list[str]:
     total = sum(row.parameters for row in rows)
     held = sum(row.parameters * row.bytes_each for row in rows)
     return [
-        "weights and masters, without moments (a rank's part of each stage; zero12 and fsdp2 divide it further):",
+        "weights and masters, without moments (a rank's part of each stage, before zero12 or fsdp2 cut it):",
         *(
             f"  {row.role:<12} {row.weights:<26} {row.parameters:>15,} x {row.bytes_each:g} bytes"
             for row in rows
