@@ -243,10 +243,10 @@ SMALL = {
     "optim": 825,
     "phases": 372,
     "pipeline": 630,
-    "precision": 728,
+    "precision": 730,
     "recipe": 1951,
     "registry": 792,
-    "run": 3230,
+    "run": 3232,
     "script": 818,
     "watch": 454,
 }

@@ -36,8 +36,8 @@ class Block:
     tensor: torch.Tensor
     """The block, live: a load fills it in place."""
     frozen: bool = False
-    """Whether only a load changes its values: a format may share what it has written of them between
-    checkpoints."""
+    """Whether no step changes its values: a format may share what it has written of them between
+    checkpoints, until a load or somebody else writes to the tensor (``storage_of(tensor)._version``)."""
 
     def __attrs_post_init__(self) -> None:
         """Reject a block that is not part of the global tensor.
