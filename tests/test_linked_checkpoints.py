@@ -10,7 +10,7 @@ import torch
 from compositions import OPTIMIZERS
 from safetensors.torch import load_file
 from test_lora_layouts import PLAIN, with_lora
-from test_qlora import SHARDED, case_of, in_shards
+from test_qlora_layouts import SHARDED, case_of, in_shards
 
 from nanotrain_core.contracts import Monitor
 from nanotrain_core.precision.quantized_storage import dequantize
