@@ -167,7 +167,6 @@ CANNOT_RUN = {
     "--weights llama": "needs downloaded weights; tests/test_convert_run.py makes some",
     "nanotrain convert SmolLM2": "needs downloaded weights",
     "llama/tokenizer.json": "needs downloaded weights; tests/test_own_conversations.py makes some",
-    "--special-tokens": "needs a tokenizer that has some; tests/test_own_conversations.py makes one",
     "lora.toml": "needs downloaded weights; tests/test_lora_weights.py makes some",
     "runs/lora": "needs that run; tests/test_lora_weights.py makes one",
     "@ema": "needs a run with averages; tests/test_averaged_weights.py makes one",
