@@ -184,6 +184,7 @@ CANNOT_RUN = {
     "data:mine": "a component of yours",
     "nanotrain new-plugin": "writes files; tests/test_new_plugin.py runs it",
     "--step": "needs that step; tests/test_cli_ckpt.py makes some",
+    "runs/learning/": "needs those runs; tests/test_learning.py makes some",
     "--sweep": "plans for minutes; tests/test_plan_sweep.py runs it",
     "--simulate": "plans for minutes; tests/test_simulator.py runs it",
     "corpus_text_document.idx": "needs Megatron's files; plugins/data/tests/test_megatron.py writes some",
