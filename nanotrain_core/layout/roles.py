@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
+from fnmatch import fnmatchcase
 from types import MethodType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -208,6 +209,18 @@ def tagged(root: nn.Module) -> Iterator[tuple[str, nn.Module, Tag]]:
 def natural_sort_key(name: str) -> list[tuple[bool, int, str]]:
     """Return a key that sorts layers.2 before layers.10."""
     return [(word.isdecimal(), int(word) if word.isdecimal() else 0, word) for word in name.split(".")]
+
+
+def lies_in(name: str, pattern: str) -> bool:
+    """Return whether a module or parameter, or a module around it, matches a shell-style pattern.
+
+    >>> [lies_in("layers.0.attn.q", pattern) for pattern in ("*.q", "layers.*.attn", "*.k")]
+    [True, True, False]
+    >>> [lies_in("layers.0.attn.q.weight", each) for each in ("layers.0.attn", "*.q.weight", "*.k")]
+    [True, True, False]
+    """
+    words = name.split(".")
+    return any(fnmatchcase(".".join(words[:count]), pattern) for count in range(1, len(words) + 1))
 
 
 def main_layers(names: Iterable[str]) -> list[str]:

@@ -9,7 +9,7 @@ import attrs
 import torch
 from torch import nn
 
-from nanotrain_core.api import NanotrainError, tagged
+from nanotrain_core.api import NanotrainError, lies_in, tagged
 from nanotrain_core.api.torch import (
     RANGE,
     DequantizingGEMM,
@@ -31,7 +31,7 @@ from nanotrain_fp4_master import BLOCKS, FP4MasterConfig, bfloat16, lowbit
 from nanotrain_fp4_master.blocks import Format, NF4Blocks, NVFP4Blocks
 from nanotrain_fp4_master.noise import Clock, Noise, cut_blocks
 from nanotrain_fp4_master.packing import FourBits
-from nanotrain_fp4_master.table import Row, is_named, lines, of_all_stages, summed
+from nanotrain_fp4_master.table import Row, lines, of_all_stages, summed
 
 FORMATS = {"nvfp4": NVFP4Blocks, "nf4": NF4Blocks}
 LOW_BIT: dict[str, Callable[..., lowbit.Naive]] = {
@@ -109,7 +109,7 @@ class FP4Master(Precision):
 
     def is_low(self, name: str, dimensions: int) -> bool:
         """Return whether a parameter gets the format and variant; without a model, every matrix does."""
-        kept = is_named(name, self.config.keep)
+        kept = any(lies_in(name, pattern) for pattern in self.config.keep)
         role = self.roles.get(name, "none") if self.roles else self.config.roles[0]
         return not kept and dimensions > 1 and role in self.config.roles
 
@@ -143,7 +143,7 @@ class FP4Master(Precision):
         return summed(Row(role, weights, count, each) for (role, weights, each), count in found)
 
     def _kind(self, name: str, parameter: torch.Tensor) -> tuple[str, str, float]:
-        kept = is_named(name, self.config.keep)
+        kept = any(lies_in(name, pattern) for pattern in self.config.keep)
         role = "pattern" if kept else self.roles.get(name, "none")
         if parameter.dtype != self.parameter_dtype:
             return role, str(parameter.dtype).removeprefix("torch."), parameter.dtype.itemsize

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
-from nanotrain_core.api import NanotrainError, tagged
+from nanotrain_core.api import NanotrainError, lies_in, tagged
 from nanotrain_core.api.torch import (
     RANGE,
     DequantizingGEMM,
@@ -32,7 +32,7 @@ from nanotrain_core.api.torch import (
 from nanotrain_fp4_master import BLOCKS, QLoRAConfig
 from nanotrain_fp4_master.blocks import NF4Blocks
 from nanotrain_fp4_master.packing import FourBits
-from nanotrain_fp4_master.table import Row, is_named, lines, of_all_stages
+from nanotrain_fp4_master.table import Row, lines, of_all_stages
 
 
 class QLoRA(Uniform):
@@ -68,7 +68,7 @@ class QLoRA(Uniform):
         return part
 
     def _is_packed(self, name: str, weight: nn.Parameter) -> bool:
-        kept = is_named(name, self.config.keep)
+        kept = any(lies_in(name, pattern) for pattern in self.config.keep)
         if kept or weight.requires_grad or weight.dtype != self.parameter_dtype:
             return False
         if weight.shape[-1] % self.config.block_size:

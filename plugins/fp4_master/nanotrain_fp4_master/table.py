@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from fnmatch import fnmatchcase
 
 import attrs
 
-from nanotrain_core.api import NanotrainError, did_you_mean
+from nanotrain_core.api import NanotrainError, did_you_mean, lies_in
 from nanotrain_core.api.torch import Mesh
 
 
@@ -24,17 +23,6 @@ class Row:
     parameters: int
     bytes_each: float
     """Of the weight and what is beside it, without the optimizer's moments."""
-
-
-def is_named(name: str, patterns: Iterable[str]) -> bool:
-    """Return whether a pattern is of a parameter, or of a module around it.
-
-    >>> [is_named("layers.0.attn.q.weight", [each]) for each in ("layers.0.attn", "*.q.weight", "*.k")]
-    [True, True, False]
-    """
-    words = name.split(".")
-    around = [".".join(words[:count]) for count in range(1, len(words) + 1)]
-    return any(fnmatchcase(each, pattern) for pattern in patterns for each in around)
 
 
 def summed(rows: Iterable[Row]) -> list[Row]:
@@ -81,7 +69,7 @@ def of_all_stages(names: Sequence[str], rows: Sequence[Row], keep: Iterable[str]
     stages = mesh.gather(own, "pp") if "pp" in mesh.layout.dims else [own]
     everyones = sorted({name for found, _ in stages for name in found})
     for pattern in keep:
-        if not any(is_named(name, [pattern]) for name in everyones):
+        if not any(lies_in(name, pattern) for name in everyones):
             near = did_you_mean(pattern, everyones)
             raise NanotrainError(f"precision.keep: '{pattern}' matches no parameter of the model{near}")
     return summed(row for _, found in stages for row in found)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save_file
 
-from nanotrain_core.api import NanotrainError, box_slices, did_you_mean, write_atomically
+from nanotrain_core.api import NanotrainError, box_slices, did_you_mean, lies_in, write_atomically
 from nanotrain_core.api.torch import Block, Monitor, Placement, RunInfo, UpdateReport
 from nanotrain_inspect.declared import PLACED, RETURNED
 from nanotrain_inspect.steps import Steps
@@ -57,7 +56,7 @@ class Dump(Monitor):
         self.run = run
         known = sorted(set().union(*run.mesh.gather({each.placement.name for each in run.placed})))
         for pattern in self.config.modules:
-            if not any(_lies_in(name, pattern) for name in known):
+            if not any(lies_in(name, pattern) for name in known):
                 modules = sorted({name.rpartition(".")[0] for name in known})
                 near = did_you_mean(pattern, modules)
                 raise NanotrainError(
@@ -124,7 +123,7 @@ class Dump(Monitor):
             self._dump(update.step, "updates", changes)
 
     def _is_chosen(self, name: str) -> bool:
-        return any(_lies_in(name, pattern) for pattern in self.config.modules)
+        return any(lies_in(name, pattern) for pattern in self.config.modules)
 
     def _chosen(self, tensors: Placed) -> Iterator[tuple[torch.Tensor, Placement]]:
         yield from ((tensor, placement) for tensor, placement in tensors if self._is_chosen(placement.name))
@@ -223,9 +222,3 @@ def put(tensors: dict[str, torch.Tensor], block: Block) -> None:
 def _on_host(block: Block) -> Block:
     # A view would be sent with all of the memory that it is a part of.
     return Block(block.name, block.global_shape, block.offset, block.tensor.detach().cpu().clone())
-
-
-def _lies_in(parameter: str, pattern: str) -> bool:
-    """Return whether a parameter, or a module that it lies in, matches."""
-    words = parameter.split(".")
-    return any(fnmatchcase(".".join(words[:n]), pattern) for n in range(1, len(words) + 1))

@@ -6,7 +6,6 @@ The plugin's entry module: every ``nanotrain`` command imports it, so it never i
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from fnmatch import fnmatchcase
 from math import sqrt
 from typing import ClassVar
 
@@ -51,16 +50,6 @@ class LoRAConfig:
     def patterns(self) -> tuple[str, ...]:
         """Return patterns of whole names."""
         return tuple(each if "." in each else f"*.{each}" for each in self.targets)
-
-
-def matches(name: str, pattern: str) -> bool:
-    """Return whether a pattern is of a module, or of one around it.
-
-    >>> [matches("layers.0.attn.q", pattern) for pattern in ("*.q", "layers.*.attn", "*.k")]
-    [True, True, False]
-    """
-    words = name.split(".")
-    return any(fnmatchcase(".".join(words[:count]), pattern) for count in range(1, len(words) + 1))
 
 
 def read_modules(config: LoRAConfig) -> Iterator[tuple[str, str]]:

@@ -19,9 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanotrain_core.api import NanotrainError, Role, did_you_mean, tagged
+from nanotrain_core.api import NanotrainError, Role, did_you_mean, lies_in, tagged
 from nanotrain_core.api.torch import LINEAR_ROLES, Initializer, Mesh, Parallel, Placement, Placements
-from nanotrain_lora import LoRAConfig, matches
+from nanotrain_lora import LoRAConfig
 
 
 class LoRA(Parallel):
@@ -45,7 +45,7 @@ class LoRA(Parallel):
         patterns, added = self.config.patterns(), dict[str, Initializer]()
         for name, module in linear_layers(part):
             self._seen.append(name)
-            if not patterns or any(matches(name, each) for each in patterns):
+            if not patterns or any(lies_in(name, each) for each in patterns):
                 weight = placements[f"{name}.weight"]
                 a, b = beside(weight, name, self.config.rank)
                 self._laid[name] = weight, a
@@ -88,7 +88,7 @@ class LoRA(Parallel):
         """Refuse targets without a linear layer among those of all ranks."""
         last = [*dict.fromkeys(name.rpartition(".")[2] for name in seen)]
         for target, pattern in zip(self.config.targets, self.config.patterns(), strict=True):
-            if not any(matches(name, pattern) for name in seen):
+            if not any(lies_in(name, pattern) for name in seen):
                 near = did_you_mean(target, [*last, *seen])
                 raise NanotrainError(
                     f"lora: targets has '{target}', which names no linear layer{near}; there are "
