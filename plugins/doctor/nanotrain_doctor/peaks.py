@@ -52,13 +52,13 @@ def peaks_of(device: str, wanted: str | None = None) -> Peaks:
         NanotrainError: there is no such file, or it lacks a key.
     """
     if wanted is not None:
-        return _read(_find(wanted))
+        return _of_file(_open(_find(wanted)))
     peak, path = peak_flops(device), _file_of(device)
     if path is not None:
         # An `H100 PCIe` is no SXM, which the file describes, and a laptop's `RTX 4090` is another chip.
-        paper = _number(read_toml(path), "peak_tflops.bfloat16") * 1e12
-        if peak is not None and abs(paper / peak - 1) < 0.01:
-            return _read(path)
+        file = _open(path)
+        if peak is not None and abs(_peak(file) / peak - 1) < 0.01:
+            return _of_file(file)
     return Peaks(source="data sheet" if peak else "", gemm=USUAL * peak if peak else None)
 
 
@@ -96,17 +96,25 @@ def _find(wanted: str) -> Path:
     raise NanotrainError(f"--hardware: {what}; {expected}")
 
 
-def _read(path: Path) -> Peaks:
+def _open(path: Path) -> TomlSource:
     try:
-        file = read_toml(path)
+        return read_toml(path)
     except RecipeError as problem:
         raise NanotrainError(f"--hardware: {problem}") from None
+
+
+def _peak(file: TomlSource) -> float:
+    """Return FLOP/s of bfloat16 on paper."""
+    return _number(file, "peak_tflops.bfloat16") * 1e12
+
+
+def _of_file(file: TomlSource) -> Peaks:
     intra, inter, achieved = (
         _number(file, f"links.{key}") for key in ("intra_gb_s", "inter_gb_s", "achieved")
     )
     return Peaks(
         source=str(_value(file, "name")),
-        gemm=_number(file, "peak_tflops.bfloat16") * 1e12 * _number(file, "achieved.gemm"),
+        gemm=_peak(file) * _number(file, "achieved.gemm"),
         memory=_number(file, "memory.bandwidth_gb_s") * 1e9 * _number(file, "achieved.memory"),
         intra=intra * 1e9 * achieved,
         inter=inter * 1e9 * achieved,
