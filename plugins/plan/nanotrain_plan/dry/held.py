@@ -9,7 +9,7 @@ import attrs
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from nanotrain_core.api.torch import Block, Run, storage_of
+from nanotrain_core.api.torch import Block, PlacedParameter, Run, storage_of
 from nanotrain_plan.dry.phase import Storage
 from nanotrain_plan.dry.recorder import Recorder, pinned
 
@@ -123,11 +123,17 @@ def held_of_parts(
 
 def frozen_bytes(run: Run) -> tuple[float, float]:
     """Return :attr:`RankStep.frozen` and :attr:`RankStep.frozen_packed`."""
-    frozen = [
-        (p, p.placement.replicas(run.mesh.layout)) for p in run.placed if p.placement.name in run.frozen
-    ]
-    weights = sum(_bytes(placed.parameter) / replicas for placed, replicas in frozen)
-    return weights, sum(storage_of(placed.parameter).nbytes / replicas for placed, replicas in frozen)
+    return _weights(run, (p for p in run.placed if p.placement.name in run.frozen))
+
+
+def _weights(run: Run, chosen: Iterable[PlacedParameter]) -> tuple[float, float]:
+    """Return the bytes of the values of weights, and of their storage: of those on several ranks, a share."""
+    values = packed = 0.0
+    for placed in chosen:
+        replicas = placed.placement.replicas(run.mesh.layout)
+        values += _bytes(placed.parameter) / replicas
+        packed += storage_of(placed.parameter).nbytes / replicas
+    return values, packed
 
 
 def _bytes(tensor: torch.Tensor) -> int:
@@ -142,8 +148,7 @@ def saved_bytes(run: Run, blocks: Sequence[Block]) -> tuple[float, float]:
     by the ranks that hold its parameter: state per element may differ between parameters.
     """
     layout = run.mesh.layout
-    weights = sum(_bytes(p.parameter) / p.placement.replicas(layout) for p in run.placed)
-    packed = sum(storage_of(p.parameter).nbytes / p.placement.replicas(layout) for p in run.placed)
+    weights, packed = _weights(run, run.placed)
     replicas = {piece.placement.name: piece.placement.replicas(layout) for piece in run.gradients.pieces()}
     state = sum(_bytes(b.tensor) / replicas[b.name.partition("/")[2]] for b in blocks)
     return weights + state, packed + state
