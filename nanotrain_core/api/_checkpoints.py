@@ -3,6 +3,7 @@
 from nanotrain_core.builtin.configs import SimpleCheckpointConfig
 from nanotrain_core.checkpoint.box_cover import coverage_problem
 from nanotrain_core.checkpoint.info import DTYPE_BYTES, DTYPE_NAMES, CheckpointInfo, unexpected_kinds
+from nanotrain_core.checkpoint.listing import listed_of_all as list_all_checkpoints
 from nanotrain_core.checkpoint.quarantine import quarantine_checkpoint, set_checkpoints_aside
 from nanotrain_core.checkpoint.run_state import (
     is_run_state,
@@ -22,6 +23,7 @@ __all__ = [
     "box_slices",
     "coverage_problem",
     "is_run_state",
+    "list_all_checkpoints",
     "list_simple_checkpoints",
     "load_json",
     "newest_evaluated",

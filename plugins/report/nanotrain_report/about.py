@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from nanotrain_core.api import CheckpointError, load_plugins, show_progress, without_secrets
+from nanotrain_core.api import CheckpointError, show_progress, without_secrets
 from nanotrain_report.blocks import Block, Facts, Group, Missing, Pre, Section, Sentence, Sentences, Table
 from nanotrain_report.clock import wall
 from nanotrain_report.folder import RunFolder, Shown
@@ -223,12 +223,7 @@ def checkpoints(shown: Sequence[Shown], *, verify: bool) -> list[Block]:
 
 
 def _checkpoint_rows(run: RunFolder, *, verify: bool) -> Iterator[tuple[str, ...]]:
-    present = {}
-    registry = load_plugins()
-    for use in registry.names("checkpoint"):
-        listing = registry.get("checkpoint", use).load_optional("listing")
-        for info in listing(run.path) if listing else ():
-            present[info.step] = (use, info)
+    present = {info.step: (use, info) for use, info in run.saved}
     seen = set()
     for row in run.history.events:
         if row["event"] == "save_failed":

@@ -23,6 +23,7 @@ from nanotrain_core.api import (
     did_you_mean_run,
     is_run,
     is_running,
+    list_all_checkpoints,
     load_plugins,
     read_metrics,
 )
@@ -112,13 +113,9 @@ class RunFolder:
         return int(self.history.start.get("steps") or self.recipe.get("run", {}).get("steps") or 0)
 
     @cached_property
-    def saved(self) -> list[CheckpointInfo]:
-        """The checkpoints that are there, by their steps."""
-        registry, found = load_plugins(), list[CheckpointInfo]()
-        for use in registry.names("checkpoint"):
-            listing = registry.get("checkpoint", use).load_optional("listing")
-            found += listing(self.path) if listing else ()
-        return sorted(found, key=lambda each: each.step)
+    def saved(self) -> list[tuple[str, CheckpointInfo]]:
+        """The checkpoints that are there, each with its component, by their steps."""
+        return list_all_checkpoints(self.path, load_plugins())
 
     @property
     def unmeasured(self) -> bool:
@@ -138,7 +135,7 @@ class RunFolder:
         if self.history.attempt:
             return self.history.step
         logged = [entry["step"] for entry in self.log if isinstance(entry.get("step"), int)]
-        return max([*logged, *(each.step for each in self.saved)], default=0)
+        return max([*logged, *(each.step for _, each in self.saved)], default=0)
 
     @property
     def unread(self) -> int:

@@ -183,7 +183,7 @@ def latest(run: RunFolder) -> Iterator[RenderableType]:
             ("checkpoint  ", "dim"), f"step {saved[-1]['step']:,}, {age} ago, {saved[-1]['path']}"
         )
     elif run.saved:  # a run without metrics
-        newest = run.saved[-1]
+        _, newest = run.saved[-1]
         yield Text.assemble(("checkpoint  ", "dim"), f"step {newest.step:,}, {newest.path}")
     else:
         yield Text.assemble(("checkpoint  ", "dim"), "none yet")
