@@ -10,7 +10,7 @@ import torch
 from compositions import OPTIMIZERS
 from safetensors.torch import load_file
 from test_lora_layouts import PLAIN, with_lora
-from test_qlora_layouts import SHARDED, case_of, in_shards
+from test_qlora_layouts import case_of, in_shards, with_fsdp2
 
 from nanotrain_core.contracts import Monitor
 from nanotrain_core.precision.quantized_storage import dequantize
@@ -138,9 +138,7 @@ def test_after_a_rollback_too(tmp_path, precision):
 
 
 def lora_in_shards(layout):
-    case = lora(layout)
-    wrappers = [SHARDED if each["use"] == "ddp" else each for each in case.overrides["parallel"]]
-    return attrs.evolve(case, overrides={**case.overrides, "parallel": wrappers})
+    return with_fsdp2(lora(layout))
 
 
 @pytest.mark.full

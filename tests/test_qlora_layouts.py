@@ -156,10 +156,15 @@ UNEVEN = {"batch": {"sequences": 6, "length": 8, "microbatch": 2}}  # 3 ranks ha
 
 def in_shards(layout, wrapper=SHARDED, *, dp_shard=None, **around):
     """Return the case of a layout with ``fsdp2`` in place of ``ddp``."""
-    case = case_of(layout)
-    wrappers = [wrapper if each["use"] == "ddp" else each for each in case.overrides["parallel"]]
+    case = with_fsdp2(case_of(layout), wrapper)
     topology = case.topology | ({"dp_shard": dp_shard} if dp_shard else {})
-    return attrs.evolve(case, topology=topology, overrides={**case.overrides, "parallel": wrappers, **around})
+    return attrs.evolve(case, topology=topology, overrides={**case.overrides, **around})
+
+
+def with_fsdp2(case, wrapper=SHARDED):
+    """Return the case with a wrapper in place of ``ddp``."""
+    wrappers = [wrapper if each["use"] == "ddp" else each for each in case.overrides["parallel"]]
+    return attrs.evolve(case, overrides={**case.overrides, "parallel": wrappers})
 
 
 def held(case):
