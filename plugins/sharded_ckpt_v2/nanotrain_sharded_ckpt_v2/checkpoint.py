@@ -38,8 +38,9 @@ from nanotrain_core.api import (
     unexpected_kinds,
 )
 from nanotrain_core.api import __version__ as core_version
-from nanotrain_core.api.torch import Block, CheckpointReport, Mesh, TrainState
+from nanotrain_core.api.torch import CheckpointReport, Mesh, TrainState
 from nanotrain_sharded_ckpt_v2 import ShardedConfig, __version__, blocks, folders, manifest, shard
+from nanotrain_sharded_ckpt_v2.assignment import ShardAssigner
 from nanotrain_sharded_ckpt_v2.flags import LateFlag
 from nanotrain_sharded_ckpt_v2.frozen_files import FrozenFiles
 from nanotrain_sharded_ckpt_v2.manifest import File, Manifest, shard_name, streams_name
@@ -47,28 +48,12 @@ from nanotrain_sharded_ckpt_v2.object_collectives import (
     agree,
     broadcast_from_first,
     gather_to_first,
-    scatter_from_first,
 )
 from nanotrain_sharded_ckpt_v2.save_in_progress import SaveInProgress
-from nanotrain_sharded_ckpt_v2.save_plan import BlockMetadata, Tensor, make_plan
 from nanotrain_sharded_ckpt_v2.steps_of_all_hosts import once_saved
 
 if TYPE_CHECKING:
     from nanotrain_sharded_ckpt_v2.resharding import ReadPlan
-
-
-@attrs.define(frozen=True)
-class ShardAssignment:
-    """Which rank writes what, for blocks with these names and shapes."""
-
-    metadata: Sequence[BlockMetadata]
-    """Of this rank's blocks."""
-    mine: Sequence[int]
-    """The indices of those that this rank writes, but for frozen ones."""
-    frozen: Sequence[int]
-    """The indices of frozen ones that it writes, or links."""
-    tensors: dict[str, Tensor]
-    """Of all ranks; on rank 0 only."""
 
 
 @attrs.define(frozen=True, eq=False)
@@ -90,7 +75,6 @@ class ShardedCheckpoint:
         self.config = config
         self.log = structlog.get_logger("nanotrain.checkpoint")
         self._saving: SaveInProgress | None = None
-        self._assignment: ShardAssignment | None = None
         self._copies = blocks.Copies()
 
     def open(self, folder: Path, mesh: Mesh) -> None:
@@ -101,10 +85,10 @@ class ShardedCheckpoint:
         self._nothing_loaded = True
         self._verified: dict[int, Mapping[str, File]] = {}
         self._restored: set[int] = set()
-        self._saving = self._assignment = None
+        self._saving = None
+        self._assigner = ShardAssigner(mesh, link_frozen=self.config.link_frozen)
         self._frozen = FrozenFiles(mesh.rank, mesh.world_size)
         self._late, self._writing = LateFlag(mesh), LateFlag(mesh)
-        self._changed = LateFlag(mesh, late=False)  # a save waits for its answer
         self._on_first(lambda: folders.clear_leftovers(folder))
         if mesh.rank == 0:
             for entry in folders.unexpected_entries(folder):
@@ -141,7 +125,7 @@ class ShardedCheckpoint:
         began = self._last_save = time.monotonic()
         self._late.forget()
         self._writing.forget()
-        assignment = self._assign(state.blocks)
+        assignment = self._assigner.assign(state.blocks)
         scratch: Path = self._on_first(lambda: folders.make_scratch(self.folder, step))
         state = attrs.evolve(state)  # which copies meta: it is written later
         saving = SaveInProgress(step, self.mesh.rank, scratch, state, began, old=self._retire_old(state.meta))
@@ -156,31 +140,6 @@ class ShardedCheckpoint:
             saving.write(shares)
         saving.blocked = time.monotonic() - began
         self._saving = saving
-
-    def _assign(self, wanted: Sequence[Block]) -> ShardAssignment:
-        """Gather and scatter: assign the boxes, unless all ranks hold the same as the last time."""
-        problem, metadata = "", []
-        try:
-            metadata = [blocks.metadata_of(block, linked=self.config.link_frozen) for block in wanted]
-        except CheckpointError as error:
-            problem = str(error)
-        agree(problem, self.mesh)
-        if self._assignment is not None and not self._changed.any(metadata != self._assignment.metadata):
-            return self._assignment
-        self._assignment = None
-        everyone = gather_to_first(metadata, self.mesh)
-        shares: list[tuple[Sequence[int], Sequence[int]]] = []
-        tensors: dict[str, Tensor] = {}
-        if everyone:
-            try:
-                plan = make_plan(everyone)
-                shares, tensors = list(zip(plan.mine, plan.frozen, strict=True)), dict(plan.tensors)
-            except CheckpointError as error:
-                problem = str(error)
-        agree(problem, self.mesh)
-        mine, frozen = scatter_from_first(shares, self.mesh)
-        self._assignment = ShardAssignment(metadata, mine, frozen, tensors)
-        return self._assignment
 
     def _on_first(self, act: Callable[[], Any]) -> Any:
         """Broadcast: modify the folder on rank 0 and return the result everywhere, or fail everywhere."""
@@ -240,7 +199,6 @@ class ShardedCheckpoint:
         return path
 
     def _manifest(self, saving: SaveInProgress, files: dict[str, File]) -> Manifest:
-        assert self._assignment is not None
         earlier = [step for step in self.steps() if step < saving.step]
         previous = folders.seal(folders.step_folder(self.folder, earlier[-1])) if earlier else None
         core, torch_version = core_version, str(torch.__version__)
@@ -255,7 +213,7 @@ class ShardedCheckpoint:
             layout=self.mesh.layout.sizes,
             previous=previous,
             meta=saving.state.meta,
-            tensors=self._assignment.tensors,
+            tensors=self._assigner.assigned.tensors,
             files=dict(sorted(files.items())),
         )
 
