@@ -225,7 +225,7 @@ def code_lines(path: Path) -> int:
 ROOMS = {path.parent.name for path in CORE.glob("*/__init__.py")}
 #: What each room of the core may have of code, in lines; "": all that is in none. Not the harness.
 SMALL = {
-    "": 1025,
+    "": 945,
     "api": 860,
     "builtin": 533,
     "checkpoint": 980,
@@ -246,7 +246,7 @@ SMALL = {
     "precision": 730,
     "recipe": 1951,
     "registry": 792,
-    "run": 3232,
+    "run": 3335,
     "script": 818,
     "watch": 454,
 }

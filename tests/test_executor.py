@@ -5,7 +5,6 @@ import torch
 
 from nanotrain_core.batch import Batch
 from nanotrain_core.builtin.transformer_config import TransformerConfig
-from nanotrain_core.compose import split_linear_layers
 from nanotrain_core.errors import NanotrainError
 from nanotrain_core.layout.gradients import LocalGradients, register_gradient_hook
 from nanotrain_core.layout.layout import Layout, View
@@ -16,6 +15,7 @@ from nanotrain_core.pipeline.executor import Executor
 from nanotrain_core.pipeline.passes import Passes
 from nanotrain_core.pipeline.weight_gradients import DeferredGradients
 from nanotrain_core.precision.gemm import TorchGEMM
+from nanotrain_core.run.model_parts import split_linear_layers
 
 CONFIG = TransformerConfig(layers=2, width=16, heads=2, vocab=32)
 

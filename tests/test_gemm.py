@@ -7,7 +7,6 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from nanotrain_core.compose import split_linear_layers
 from nanotrain_core.errors import PluginError
 from nanotrain_core.layout.roles import Role, override_forward, tag
 from nanotrain_core.models.ops import ops_of
@@ -15,6 +14,7 @@ from nanotrain_core.pipeline.passes import Passes
 from nanotrain_core.pipeline.weight_gradients import DeferredGradients
 from nanotrain_core.precision.dequantizing_gemm import DequantizingGEMM
 from nanotrain_core.precision.gemm import TorchGEMM, gemm_parameters, gemms_of, use_gemm
+from nanotrain_core.run.model_parts import split_linear_layers
 from nanotrain_core.testing import Case
 from nanotrain_core.testing.checks.parallel import traces
 from nanotrain_core.testing.compare import assert_same, whole

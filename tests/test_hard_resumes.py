@@ -16,8 +16,8 @@ from nanotrain_sharded_ckpt_v2.checkpoint import ShardedCheckpoint
 from test_guard import GUARDED, OneStepLRMultiplier
 from test_run import metrics
 
-from nanotrain_core import compose
 from nanotrain_core.errors import CheckpointError
+from nanotrain_core.run import model_parts
 from nanotrain_core.run.random_state import seed_all
 from nanotrain_core.run.restore import restore
 from nanotrain_core.testing import Case, run_ranks
@@ -39,7 +39,7 @@ def case(optimizer, kind="sharded_v2", ranks=2, **overrides):
 
 def train_one_parameter(case, folder, **options):
     """Train the final norm alone: 32 numbers, which lie in the range of rank 0."""
-    build = compose.build_stages
+    build = model_parts.build_stages
 
     def build_frozen(*arguments):
         stages = build(*arguments)
@@ -48,7 +48,7 @@ def train_one_parameter(case, folder, **options):
                 parameter.requires_grad_(name == "norm.weight")
         return stages
 
-    with mock.patch.object(compose, "build_stages", build_frozen):
+    with mock.patch.object(model_parts, "build_stages", build_frozen):
         changes = {"run": {"steps": 4}, "batch": {"sequences": 8, "microbatch": 1}}
         return train(case, changes, folder=folder, **options)
 

@@ -12,14 +12,13 @@ import attrs
 import torch
 from torch import nn
 
-from nanotrain_core import compose
 from nanotrain_core.contracts import Block, Initializer, Optimizer
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.layout.roles import Role, replace_module, tag, tagged
 from nanotrain_core.pipeline.accumulate import Accumulate
 from nanotrain_core.pipeline.actions import Action
 from nanotrain_core.precision.uniform import Uniform
-from nanotrain_core.run import log, random_state
+from nanotrain_core.run import log, model_parts, random_state
 from nanotrain_core.testing.case import Case
 from nanotrain_core.testing.probe import FirstGradients, Trace, make_engine, rank, train, weights
 
@@ -123,7 +122,7 @@ class NormOfUnits(nn.Module):
 
 def train_with_more_roles(case: Case, changes: Mapping[str, Any]) -> Trace:
     """Train with a bias in each tagged linear, and INNER and SHARED modules at each COLUMN that has units."""
-    build = compose.build_stages
+    build = model_parts.build_stages
 
     def build_with_more(model: Any, parts: Any, mesh: Any, ops: Any) -> Any:
         stages = build(model, parts, mesh, ops)
@@ -132,7 +131,7 @@ def train_with_more_roles(case: Case, changes: Mapping[str, Any]) -> Trace:
                 _add_roles_and_biases(part)
         return stages
 
-    with mock.patch.object(compose, "build_stages", build_with_more):
+    with mock.patch.object(model_parts, "build_stages", build_with_more):
         return train(case, changes)
 
 
@@ -229,7 +228,7 @@ def extra_parameter(used_on: str, microbatches: Callable[[Mesh], int] = lambda m
         used_on: see :func:`train_with_extra`.
         microbatches: how many passes a rank has in the first step.
     """
-    build = compose.build_stages
+    build = model_parts.build_stages
 
     def build_with_extra(model: Any, parts: Any, mesh: Any, ops: Any) -> Any:
         stages = build(model, parts, mesh, ops)
@@ -241,7 +240,7 @@ def extra_parameter(used_on: str, microbatches: Callable[[Mesh], int] = lambda m
             _add_extra(part, f"extra_{number}", used or changes, first_step, early=early)
         return stages
 
-    with mock.patch.object(compose, "build_stages", build_with_extra):
+    with mock.patch.object(model_parts, "build_stages", build_with_extra):
         yield
 
 
