@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TypeVar
+
+import attrs
 
 from nanotrain_core.api import NanotrainError
 from nanotrain_object_store.prefix import Prefix
@@ -23,6 +26,18 @@ T = TypeVar("T")
 FIRST, LAST = 0.5, 20.0
 
 
+#: What tells whether a file is one that was uploaded before: device, inode, bytes, time of its last change.
+FileId = tuple[int, int, int, int]
+
+
+@attrs.define(frozen=True)
+class InStore:
+    """A file of this rank that is in the store."""
+
+    key: str
+    sent: Sent
+
+
 class Cancelled(Exception):
     """The upload is not wanted any more."""
 
@@ -30,9 +45,14 @@ class Cancelled(Exception):
 class Flight:
     """An upload that was begun."""
 
-    def __init__(self, staged: Staged, entry: str, store: Store) -> None:
-        self.staged, self.entry, self.store = staged, entry, store
+    def __init__(
+        self, staged: Staged, entry: str, store: Store, earlier: Mapping[FileId, InStore] | None = None
+    ) -> None:
+        """``earlier``: files of an earlier checkpoint that need not be sent again."""
+        self.staged, self.entry, self.store, self.earlier = staged, entry, store, earlier or {}
         self.sent: dict[str, Sent] = {}
+        self.in_store: dict[FileId, InStore] = {}
+        """This rank's files, once they are there."""
         self.problem = ""
         """Why it failed for good; errors that another try may resolve are in :attr:`trouble`."""
         self.trouble = ""
@@ -68,9 +88,28 @@ class Flight:
         for name, path in self.staged.files.items():
             if not is_plain(name):
                 raise ValueError(f"{name!r} is no name that a store's checkpoints may have")
-            self.sent[name] = hashed(path)
             within = f"{self.staged.path.name}/{name}" if self.staged.folder else name
-            self._try(lambda path=path, within=within: self.store.put(path, f"{self.entry}/{within}"))  # type: ignore[misc]
+            id_ = file_id(path)
+            self.in_store[id_] = self._send(path, f"{self.entry}/{within}", self.earlier.get(id_))
+            self.sent[name] = self.in_store[id_].sent
+
+    def _send(self, path: Path, key: str, earlier: InStore | None) -> InStore:
+        """Have the store copy what it has, as frozen weights that checkpoints share; upload all else."""
+        if earlier is not None and self._copied(earlier.key, key):
+            return attrs.evolve(earlier, key=key)
+        sent = hashed(path)
+        self._try(lambda: self.store.put(path, key))
+        return InStore(key, sent)
+
+    def _copied(self, source: str, key: str) -> bool:
+        """Return whether the store has copied an object: it may be gone, or the store may have no copies."""
+        if self.cancelled.is_set():
+            raise Cancelled
+        try:
+            self.store.copy(source, key)
+        except Exception:
+            return False
+        return True
 
     def _begin(self, act: Callable[[], None]) -> None:
         def work() -> None:
@@ -104,3 +143,9 @@ class Flight:
                 self.trouble = in_words(problem)
             self.cancelled.wait(delay)
             delay = min(2 * delay, LAST)
+
+
+def file_id(path: Path) -> FileId:
+    """Return what tells a file from others, and from what was in it before it was written to."""
+    found = path.stat()
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns

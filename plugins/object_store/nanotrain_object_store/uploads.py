@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from nanotrain_core.api.torch import Mesh
-from nanotrain_object_store.flight import Flight
+from nanotrain_object_store.flight import FileId, Flight, InStore
 from nanotrain_object_store.prefix import Prefix
 from nanotrain_object_store.staged import Staged
 from nanotrain_object_store.store import Store
@@ -41,6 +41,8 @@ class Uploads:
         self.left_out = 0
         self.refused = ""
         """Why nothing is uploaded any more."""
+        self._in_store: dict[FileId, InStore] = {}
+        """This rank's files of the newest checkpoint that this process has uploaded."""
         self._down_since: float | None = None
         self._log = structlog.get_logger("nanotrain.object_store")
 
@@ -113,6 +115,7 @@ class Uploads:
         if not problem:
             self._tell_up()
             self.uploaded, self.uploaded_at = staged.step, staged.complete_at
+            self._in_store = flight.in_store
             self.seconds = time.monotonic() - staged.complete_at
             if self.mesh.rank == 0:
                 where = f"{self.store.url}/{flight.entry}"
@@ -137,7 +140,8 @@ class Uploads:
         staged, self.pending = self.pending, None
         staged.attempts += 1
         number = self.mesh.gather(uuid4().hex[:8])[0]
-        self.flight = Flight(staged, f"step-{staged.step:08d}-{number}", self.store)
+        earlier = self._in_store if staged.attempts == 1 else None  # a copy may have been the problem
+        self.flight = Flight(staged, f"step-{staged.step:08d}-{number}", self.store, earlier)
         self.flight.upload()
 
     def _leave_out(self, staged: Staged) -> None:
