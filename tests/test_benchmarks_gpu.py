@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -219,6 +220,14 @@ def test_a_pytest_that_cannot_begin_is_a_problem(tmp_path, monkeypatch):
     (record,) = (each for each in read(settings.records) if each["kind"] != "data")
     assert (record["kind"], record["name"]) == ("problem", "tests")
     assert "no_such_plugin" in record["text"]
+
+
+def test_what_is_skipped_without_a_gpu_is_run_by_pytest_m_gpu():
+    for path in only_gpu_tests.files(ROOT):
+        lines = path.read_text(encoding="utf-8").splitlines()
+        for number, (before, line) in enumerate(pairwise(lines), 2):
+            if line.lstrip("@ ").startswith("pytest.mark.skipif(not torch.cuda.is_available()"):
+                assert "pytest.mark.gpu" in before, f"{path}:{number}"
 
 
 @pytest.mark.full

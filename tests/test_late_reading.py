@@ -299,10 +299,9 @@ def test_what_is_counted_is_seen():
 
 # --- on a GPU ---------------------------------------------------------------------------------------
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 
-
-@needs_gpu
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 @pytest.mark.parametrize("optimizer", [ADAMW, {"use": "sgd", "lr": 0.1, "momentum": 0.9, "clip_norm": 1.0}])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("model", MODELS)

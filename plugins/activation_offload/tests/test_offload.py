@@ -174,6 +174,7 @@ def deterministic():
     torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 def test_on_a_gpu_weights_are_the_same_bits_and_the_peak_is_lower(deterministic):
     (plain, peak), (offloaded, less) = (
