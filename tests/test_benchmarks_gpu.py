@@ -17,6 +17,7 @@ from benchmarks.gpu.fp8_kernels import TINY, agreement
 from benchmarks.gpu.parts import Part
 from benchmarks.gpu.plain import NanoGPT
 from benchmarks.gpu.records import Recorder, read, told
+from benchmarks.gpu.result import Done, Result
 from benchmarks.gpu.settings import Settings
 
 ROOT = Path(__file__).parents[1]
@@ -76,6 +77,18 @@ def test_all_that_passes_ends_with_0_and_no_device_with_a_line(tmp_path, monkeyp
     assert main(words) == 1
     said = capsys.readouterr()
     assert (said.out, said.err.splitlines()[-1]) == ("", "gpu cannot run: there is no GPU")
+
+
+def test_what_a_command_leaves_when_it_is_killed_says_which_parts_had_not_begun(tmp_path):
+    found = Result(["gpu"], "a commit", machine={"device": "none"}, asked=["llama", "gpt2"])
+    found.parts.append(Done("llama", ended="was under way"))
+    found.write(tmp_path)
+    measured = {
+        row["bar"]: row["measured"] for row in json.loads((tmp_path / "result.json").read_text())["bars"]
+    }
+    assert measured[bars.BARS["llama"].name] == "not run: was under way"
+    assert measured[bars.BARS["gpt2"].name] == "not run: its turn had not come"
+    assert measured[bars.BARS["wide"].name] == "not run: part wide was not asked for"
 
 
 def test_a_second_command_runs_what_the_first_had_no_time_for(tmp_path, monkeypatch, capsys):

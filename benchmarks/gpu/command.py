@@ -85,13 +85,14 @@ def main(arguments: Sequence[str]) -> int:
         print(f"--missing: {problem}", file=sys.stderr)
         return 1
     known = {part.name for part in result.parts}
-    for part in PARTS:
-        if part.name not in known and (not args.parts or part.name in args.parts):
-            done = Done(part.name, ended="was under way")
-            result.parts.append(done)
-            write = partial(result.write, args.folder)
-            run(part, done, settings, args.folder, deadline - RESERVE, write)
-            write()
+    asked = [p for p in PARTS if p.name not in known and (not args.parts or p.name in args.parts)]
+    result.asked = [part.name for part in asked]
+    for part in asked:
+        done = Done(part.name, ended="was under way")
+        result.parts.append(done)
+        write = partial(result.write, args.folder)
+        run(part, done, settings, args.folder, deadline - RESERVE, write)
+        write()
     text = result.markdown()
     print(text)
     if args.markdown:

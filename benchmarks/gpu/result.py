@@ -49,6 +49,8 @@ class Result:
     smoke: bool = False
     """Whether no time means anything: no bar is judged."""
     machine: dict[str, Any] = attrs.field(factory=dict)
+    asked: Sequence[str] = ()
+    """Names of the parts that are to run; of those that have not begun, nothing is in ``parts``."""
     parts: list[Done] = attrs.field(factory=list)
 
     @property
@@ -62,7 +64,7 @@ class Result:
         return not missed and all(part.ran and not part.failed for part in self.parts)
 
     def _bars(self) -> list[tuple[list[str], bool | None]]:
-        why = {part.name: part.ended for part in self.parts}
+        why = dict.fromkeys(self.asked, "its turn had not come") | {p.name: p.ended for p in self.parts}
         found = bars.rows(self.records, why)
         return [([*row[:3], ""], None) for row, _ in found] if self.smoke else found
 
