@@ -66,6 +66,22 @@ def test_each_rank_holds_its_share_of_weights_and_of_their_state():
     assert max(share for each in shares for share in each) < 0.3 * whole_model[0]
 
 
+def accounted(case):
+    """Return the bytes of weights that the monitor ``memory`` counts on this rank."""
+    engine = make_engine(case, {"run": {"steps": 1}, "monitor": [{"use": "memory"}]})
+    engine.fit()
+    (monitor,) = engine.run.monitors
+    return monitor.accounts["weights"]
+
+
+def test_memory_is_accounted_by_what_each_rank_holds():
+    """A DTensor has no memory of its own, and reading that of all parameters ended the monitor's part."""
+    (whole_model,) = run_ranks(accounted, 1, fsdp2({}))
+    shares = run_ranks(accounted, 4, fsdp2({"dp": 4}))
+    assert sum(shares) == pytest.approx(whole_model, rel=0.1)  # shards are padded to equal rows
+    assert max(shares) < 0.3 * whole_model
+
+
 PACKED = ["--set", 'precision={use="fp4_master"}']
 QLORA = ["--set", 'parallel=[{use="fsdp2"},{use="lora"}]', "--set", 'precision={use="qlora"}']
 DEFERRED = ["--set", 'schedule={use="zb_h1"}', "--set", "topology.pp=2"]

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from nanotrain_core.api.torch import storage_of
+from nanotrain_core.api.torch import PlacedParameter, storage_of
 
 
 def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
@@ -16,7 +16,12 @@ def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-def weight_bytes(parts: Iterable[nn.Module]) -> int:
-    """Return the bytes of all parameters and buffers, in the form in which they are held."""
-    held = [each for part in parts for each in (*part.parameters(), *part.buffers())]
-    return bytes_of(storage_of(each) for each in held)
+def weight_bytes(placed: Iterable[PlacedParameter], parts: Iterable[nn.Module]) -> int:
+    """Return the bytes of all parameters and buffers, in the form in which they are held.
+
+    Args:
+        placed: parameters of this rank. Those of ``parts`` may be DTensors, which have no memory of their own.
+        parts: this rank's model parts, for their buffers.
+    """
+    held = [each.parameter for each in placed]
+    return bytes_of(map(storage_of, [*held, *(buffer for part in parts for buffer in part.buffers())]))

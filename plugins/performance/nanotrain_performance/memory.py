@@ -63,7 +63,7 @@ class Memory(Monitor):
         if not self.accounts or self.accounted >= self.config.account_every:
             self.accounted = 0
             self.accounts = {
-                "weights": weight_bytes(self.run.parts),
+                "weights": weight_bytes(self.run.placed, self.run.parts),
                 "gradients": update.gradient_bytes(),
                 "optimizer": 0,
             }

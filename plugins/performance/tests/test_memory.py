@@ -45,6 +45,7 @@ def test_what_the_allocator_counts_is_told_with_what_the_accounts_leave(monkeypa
     run = SimpleNamespace(
         device=torch.device("cuda", 0),
         metrics=metrics,
+        placed=[SimpleNamespace(parameter=part.weight)],
         parts=[part],
         optimizer_device_bytes=lambda: 2 * MIB,
         progress=Progress(),
@@ -128,6 +129,7 @@ def test_state_that_appears_with_the_first_update_is_counted_then():
         SimpleNamespace(
             device=torch.device("cpu"),
             metrics=metrics,
+            placed=[],
             parts=[],
             optimizer_device_bytes=lambda: state.pop(0),
             rank=0,
@@ -155,10 +157,11 @@ def test_what_is_offloaded_takes_nothing_of_the_device():
 def test_memory_that_tensors_share_counts_once():
     whole = torch.zeros(100)
     assert bytes_of([whole, whole[:10], whole.view(10, 10), torch.zeros(3)]) == 400 + 12
-    tied = nn.Linear(4, 4, bias=False)
-    other = nn.Linear(4, 4)
-    other.weight = tied.weight
-    assert weight_bytes([tied, other]) == 4 * (16 + 4)
+    layer = nn.Linear(4, 4)
+    layer.register_buffer("count", torch.zeros(2))
+    parameters = [layer.weight, nn.Parameter(layer.weight.detach()[:2]), layer.bias]
+    placed = [SimpleNamespace(parameter=each) for each in parameters]
+    assert weight_bytes(placed, [layer]) == 4 * (16 + 4 + 2)
 
 
 @pytest.mark.skipif(not os.path.exists(host.STATM), reason="needs Linux")
