@@ -20,7 +20,7 @@ def weight_bytes(placed: Iterable[PlacedParameter], parts: Iterable[nn.Module]) 
     """Return the bytes of all parameters and buffers, in the form in which they are held.
 
     Args:
-        placed: parameters of this rank. Those of ``parts`` may be DTensors, which have no memory of their own.
+        placed: parameters of this rank. Those of ``parts`` may be DTensors, without memory of their own.
         parts: this rank's model parts, for their buffers.
     """
     held = [each.parameter for each in placed]
