@@ -265,6 +265,8 @@ def test_peaks_of_a_known_gpu():
         ("NVIDIA H200", "h200"),
         ("NVIDIA B200", "b200"),
         ("NVIDIA GB200", "gb200"),
+        ("NVIDIA B300 SXM6 AC", "b300"),
+        ("NVIDIA GB300", "gb300"),
         ("NVIDIA A100-SXM4-80GB", "a100"),
         ("NVIDIA A100-SXM4-40GB", "a100_40gb"),
         ("NVIDIA GeForce RTX 4090", "rtx_4090"),

@@ -9,7 +9,7 @@ from nanotrain_core.api import Recipe, Registry, Role, kept_eager
 from nanotrain_plan.budget import offloads_state
 from nanotrain_plan.comms import Links
 from nanotrain_plan.dry.cost import ATTENTION
-from nanotrain_plan.hardware import EIGHT_BITS, Hardware
+from nanotrain_plan.hardware import LOW_PRECISION, Hardware
 from nanotrain_plan.model import Parameters
 from nanotrain_plan.number_format import size
 from nanotrain_plan.stages import Stages
@@ -85,7 +85,7 @@ def _gemm_rates(stages: Stages, hardware: Hardware) -> str:
     told = []
     for number, (kind, _) in enumerate(flops.most_common()):
         unit = "" if number else " TFLOP/s"
-        rate = f"{hardware.rate(kind) / 1e12:.4g}{unit} in {EIGHT_BITS.get(kind, kind)}"
+        rate = f"{hardware.rate(kind) / 1e12:.4g}{unit} in {LOW_PRECISION.get(kind, kind)}"
         stands = f", which the device has no units for: as {hardware.kind_of(kind)}"
         told.append(rate + (stands if hardware.kind_of(kind) != kind else ""))
     return ", ".join(told)

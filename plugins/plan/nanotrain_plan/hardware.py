@@ -28,11 +28,12 @@ class HardwareError(NanotrainError):
     """There is no such hardware, or its file is wrong: the text has file, key and what is expected."""
 
 
-#: FP8 with scales that are applied after a product, and with those of MXFP8, which its units apply.
-EIGHT_BITS = {"float8": "FP8", "mxfp8": "MXFP8"}
+#: Formats of fewer than 16 bits: FP8, whose scales are applied after a product, and MXFP8 and NVFP4, whose
+#: scales of blocks the tensor cores apply.
+LOW_PRECISION = {"float8": "FP8", "mxfp8": "MXFP8", "nvfp4": "NVFP4"}
 
 #: Dtypes that products are counted by; a device need not have units for all of them.
-DTYPES = ("bfloat16", "float16", "float32", "float64", *EIGHT_BITS)
+DTYPES = ("bfloat16", "float16", "float32", "float64", *LOW_PRECISION)
 
 #: More than a device, a node or a link has of anything, in a file's units: products of them are finite.
 MOST = 1e12
@@ -79,8 +80,19 @@ class Achieved:
 
     gemm: float = attrs.field(validator=[_above_zero, _fraction])
     gemm_float8: float = attrs.field(validator=[_above_zero, _fraction])
+    gemm_nvfp4: float = attrs.field(validator=[_above_zero, _fraction])
     attention: float = attrs.field(validator=[_above_zero, _fraction])
     memory: float = attrs.field(validator=[_above_zero, _fraction])
+
+    @gemm_nvfp4.default
+    def _as_float8(self) -> float:
+        return self.gemm_float8
+
+    def of_gemm(self, kind: str) -> float:
+        """Return the fraction of a dtype's peak that its matrix products reach."""
+        if kind == "nvfp4":
+            return self.gemm_nvfp4
+        return self.gemm_float8 if kind in LOW_PRECISION else self.gemm
 
 
 @attrs.define(frozen=True, kw_only=True)
@@ -162,9 +174,8 @@ class Hardware:
         return (self.memory_gb - self.reserved_gb) * 1e9
 
     def rate(self, kind: str) -> float:
-        """Return FLOP/s that are reached by a dtype's matrix products."""
-        fraction = self.achieved.gemm_float8 if kind in EIGHT_BITS else self.achieved.gemm
-        return self.peak(kind) * fraction
+        """Return FLOP/s that are reached by matrix products of a dtype, or of what stands in for it."""
+        return self.peak(kind) * self.achieved.of_gemm(self.kind_of(kind))
 
     def attention_rate(self, dtype: str) -> float:
         """Return FLOP/s that are reached by attention whose queries have a dtype."""
@@ -178,7 +189,7 @@ class Hardware:
         """Return the dtype whose units multiply a dtype: itself, or what stands in for it."""
         if kind in self.peak_tflops:
             return kind
-        return "bfloat16" if kind in EIGHT_BITS else "float32"
+        return "bfloat16" if kind in LOW_PRECISION else "float32"
 
     @property
     def traffic(self) -> float:

@@ -34,7 +34,7 @@ from nanotrain_plan.stages import Stages, dry_stages
 from nanotrain_plan.timing import StepTime, Timer, step_time
 
 #: Of what ``--json`` prints: grows by a minor number with a key, by a major one when a key changes meaning.
-VERSION = "4.4"
+VERSION = "4.5"
 
 
 #: What a message begins with where a recipe cannot be planned; the reason follows.

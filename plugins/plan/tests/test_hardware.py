@@ -29,6 +29,9 @@ def test_shipped_files_are_whole_and_name_their_sources(name):
         ("a100_40gb", 39.5),
         ("h200", 139.8),
         ("b200", 178.35),
+        ("gb200", 184.31),
+        ("b300", 267.69),
+        ("gb300", 276.50),
         ("h100_hbm2e", 95),
         ("l40s", 44.4),
         ("rtx_4090", 23.56),
@@ -44,6 +47,45 @@ def test_the_peak_is_the_one_by_which_a_run_reports_its_mfu(name):
     """Without `h100_hbm2e`, of which the file has a mean, as its source knows no more than two bounds."""
     hardware = find_hardware(name)
     assert hardware.peak("bfloat16") == pytest.approx(peak_flops(hardware.name), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "key", "most"),
+    [
+        ("b200", "bfloat16", "gemm", 1745.0),
+        ("b200", "mxfp8", "gemm_float8", 3432.5),
+        ("gb200", "bfloat16", "gemm", 1822.0),
+        ("gb200", "mxfp8", "gemm_float8", 3615.6),
+        ("gb200", "nvfp4", "gemm_nvfp4", 6787.0),
+        ("b300", "bfloat16", "gemm", 1769.0),
+        ("b300", "mxfp8", "gemm_float8", 3353.3),
+    ],
+)
+def test_a_step_reaches_as_much_of_the_best_measured_gemm_as_on_h100(name, kind, key, most):
+    """The best are stas00/ml-engineering's, of H100 794.5 and 1402.6 TFLOP/s; in NVFP4 it is NVIDIA's."""
+    h100, hardware = find_hardware("h100"), find_hardware(name)
+    wide = kind == "bfloat16"
+    of_h100 = h100.rate(kind if wide else "float8") / (794.5e12 if wide else 1402.6e12)
+    expected = of_h100 * most * 1e12 / hardware.peak(kind)
+    assert getattr(hardware.achieved, key) == pytest.approx(expected, abs=0.005)
+    assert hardware.rate(kind) == hardware.peak(kind) * getattr(hardware.achieved, key)
+
+
+def test_nvfp4_reaches_what_fp8_does_where_a_file_does_not_say(tmp_path):
+    path = tmp_path / "mine.toml"
+    text = shipped()["gb300"].read_text()
+    path.write_text(text.replace("gemm_nvfp4 = 0.53\n", ""))
+    assert read_hardware(path).rate("nvfp4") == pytest.approx(15000e12 * 0.56)
+    path.write_text(text.replace("gemm_nvfp4 = 0.53", "gemm_nvfp4 = 53"))
+    with pytest.raises(HardwareError, match=r"achieved\.gemm_nvfp4: expected a fraction from 0 to 1, got 53"):
+        read_hardware(path)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("h100", "mxfp8"), ("h100", "nvfp4"), ("a100", "float8")])
+def test_a_dtype_without_units_is_timed_as_bfloat16(name, kind):
+    hardware = find_hardware(name)
+    assert hardware.kind_of(kind) == "bfloat16"
+    assert hardware.rate(kind) == hardware.rate("bfloat16")
 
 
 def test_an_unknown_name_is_told_the_nearest():

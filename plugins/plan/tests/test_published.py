@@ -3,7 +3,9 @@
 import json
 from pathlib import Path
 
+import attrs
 import pytest
+from nanotrain_plan.hardware import find_hardware
 
 from nanotrain_core.cli import main
 
@@ -36,6 +38,20 @@ RUNS = [
      ("deepseek", "ep_deepseek", "pp_1f1b", "zero12")),
     ("bridge_qwen3_235b_gb200", "gb200", "tokens_per_second_per_device", 4916, "{:,.0f} tokens/s",
      ("moe_transformer", "ep_deepseek", "pp_1f1b", "zero12")),
+    ("bridge_llama_3_8b_gb300_mxfp8", "gb300", "tokens_per_second_per_device", 36108, "{:,.0f} tokens/s",
+     ("zero12", "fp8_deepseek_v3")),
+    ("bridge_deepseek_v3_gb300", "gb300", "tokens_per_second_per_device", 3848, "{:,.0f} tokens/s",
+     ("deepseek", "ep_deepseek", "pp_1f1b", "zero12")),
+    ("bridge_llama_3_70b_gb300_mxfp8", "gb300", "tokens_per_second_per_device", 4864, "{:,.0f} tokens/s",
+     ("pp_1f1b", "zero12", "fp8_deepseek_v3")),
+    ("bridge_llama_3_405b_gb300_mxfp8", "gb300", "tokens_per_second_per_device", 952, "{:,.0f} tokens/s",
+     ("tp", "cp", "pp_1f1b", "zero12", "fp8_deepseek_v3")),
+    ("bridge_qwen3_235b_gb300_mxfp8", "gb300_ep_overlap.toml", "tokens_per_second_per_device", 9015,
+     "{:,.0f} tokens/s", ("moe_transformer", "ep_deepseek", "pp_1f1b", "zero12", "fp8_deepseek_v3")),
+    ("bridge_qwen3_30b_gb300_mxfp8", "gb300_ep_overlap.toml", "tokens_per_second_per_device", 45275,
+     "{:,.0f} tokens/s", ("moe_transformer", "ep_deepseek", "zero12", "fp8_deepseek_v3")),
+    ("bridge_qwen3_30b_b300_mxfp8", "b300_ep_overlap.toml", "tokens_per_second_per_device", 40769,
+     "{:,.0f} tokens/s", ("moe_transformer", "ep_deepseek", "zero12", "fp8_deepseek_v3")),
 ]  # fmt: skip
 #: Whose error is larger: docs/planning.md says what its recipe lacks.
 LARGER = [
@@ -43,7 +59,11 @@ LARGER = [
      ("zero12", "fsdp")),
     ("bridge_qwen3_30b_gb200_mxfp8", "gb200", "tokens_per_second_per_device", 23766, "{:,.0f} tokens/s",
      ("moe_transformer", "ep_deepseek", "zero12", "fp8_deepseek_v3")),
+    ("bridge_deepseek_v3_gb300_mxfp8", "gb300_ep_overlap.toml", "tokens_per_second_per_device", 6338,
+     "{:,.0f} tokens/s", ("deepseek", "ep_deepseek", "pp_1f1b", "zero12", "fp8_deepseek_v3")),
 ]  # fmt: skip
+#: Hardware of single rows, and the shipped file of which it has all but the overlap of experts' all-to-alls.
+ROWS_OWN = {"h800_deepseek": "h800", "gb300_ep_overlap": "gb300", "b300_ep_overlap": "b300"}
 
 
 def predicted(name, hardware, key, needed, capsys):
@@ -85,4 +105,11 @@ def test_a_larger_error_is_documented(name, hardware, key, published, form, need
 
 def test_every_recipe_here_is_planned():
     planned = {name for name, *_ in (*RUNS, *LARGER)}
-    assert planned == {path.stem for path in FOLDER.glob("*.toml")} - {"h800_deepseek"}
+    assert planned == {path.stem for path in FOLDER.glob("*.toml")} - set(ROWS_OWN)
+
+
+@pytest.mark.parametrize("own", ROWS_OWN)
+def test_hardware_of_a_row_differs_by_the_overlap_of_all_to_alls_alone(own):
+    found, shipped = find_hardware(str(FOLDER / f"{own}.toml")), find_hardware(ROWS_OWN[own])
+    overlap = attrs.evolve(shipped.overlap, ep=1.0)
+    assert found == attrs.evolve(shipped, name=found.name, overlap=overlap)

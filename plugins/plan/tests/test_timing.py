@@ -5,6 +5,7 @@ from collections import Counter
 import attrs
 import pytest
 import torch
+import torch.nn.functional as F
 from nanotrain_plan.comms import CollectiveTime, Links
 from nanotrain_plan.dry.collectives import Collective
 from nanotrain_plan.dry.kernels import attention
@@ -100,6 +101,36 @@ def test_attention_is_timed_at_the_peak_of_its_inputs_dtype(dtype, peak):
     found = phase_time(recorder.phase, H100, CollectiveTime())
     assert found.attention == pytest.approx(products / 2 / (peak * 0.55), rel=1e-9)
     assert found.gemm == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "operands", "scales", "block", "recipe", "reached"),
+    [
+        ("float8", torch.float8_e4m3fn, torch.float32, 0, "TensorWise", 4500e12 * 0.58),
+        ("mxfp8", torch.float8_e4m3fn, torch.float8_e8m0fnu, 32, "BlockWise1x32", 4500e12 * 0.58),
+        ("nvfp4", torch.float4_e2m1fn_x2, torch.float8_e4m3fn, 16, "BlockWise1x16", 13500e12 * 0.53),
+    ],
+)
+def test_scaled_products_are_counted_by_the_dtype_of_their_scales(
+    kind, operands, scales, block, recipe, reached
+):
+    """An element of ``float4_e2m1fn_x2`` is two numbers; all take the units of their format on a B300."""
+    M, N, K, recorder = 128, 256, 512, Recorder("meta", Values())
+    wide = K // 2 if operands is torch.float4_e2m1fn_x2 else K
+    a, b = (torch.empty(rows, wide, dtype=operands, device="meta") for rows in (M, N))
+    of_a, of_b = (
+        torch.empty((rows, K // block) if block else 1, dtype=scales, device="meta") for rows in (M, N)
+    )
+    form = getattr(F.ScalingType, recipe)
+    order = F.SwizzleType.SWIZZLE_32_4_4 if block else F.SwizzleType.NO_SWIZZLE
+    with recorder:
+        F.scaled_mm(
+            a, b.T, of_a, form, of_b, form, swizzle_a=order, swizzle_b=order, output_dtype=torch.bfloat16
+        )
+    assert recorder.phase.gemm_flops == {kind: 2 * M * N * K}
+    assert recorder.phase.moved == 0
+    found = phase_time(recorder.phase, find_hardware("b300"), CollectiveTime())
+    assert found.gemm == pytest.approx(2 * M * N * K / reached, rel=1e-9)
 
 
 def test_an_update_of_fused_adamw_writes_all_that_it_changes():

@@ -15,13 +15,18 @@ OTHER = "other"
 #: What the :attr:`Cost.kind` of attention begins with; the dtype of queries follows.
 ATTENTION = "attention "
 
+#: Formats by the dtype of their blocks' scales, which follow the operands of a product.
+_BLOCK_SCALED = {torch.float8_e8m0fnu: "mxfp8", torch.float8_e4m3fn: "nvfp4"}
+
 #: Views and allocations: neither computes.
 _FREE = ("aten::empty", "aten::new_empty", "aten::detach", "aten::view", "aten::_unsafe_view", "aten::alias")
 
-#: Matrix products that add to a tensor, by name, and operators of as many FLOPs: torch counts none of theirs.
-_GEMMS_IN_PLACE = {
+#: Matrix products of which torch counts no FLOPs, by name, and operators of as many: those that add to a
+#: tensor, and ``torch.nn.functional.scaled_mm``.
+_COUNTED_AS = {
     "aten::addmm_": torch.ops.aten.addmm,
     "aten::baddbmm_": torch.ops.aten.baddbmm,
+    "aten::_scaled_mm_v2": torch.ops.aten.mm,
 }
 
 #: Operators that read a few rows or elements of their first argument.
@@ -56,7 +61,7 @@ def cost_of(func: Any, name: str, args: Any, kwargs: Any, out: Any, *, new: bool
     if name.startswith(_FREE):
         return None
     outputs, inputs = list(tensors_in(out)), [*tensors_in(args), *tensors_in(kwargs)]
-    packet = _GEMMS_IN_PLACE.get(name, func._overloadpacket)
+    packet = _COUNTED_AS.get(name, func._overloadpacket)
     if "_scaled_dot_product" in name and "_attention" in name:
         kind = ATTENTION + str(inputs[0].dtype)[6:]
         return Cost(kind, _attention_flops(func, args, kwargs), sum(map(dense, (*inputs, *outputs))))
@@ -72,6 +77,8 @@ def cost_of(func: Any, name: str, args: Any, kwargs: Any, out: Any, *, new: bool
         return Cost(OTHER, 0, 2 * sum(map(dense, outputs)) + sum(map(dense, inputs[1:])))
     if packet in flop_registry:
         flops = flop_registry[packet](*args, **kwargs, out_val=out)
+        if inputs[0].dtype is torch.float4_e2m1fn_x2:  # an element is two numbers
+            flops *= 2
         return Cost(_units_of(inputs), flops, sum(map(dense, (*inputs, *outputs))))
     if new or func._schema.is_mutable:
         written = outputs if new else list(_written(func, args, kwargs))
@@ -81,10 +88,10 @@ def cost_of(func: Any, name: str, args: Any, kwargs: Any, out: Any, *, new: bool
 
 
 def _units_of(inputs: Sequence[torch.Tensor]) -> str:
-    """Return the dtype whose units multiply these: MXFP8 has scales of E8M0."""
+    """Return the dtype whose units multiply the first two of these; scales may follow them."""
     if inputs[0].element_size() > 1:
         return str(inputs[0].dtype)[6:]
-    return "mxfp8" if any(each.dtype is torch.float8_e8m0fnu for each in inputs) else "float8"
+    return next((_BLOCK_SCALED[each.dtype] for each in inputs[2:] if each.dtype in _BLOCK_SCALED), "float8")
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
