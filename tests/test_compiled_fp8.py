@@ -16,7 +16,7 @@ from nanotrain_fp8_deepseek_v3.gemm import EmulatedFP8, Float32GEMM, FP8Recipe
 from nanotrain_fp8_deepseek_v3.graphed import GraphedEmulation, GraphedFloat32, GraphedMX
 from nanotrain_fp8_deepseek_v3.mx import EmulatedMX, mx_recipe
 from nanotrain_fp8_deepseek_v3.operand_cache import OperandCache
-from nanotrain_fp8_deepseek_v3.scaled import ScaledFP8
+from nanotrain_fp8_deepseek_v3.scaled import Scaled
 from scaled_products import product
 from torch import nn
 
@@ -53,7 +53,7 @@ def seen(monkeypatch):
     count(EmulatedFP8, "of_weight", "weights")
     count(EmulatedMX, "round_input", "inputs")
     count(EmulatedMX, "of_weight", "weights")
-    count(ScaledFP8, "_of_weight", "weights")
+    count(Scaled, "_of_weight", "weights")
     torch._dynamo.reset()
     return found
 
@@ -338,15 +338,15 @@ COUNTS = [torch.tensor([10, 0, 30]), None]
 
 
 @pytest.mark.parametrize("counts", COUNTS, ids=["experts", "one weight"])
-@pytest.mark.parametrize("key", ["128 e4m3 0 0", "128 e5m2 1 1", "0 e5m2 0 0", "mx floor"])
+@pytest.mark.parametrize("key", ["128 e4m3 0 0", "128 e5m2 1 1", "0 e5m2 0 0", "mx floor", "nvfp4 float32 1x16 1 1"])
 def test_operators_are_what_torch_expects_of_operators(key, counts):
     """Their schemas are not tried: torch cannot compare eight-bit floats."""
     x, d_y = torch.randn(40, 200).bfloat16(), torch.randn(40, 24).bfloat16()
     weight = torch.randn(24, 200) if counts is None else torch.randn(3, 24, 200)
     check = {"test_utils": ("test_faketensor", "test_autograd_registration")}
-    values, codes, scales = graphed.emulated_input(x, counts, key)
+    values, *kept = graphed.emulated_input(x, counts, key)
     torch.library.opcheck(graphed.emulated_input, (x, counts, key), **check)
-    torch.library.opcheck(graphed.emulated_kept, (codes, scales, counts, key), **check)
+    torch.library.opcheck(graphed.emulated_kept, (kept, counts, key, len(x)), **check)
     torch.library.opcheck(graphed.emulated_forward, (values, weight, counts, key), **check)
     torch.library.opcheck(graphed.emulated_dgrad, (d_y, weight, counts, key), **check)
     torch.library.opcheck(graphed.emulated_wgrad, (d_y, values, counts, key), **check)

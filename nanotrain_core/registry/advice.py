@@ -31,7 +31,7 @@ FIRST_PARTY = {
         ("parallel", "fsdp", "fsdp2"),
         ("precision", "", "fp4_master fp8_deepseek_v3"),
         ("precision", "fp4_master", "qlora"),
-        ("precision", "fp8_deepseek_v3", "fp8_hybrid mxfp8"),
+        ("precision", "fp8_deepseek_v3", "fp8_hybrid mxfp8 nvfp4"),
         ("schedule", "pp_1f1b", "1f1b gpipe interleaved_1f1b zb_h1 dualpipe_v"),
     )
     for name in names.split()

@@ -1,4 +1,4 @@
-"""FP8 as in DeepSeek-V3's training: every product of a linear layer in E4M3, scaled in small tiles.
+"""Training in eight bits as DeepSeek-V3, in MXFP8 and in NVFP4: products of linear layers, finely scaled.
 
 The plugin's entry module: every ``nanotrain`` command imports it, so it never imports torch.
 """
@@ -21,68 +21,18 @@ from nanotrain_core.api import (
     divisibility_of,
     hookimpl,
 )
+from nanotrain_fp8_deepseek_v3.configs import (
+    FP8DeepSeekV3Config,
+    FP8HybridConfig,
+    ModuleFormats,
+    MXFP8Config,
+    NVFP4Config,
+)
 
 __version__ = "0.1.0"
 
 Reduce = Literal["sum", "mean", "max"]
 Cost = Literal["host", "layers"]
-Backend = Literal["auto", "emulated", "torch", "triton", "te"]
-
-
-@attrs.define(frozen=True, kw_only=True)
-class ModuleFormats:
-    """The GEMM format of each module, and the backend.
-
-    Patterns are shell-style patterns of module names: ``layers.0.*``, ``*.attn.o``. If several match a
-    module, the widest format wins; unmatched modules are bf16. A pattern that matches no linear layer is an
-    error.
-    """
-
-    fp8: tuple[str, ...] = ("*",)
-    """Linear layers and experts whose three GEMMs are in FP8. Nothing else is."""
-    bf16: tuple[str, ...] = ()
-    """Those that stay in bfloat16."""
-    fp32: tuple[str, ...] = ()
-    """Those with GEMMs in float32, from bfloat16 weights."""
-    min_size: int = attrs.field(default=0, validator=Range(0))
-    """FP8 layers stay in bfloat16 if N x K, outputs times inputs of the weight, is less than this, for
-    the shard that a rank holds and for one expert. In small GEMMs rounding takes longer than FP8 saves.
-    0: none do."""
-    backend: Backend = "auto"
-    """Backend of FP8 products; `auto`: `emulated` on a CPU, `triton` on a GPU. Rejected if it cannot run.
-    `te`: Transformer Engine, if installed."""
-
-
-@attrs.define(frozen=True, kw_only=True)
-class FP8DeepSeekV3Config(ModuleFormats):
-    """``[precision] use = "fp8_deepseek_v3"``."""
-
-    power_of_two: tuple[str, ...] = ("*.attn.o",)
-    """FP8 layers whose inputs have power-of-two scales: those after attention. Inputs of experts and the
-    gradients of their outputs always do."""
-    dispatch: bool = True
-    """Send rows to experts on other ranks in FP8. They are rounded there anyway: the result is the same."""
-    swiglu: bool = True
-    """Save the inputs of SwiGLU for the backward pass in FP8, and recompute its output."""
-
-
-@attrs.define(frozen=True, kw_only=True)
-class FP8HybridConfig(ModuleFormats):
-    """``[precision] use = "fp8_hybrid"``."""
-
-    backend: Literal["auto", "emulated", "torch"] = "auto"
-    """Backend of FP8 products; `auto`: `emulated` on a CPU, `torch` on a GPU of Ada, Hopper or later."""
-
-
-@attrs.define(frozen=True, kw_only=True)
-class MXFP8Config(ModuleFormats):
-    """``[precision] use = "mxfp8"``."""
-
-    scale_rounding: Literal["ceil", "floor"] = "ceil"
-    """How scales are rounded to powers of two: `ceil`, up, so that no element is clipped (NVIDIA's recipe),
-    or `floor`, as the OCP specification proposes, which clips elements above 448 times the scale."""
-    backend: Literal["auto", "emulated", "torch"] = "auto"
-    """Backend of FP8 products; `auto`: `emulated` on a CPU, `torch` on a GPU, which must be a Blackwell."""
 
 
 @attrs.define(frozen=True, kw_only=True)
@@ -137,7 +87,7 @@ METRICS = (
 def patterns(config: ModuleFormats) -> dict[str, tuple[str, ...]]:
     """Return the patterns that must match something, by key: those that the user wrote, not the defaults."""
     default = type(config)()
-    keys = [key for key in ("fp8", "bf16", "fp32", "power_of_two") if hasattr(config, key)]
+    keys = [key for key in (config.LOW, "bf16", "fp32", "power_of_two") if hasattr(config, key)]
     return {key: getattr(config, key) for key in keys if getattr(config, key) != getattr(default, key)}
 
 
@@ -165,20 +115,9 @@ def refuses_gpu(
     recipe: Recipe, config: ModuleFormats, layout: Layout, capability: tuple[int, int]
 ) -> Iterator[str]:
     """Yield what tensor cores lack: all backends but the emulation need them."""
-    tiles, mx = isinstance(config, FP8DeepSeekV3Config), isinstance(config, MXFP8Config)
-    lacks = lacking_tensor_cores(capability, tiles=tiles, mx=mx)
+    lacks = config.UNITS.lacks(capability)
     if lacks and config.backend != "emulated":
         yield lacks
-
-
-def lacking_tensor_cores(capability: tuple[int, int], *, tiles: bool, mx: bool) -> str:
-    """Return what GPUs of a compute capability lack for torch's ``scaled_mm``; empty if nothing."""
-    this = f"this is {capability[0]}.{capability[1]}"
-    if mx and capability < (10, 0):
-        return f"blocks of 32 need compute capability 10.0 (B200), {this}"
-    if tiles and capability != (9, 0):
-        return f"tiles of 128 need compute capability 9.0 (H100, H200), {this}"
-    return f"FP8 needs compute capability 8.9, {this}" if capability < (8, 9) else ""
 
 
 def _may_have_experts(recipe: Recipe) -> bool:
@@ -188,7 +127,7 @@ def _may_have_experts(recipe: Recipe) -> bool:
 
 @hookimpl
 def nanotrain_register_precision(register: Register) -> None:
-    """Register ``fp8_deepseek_v3``, ``fp8_hybrid`` and ``mxfp8``."""
+    """Register ``fp8_deepseek_v3``, ``fp8_hybrid``, ``mxfp8`` and ``nvfp4``."""
     register(
         Component(
             name="fp8_deepseek_v3",
@@ -219,6 +158,18 @@ def nanotrain_register_precision(register: Register) -> None:
             config=MXFP8Config,
             factory=f"{__name__}.precision:MXFP8",
             summary="bf16 with all GEMMs of linear layers in E4M3, in blocks of 32 with power-of-two scales",
+            provides={"fp8_products"},
+            stays_eager=stays_eager,
+            reads_modules=read_modules,
+            refuses_gpu=refuses_gpu,
+        )
+    )
+    register(
+        Component(
+            name="nvfp4",
+            config=NVFP4Config,
+            factory=f"{__name__}.precision:NVFP4",
+            summary="bf16 with all GEMMs of linear layers in four bits, as Blackwell multiplies them",
             provides={"fp8_products"},
             stays_eager=stays_eager,
             reads_modules=read_modules,

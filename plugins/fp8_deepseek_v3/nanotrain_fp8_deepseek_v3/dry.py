@@ -23,16 +23,20 @@ class DryFP8(FP8GEMM):
     """Replaces the FP8 backend of the device in a plan: only shapes and bytes of products, of one weight or
     of stacked weights with equal numbers of rows each."""
 
+    scale_dtype: torch.dtype = torch.float32
+    product_scale: torch.dtype = torch.float32
+    """Dtype of a product's scales, which tells a planner what units it takes."""
+
     def __init__(
         self, recipe: FP8Recipe, cache: OperandCache | None = None, counts_E: Tensor | None = None
     ) -> None:
         self.recipe, self.cache, self.counts_E = recipe, cache or OperandCache(), counts_E
-        self.tile, self.scale_dtype = recipe.tile or TILE, torch.uint8 if recipe.mx else torch.float32
+        self.tile = recipe.tile or TILE
         self.read_weight = self.cache.once(_both_ways)
 
     def grouped(self, counts_E: Tensor) -> DryFP8:
         """Return the same backend for stacked weights."""
-        found = DryFP8(self.recipe, self.cache, counts_E)
+        found = type(self)(self.recipe, self.cache, counts_E)
         found.read_weight = self.read_weight
         return found
 
@@ -59,8 +63,12 @@ class DryFP8(FP8GEMM):
     def forward(self, x_MK: Tensor, *weights: Tensor) -> tuple[list[Tensor], SavedTensors]:
         """Return x times each transposed weight, and codes and scales of x."""
         kept = self.save_for_wgrad(x_MK)
-        left = self._coded(x_MK)[0] if self.recipe.mx else kept[0]  # MX saves x along its columns
+        left = self._left(x_MK, kept)
         return [self._times(left, self._codes(weight)[1], x_MK.dtype) for weight in weights], kept
+
+    def _left(self, x_MK: Tensor, kept: SavedTensors) -> Tensor:
+        """Return the codes of x for y: those that are saved."""
+        return kept[0]
 
     def dgrad(self, d_y_MN: Tensor, weight: Tensor) -> Tensor:
         """Return dy times the weight."""
@@ -94,8 +102,8 @@ class DryFP8(FP8GEMM):
         return self._product(rows_MK, right if right.dim() == 2 else right[0], dtype)
 
     def _product(self, left_MK: Tensor, right_KN: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return their product; the dtype of its scales tells a planner what units it takes."""
-        scale = left_MK.new_empty((), dtype=torch.float8_e8m0fnu if self.recipe.mx else torch.float32)
+        """Return their product."""
+        scale = left_MK.new_empty((), dtype=self.product_scale)
         made: Tensor = scaled_mm(left_MK, right_KN.T, scale, scale, "", "", dtype)
         return made
 
@@ -103,6 +111,16 @@ class DryFP8(FP8GEMM):
         """Return codes [M, K] and scales [M, k]."""
         k = -(-x_MK.shape[-1] // self.tile)
         return x_MK.to(E4M3.dtype), x_MK.new_empty((*x_MK.shape[:-1], k), dtype=self.scale_dtype)
+
+
+class DryMX(DryFP8):
+    """The same of MX, which saves x along its columns."""
+
+    scale_dtype, product_scale = torch.uint8, torch.float8_e8m0fnu
+
+    def _left(self, x_MK: Tensor, kept: SavedTensors) -> Tensor:
+        """Return the codes of x along its rows."""
+        return self._coded(x_MK)[0]
 
 
 def _both_ways(weight: Tensor) -> SavedTensors:

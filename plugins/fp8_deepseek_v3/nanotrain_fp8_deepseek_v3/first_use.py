@@ -1,7 +1,7 @@
 """Compares kernels on a device with the emulation, once, before a run relies on them.
 
-A kernel of Triton compiled for an untested device, or torch's GEMM of MX, which none of our tests has run,
-could silently round or sum differently.
+A kernel of Triton compiled for an untested device, or torch's GEMMs of MX and NVFP4, which none of our tests
+has run, could silently round or sum differently.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ import torch.nn.functional as F
 
 from nanotrain_core.api.torch import QuantizedInput, SavedTensors, swiglu
 from nanotrain_fp8_deepseek_v3.formats import E4M3, dequantize
-from nanotrain_fp8_deepseek_v3.gemm import FP8GEMM, EmulatedFP8, FP8Recipe
-from nanotrain_fp8_deepseek_v3.mx import EmulatedMX
-from nanotrain_fp8_deepseek_v3.scaled_mx import ScaledMX
+from nanotrain_fp8_deepseek_v3.gemm import EmulatedFP8, Emulation, FP8Recipe
+from nanotrain_fp8_deepseek_v3.recipe import LowBitGEMM, Recipe
 
 #: Relative error of sums of 128 terms on tensor cores (DeepSeek-V3, section 3.3.2).
 SUMS = 2.0**-12
@@ -38,12 +37,12 @@ def disagreement(device: torch.device) -> str:
 
 
 @cache
-def disagreement_of_mx(device: torch.device, recipe: FP8Recipe) -> str:
-    """Return which of torch's GEMMs of MX differs from the emulation on ``device``; empty if none does."""
-    return _differs(device, ScaledMX(recipe), EmulatedMX(recipe))
+def disagreement_of_torch(device: torch.device, recipe: Recipe) -> str:
+    """Return which of torch's GEMMs differs from the emulation on ``device``; empty if none does."""
+    return _differs(device, recipe.scaled(), recipe.emulated())
 
 
-def _differs(device: torch.device, ours: FP8GEMM, theirs: EmulatedFP8) -> str:
+def _differs(device: torch.device, ours: LowBitGEMM, theirs: Emulation) -> str:
     """Return which GEMM differs, of a weight or of experts."""
     for counts in (None, torch.tensor(COUNTS, device=device)):
         operands = _operands(device, experts=0 if counts is None else len(COUNTS))
@@ -119,7 +118,7 @@ def _operands(device: torch.device, experts: int) -> list[torch.Tensor]:
 
 
 def _products(
-    products: FP8GEMM,
+    products: LowBitGEMM,
     counts: torch.Tensor | None,
     x: torch.Tensor,
     w: torch.Tensor,

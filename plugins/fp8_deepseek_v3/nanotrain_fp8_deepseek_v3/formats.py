@@ -128,6 +128,10 @@ class Tiled:
             self._codes = self.quotients.to(self.format.dtype)
         return _cropped(_joined(self._codes), self.shape).contiguous()
 
+    def at_largest(self) -> torch.Tensor:
+        """Return which codes are the format's largest number [..., R, C]; call it before ``values``."""
+        return self.codes().float().abs_() == self.format.largest
+
     def values(self) -> torch.Tensor:
         """Return the values of codes and scales [..., R, C], float32. Call it last: it reuses memory."""
         form, scales = self.format, self.of_pieces

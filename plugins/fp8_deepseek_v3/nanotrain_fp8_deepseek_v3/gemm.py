@@ -22,23 +22,18 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Self, TypeVar
 
 import attrs
 import torch
 
-from nanotrain_core.api.torch import (
-    GEMMBackend,
-    PreparesWeights,
-    QuantizedActivations,
-    SavedTensors,
-)
-from nanotrain_fp8_deepseek_v3 import exact
+from nanotrain_core.api.torch import GEMMBackend, PreparesWeights, SavedTensors
+from nanotrain_fp8_deepseek_v3 import exact, units
 from nanotrain_fp8_deepseek_v3.formats import (
     E4M3,
+    E5M2,
     TILE,
     Format,
-    Rounding,
     Tiled,
     dequantize,
     dequantize_columns,
@@ -46,6 +41,7 @@ from nanotrain_fp8_deepseek_v3.formats import (
     quantize_groups,
 )
 from nanotrain_fp8_deepseek_v3.operand_cache import OperandCache
+from nanotrain_fp8_deepseek_v3.recipe import DY, DY_OF_DW, X_OF_DW, LowBitGEMM, Recipe, W, X
 
 P = TypeVar("P", bound="Float32GEMM")
 
@@ -128,6 +124,10 @@ class Float32GEMM(PreparesWeights, GEMMBackend):
         """Return dy times the weight's operand."""
         return self.rows_times(self.of_gradient(d_y_MN, for_weight=False), right)
 
+    def separated(self, x: torch.Tensor, M: int) -> Sequence[torch.Tensor]:
+        """Return x for the weights' gradients, of M rows together, as each weight's own."""
+        return torch.split(x, self.groups or [M])
+
     def gradients_by_group(self, d_y_MN: torch.Tensor) -> Iterator[torch.Tensor]:
         """Yield, for each weight, the rows of dy that belong to it, as operands of wgrad."""
         for d_y in torch.split(d_y_MN, self.groups or [len(d_y_MN)]):
@@ -163,8 +163,8 @@ class Float32GEMM(PreparesWeights, GEMMBackend):
 
 
 @attrs.define(frozen=True)
-class FP8Recipe:
-    """How the operands of one layer are rounded."""
+class FP8Recipe(Recipe):
+    """Tiles, or one scale for a tensor, in eight bits."""
 
     tile: int = TILE
     """Elements along a tile; 0: one scale for a whole tensor; for experts, one for the rows of each."""
@@ -176,12 +176,76 @@ class FP8Recipe:
     """Round those of dy."""
     quantize_swiglu: bool = False
     """Save the inputs of a SwiGLU whose output the layer reads in eight bits too."""
-    mx: Rounding | None = None
-    """Scales of MX, rounded like this; every operand is rounded from itself, along what is summed over."""
+
+    @property
+    def units(self) -> units.Units:
+        """Those of tiles, or of tensors."""
+        return units.TILES if self.tile else units.TENSORS
+
+    @property
+    def compared(self) -> bool:
+        """No: an H100 has multiplied them."""
+        return False
+
+    @property
+    def key(self) -> str:
+        """``128 e4m3 0 1``."""
+        form = "e5m2" if self.gradients is E5M2 else "e4m3"
+        return f"{self.tile} {form} {int(self.input_power_of_two)} {int(self.gradient_power_of_two)}"
+
+    @classmethod
+    def of_key(cls, key: str) -> Self:
+        """Return the recipe of a key."""
+        tile, form, of_input, of_gradient = key.split()
+        return cls(int(tile), E5M2 if form == "e5m2" else E4M3, bool(int(of_input)), bool(int(of_gradient)))
+
+    @property
+    def along_row(self) -> tuple[int, int]:
+        """Rows and columns of a tile along a row."""
+        return (1, self.tile) if self.tile else (0, 0)
+
+    @property
+    def along_column(self) -> tuple[int, int]:
+        """Rows and columns of a tile along a column."""
+        return (self.tile, 1) if self.tile else (0, 0)
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        """The rounded operands, one for each rounding."""
+        return (X, W, DY, X_OF_DW, DY_OF_DW) if self.tile else (X, W, DY)
+
+    def round(self, operand: str, x: torch.Tensor) -> tuple[torch.Tensor, Tiled]:
+        """Return an operand and its tiles. x of dW is rounded twice; the losses of both roundings count."""
+        form, of_gradient = self.gradients, self.gradient_power_of_two
+        if operand == W:
+            return x, quantize(x, (self.tile, self.tile))
+        if operand in (DY, DY_OF_DW):
+            tile = self.along_row if operand == DY else self.along_column
+            return x, quantize(x, tile, form, power_of_two=of_gradient)
+        once = quantize(x, self.along_row, power_of_two=self.input_power_of_two)
+        if operand == X:
+            return x, once
+        return x, quantize(once.values(), self.along_column, power_of_two=self.input_power_of_two)
+
+    def emulated(self, cache: OperandCache | None = None) -> Emulation:
+        """Return the emulation, which is the reference, outside graphs."""
+        return EmulatedFP8(self, cache)
+
+    def scaled(self, cache: OperandCache | None = None) -> LowBitGEMM:
+        """Return torch's scaled GEMMs on tensor cores."""
+        from nanotrain_fp8_deepseek_v3.scaled import ScaledFP8
+
+        return ScaledFP8(self, cache)
+
+    def dry(self, cache: OperandCache | None = None) -> LowBitGEMM:
+        """Return GEMMs without values, for a plan."""
+        from nanotrain_fp8_deepseek_v3.dry import DryFP8
+
+        return DryFP8(self, cache)
 
 
-class FP8GEMM(QuantizedActivations, PreparesWeights, GEMMBackend):
-    """A backend that rounds according to a recipe, and saves activations as codes and scales of tiles."""
+class FP8GEMM(LowBitGEMM):
+    """A backend in eight bits: it saves activations as codes and scales of tiles."""
 
     recipe: FP8Recipe
 
@@ -198,14 +262,8 @@ class FP8GEMM(QuantizedActivations, PreparesWeights, GEMMBackend):
         return dequantize(codes_MK, scales, E4M3).to(dtype)
 
 
-class EmulatedFP8(FP8GEMM, Float32GEMM):
-    """Operands rounded to FP8, multiplied in full precision: the reference of every other backend."""
-
-    def __init__(self, recipe: FP8Recipe, cache: OperandCache | None = None) -> None:
-        super().__init__(cache)
-        self.recipe = recipe
-        tile = recipe.tile
-        self.along_row, self.along_column = ((1, tile), (tile, 1)) if tile else ((0, 0), (0, 0))
+class Emulation(LowBitGEMM, Float32GEMM):
+    """Operands rounded to a format, multiplied in full precision: the reference of every other backend."""
 
     def multiply(
         self, a_MK: torch.Tensor, b_KN: torch.Tensor, out: torch.Tensor | None = None
@@ -213,17 +271,74 @@ class EmulatedFP8(FP8GEMM, Float32GEMM):
         """Return ``a_MK @ b_KN``, independent of torch's switches."""
         return exact.matmul(a_MK, b_KN, out)
 
+    def of_input(self, x_MK: torch.Tensor) -> tuple[torch.Tensor, SavedTensors]:
+        """Return x rounded along its rows, and what to save of it; once for all layers that read it."""
+        made: tuple[torch.Tensor, SavedTensors] = self.cache.inputs.get(
+            x_MK, (self.recipe, self.rounded_together), lambda: self.round_input(x_MK)
+        )
+        return made
+
+    @property
+    def rounded_together(self) -> list[int] | None:
+        """Rows that share no scale with others."""
+        return self.groups
+
+    def round_input(self, x_MK: torch.Tensor) -> tuple[torch.Tensor, SavedTensors]:
+        """Return what :meth:`of_input` returns, without its cache."""
+        raise NotImplementedError
+
+    def kept_like(self, x_MK: torch.Tensor, experts: int | None) -> SavedTensors:
+        """Return empty tensors like those that are saved of x, of one weight or so many, for a graph."""
+        raise NotImplementedError
+
+    def rows_of_wgrad(self, M: int, experts: int | None) -> int:
+        """Return the rows of :meth:`joined`, of one weight or so many."""
+        return M
+
+    def kept_by_group(self, kept: SavedTensors) -> list[torch.Tensor]:
+        """Return x for the weights' gradients, once for all layers that read it."""
+        how = self.recipe, self.groups
+        of_groups = super().kept_by_group
+        made: list[torch.Tensor] = self.cache.transposed.get(kept[0], how, lambda: of_groups(kept))
+        return made
+
+    def joined(self, pieces: Sequence[torch.Tensor], M: int) -> torch.Tensor:
+        """Return x of :meth:`kept_by_group`, of M rows, as one tensor with :meth:`rows_of_wgrad` rows."""
+        return torch.cat(list(pieces))
+
+    def defer_wgrad(self, d_y_MN: torch.Tensor, kept: SavedTensors) -> Callable[[], torch.Tensor]:
+        """Return a function that computes wgrad later, from codes and scales of each weight's rows of dy."""
+        coded = [self.keep_gradient(d_y) for d_y in torch.split(d_y_MN, self.groups or [len(d_y_MN)])]
+        return partial(self._of_coded, coded, kept)
+
+    def _of_coded(self, coded: Sequence[SavedTensors], kept: SavedTensors) -> torch.Tensor:
+        return self.weight_gradient(map(self.of_kept_gradient, coded), self.kept_by_group(kept))
+
+    def keep_gradient(self, d_y_MN: torch.Tensor) -> SavedTensors:
+        """Return codes and scales of one weight's rows of dy, for the gradient of the weight."""
+        raise NotImplementedError
+
+    def of_kept_gradient(self, kept: SavedTensors) -> torch.Tensor:
+        """Return dy as :meth:`of_gradient` does for the weight."""
+        raise NotImplementedError
+
+
+class EmulatedFP8(FP8GEMM, Emulation):
+    """The emulation of tiles, and of tensors with one scale."""
+
+    def __init__(self, recipe: FP8Recipe, cache: OperandCache | None = None) -> None:
+        super().__init__(cache)
+        self.recipe = recipe
+        self.along_row, self.along_column = recipe.along_row, recipe.along_column
+
+    @property
+    def rounded_together(self) -> list[int] | None:
+        """Each weight's rows, unless they have tiles."""
+        return None if self.recipe.tile else self.groups
+
     def of_weight(self, weight_NK: torch.Tensor) -> SavedTensors:
         """Return the weight, rounded in square blocks: transposed they are the same."""
         return (quantize(weight_NK.detach(), (self.recipe.tile, self.recipe.tile)).values(),)
-
-    def of_input(self, x_MK: torch.Tensor) -> tuple[torch.Tensor, SavedTensors]:
-        """Return x rounded along its rows, and the codes and scales of it."""
-        how = self.recipe, None if self.recipe.tile else self.groups
-        made: tuple[torch.Tensor, SavedTensors] = self.cache.inputs.get(
-            x_MK, how, lambda: self.round_input(x_MK)
-        )
-        return made
 
     def round_input(self, x_MK: torch.Tensor) -> tuple[torch.Tensor, SavedTensors]:
         """Return what :meth:`of_input` returns, without its cache."""
@@ -239,12 +354,11 @@ class EmulatedFP8(FP8GEMM, Float32GEMM):
             return quantize(rows, self.along_row, format_, power_of_two=power_of_two)
         return quantize_groups(rows, self.groups, format_, power_of_two=power_of_two)
 
-    def kept_by_group(self, kept: SavedTensors) -> list[torch.Tensor]:
-        """Return x rounded once more, once for all layers that read it."""
-        how = self.recipe, self.groups
-        of_groups = super().kept_by_group
-        made: list[torch.Tensor] = self.cache.transposed.get(kept[0], how, lambda: of_groups(kept))
-        return made
+    def kept_like(self, x_MK: torch.Tensor, experts: int | None) -> SavedTensors:
+        """Return codes [M, K] and scales [M, k]."""
+        M, K = x_MK.shape
+        tiles = -(-K // self.recipe.tile) if self.recipe.tile else 1
+        return x_MK.new_empty(M, K, dtype=E4M3.dtype), x_MK.new_empty(M, tiles, dtype=torch.float32)
 
     def of_kept(self, kept: SavedTensors) -> torch.Tensor:
         """Return x rounded once more, along its columns."""
@@ -261,14 +375,6 @@ class EmulatedFP8(FP8GEMM, Float32GEMM):
         if not for_weight:
             return self._rows(d_y_MN, form, power_of_two=power_of_two).values()
         return quantize(d_y_MN, self.along_column, form, power_of_two=power_of_two).values()
-
-    def defer_wgrad(self, d_y_MN: torch.Tensor, kept: SavedTensors) -> Callable[[], torch.Tensor]:
-        """Return a function that computes wgrad later, from codes and scales of each weight's rows of dy."""
-        coded = [self.keep_gradient(d_y) for d_y in torch.split(d_y_MN, self.groups or [len(d_y_MN)])]
-        return partial(self._of_coded, coded, kept)
-
-    def _of_coded(self, coded: Sequence[SavedTensors], kept: SavedTensors) -> torch.Tensor:
-        return self.weight_gradient(map(self.of_kept_gradient, coded), self.kept_by_group(kept))
 
     def keep_gradient(self, d_y_MN: torch.Tensor) -> SavedTensors:
         """Return codes [M, N] and scales [m, N] of dy, for the gradient of the weight."""

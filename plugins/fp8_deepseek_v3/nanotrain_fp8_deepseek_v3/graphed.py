@@ -9,6 +9,9 @@ Shapes: M rows, K inputs, N outputs; for stacked weights E; k tiles along K.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import cache
+
 import torch
 
 from nanotrain_core.api.torch import (
@@ -18,57 +21,53 @@ from nanotrain_core.api.torch import (
     SavedTensors,
     store_in_selective_checkpointing,
 )
-from nanotrain_fp8_deepseek_v3.formats import E4M3, E5M2
-from nanotrain_fp8_deepseek_v3.gemm import EmulatedFP8, Float32GEMM, FP8Recipe
-from nanotrain_fp8_deepseek_v3.mx import EmulatedMX, blocks_of, mx_recipe
+from nanotrain_fp8_deepseek_v3.gemm import EmulatedFP8, Emulation, Float32GEMM, FP8Recipe
+from nanotrain_fp8_deepseek_v3.mx import EmulatedMX, MXRecipe
+from nanotrain_fp8_deepseek_v3.nvfp4.gemm import EmulatedNVFP4, NVFP4Recipe
 from nanotrain_fp8_deepseek_v3.operand_cache import OperandCache
+from nanotrain_fp8_deepseek_v3.recipe import Recipe
 
 Tensor = torch.Tensor
 
 #: An operator's key for a backend that does not round.
 FLOAT32 = "float32"
-#: The beginning of one of MX, which ends with the rounding of scales.
-MX = "mx "
 
 
-def key_of(recipe: FP8Recipe) -> str:
-    """Return ``recipe`` as an operator's key, without what does not affect products."""
-    if recipe.mx:
-        return MX + recipe.mx
-    gradients = "e5m2" if recipe.gradients is E5M2 else "e4m3"
-    return f"{recipe.tile} {gradients} {int(recipe.input_power_of_two)} {int(recipe.gradient_power_of_two)}"
+@cache
+def recipe_of(key: str) -> Recipe:
+    """Return the recipe of an operator's key; that of tiles begins with their length."""
+    families: dict[str, type[Recipe]] = {"mx": MXRecipe, "nvfp4": NVFP4Recipe}
+    return families.get(key.split(maxsplit=1)[0], FP8Recipe).of_key(key)
+
+
+def _rounding(key: str, counts_E: Tensor | None) -> Emulation:
+    """Return the emulation of a key, for the given row count of each weight."""
+    found = recipe_of(key).emulated()
+    return found if counts_E is None else found.grouped(counts_E)
 
 
 def _eager(key: str, counts_E: Tensor | None) -> Float32GEMM:
     """Return the eager backend of a key, for the given row count of each weight."""
-    if key == FLOAT32:
-        found = Float32GEMM()
-    elif key.startswith(MX):
-        found = EmulatedMX(mx_recipe("floor" if key == MX + "floor" else "ceil"))
-    else:
-        tile, gradients, of_input, of_gradient = key.split()
-        form = E5M2 if gradients == "e5m2" else E4M3
-        found = EmulatedFP8(FP8Recipe(int(tile), form, bool(int(of_input)), bool(int(of_gradient))))
-    return found if counts_E is None else found.grouped(counts_E)
+    if key != FLOAT32:
+        return _rounding(key, counts_E)
+    return Float32GEMM() if counts_E is None else Float32GEMM().grouped(counts_E)
 
 
 # --- operators --------------------------------------------------------------------------------------
 
 
 @torch.library.custom_op("nanotrain_fp8::emulated_input", mutates_args=())
-def emulated_input(x: Tensor, counts: Tensor | None, key: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Return x as it is multiplied, float32 [M, K], and codes [M, K] and scales to save: [M, k], or of MX
-    [m, K]."""
-    backend = _eager(key, counts)
-    assert isinstance(backend, EmulatedFP8)
-    values, (codes, scales) = backend.round_input(x)
-    return values.contiguous(), codes, scales.contiguous()
+def emulated_input(x: Tensor, counts: Tensor | None, key: str) -> list[Tensor]:
+    """Return x as it is multiplied, float32 [M, K], and codes and scales to save: see ``kept_like``."""
+    values, kept = _rounding(key, counts).round_input(x)
+    return [values.contiguous(), *(each.contiguous() for each in kept)]
 
 
 @torch.library.custom_op("nanotrain_fp8::emulated_kept", mutates_args=())
-def emulated_kept(codes: Tensor, scales: Tensor, counts: Tensor | None, key: str) -> Tensor:
-    """Return the saved x, as it is multiplied for the gradient of a weight, float32 [M, K]."""
-    return torch.cat(_eager(key, counts).kept_by_group((codes, scales)))
+def emulated_kept(kept: Sequence[Tensor], counts: Tensor | None, key: str, rows: int) -> Tensor:
+    """Return the saved x of so many rows as it is multiplied for the gradient of a weight, float32."""
+    backend = _rounding(key, counts)
+    return backend.joined(backend.kept_by_group(tuple(kept)), rows)
 
 
 @torch.library.custom_op("nanotrain_fp8::emulated_forward", mutates_args=())
@@ -87,24 +86,19 @@ def emulated_dgrad(d_y: Tensor, weight: Tensor, counts: Tensor | None, key: str)
 def emulated_wgrad(d_y: Tensor, x: Tensor, counts: Tensor | None, key: str) -> Tensor:
     """Return the transposed dy times x, float32 [N, K] or [E, N, K]."""
     backend = _eager(key, counts)
-    of_x = torch.split(x, backend.groups or [len(x)])
-    return backend.weight_gradient(backend.gradients_by_group(d_y), of_x)
+    return backend.weight_gradient(backend.gradients_by_group(d_y), backend.separated(x, len(d_y)))
 
 
 @emulated_input.register_fake
-def _(x: Tensor, counts: Tensor | None, key: str) -> tuple[Tensor, Tensor, Tensor]:
-    values, codes = x.new_empty(x.shape, dtype=torch.float32), x.new_empty(x.shape, dtype=E4M3.dtype)
-    if key.startswith(MX):
-        rows = blocks_of(x.shape[0], None if counts is None else counts.shape[0])
-        return values, codes, x.new_empty(rows, x.shape[1], dtype=torch.uint8)
-    tile = int(key.split(maxsplit=1)[0])
-    tiles = -(-x.shape[1] // tile) if tile else 1
-    return values, codes, x.new_empty(x.shape[0], tiles, dtype=torch.float32)
+def _(x: Tensor, counts: Tensor | None, key: str) -> list[Tensor]:
+    kept = recipe_of(key).emulated().kept_like(x, experts_of(counts))
+    return [x.new_empty(x.shape, dtype=torch.float32), *kept]
 
 
 @emulated_kept.register_fake
-def _(codes: Tensor, scales: Tensor, counts: Tensor | None, key: str) -> Tensor:
-    return codes.new_empty(codes.shape, dtype=torch.float32)
+def _(kept: Sequence[Tensor], counts: Tensor | None, key: str, rows: int) -> Tensor:
+    found = recipe_of(key).emulated().rows_of_wgrad(rows, experts_of(counts))
+    return kept[0].new_empty(found, kept[0].shape[1], dtype=torch.float32)
 
 
 @emulated_forward.register_fake
@@ -121,6 +115,11 @@ def _(d_y: Tensor, weight: Tensor, counts: Tensor | None, key: str) -> Tensor:
 def _(d_y: Tensor, x: Tensor, counts: Tensor | None, key: str) -> Tensor:
     shape = d_y.shape[1], x.shape[1]
     return x.new_empty(shape if counts is None else (counts.shape[0], *shape))
+
+
+def experts_of(counts: Tensor | None) -> int | None:
+    """Return the number of stacked weights; None for one."""
+    return None if counts is None else counts.shape[0]
 
 
 store_in_selective_checkpointing("nanotrain_fp8::emulated_forward")
@@ -149,8 +148,8 @@ class Products(QuantizedActivations, GEMMBackend):
     def _input(self, x_MK: Tensor) -> tuple[Tensor, SavedTensors]:
         if self.key == FLOAT32:
             return x_MK.float(), (x_MK,)
-        x, codes, scales = emulated_input(x_MK, self.counts_E, self.key)
-        return x, (codes, scales)
+        x, *kept = emulated_input(x_MK, self.counts_E, self.key)
+        return x, tuple(kept)
 
     def dgrad(self, d_y_MN: Tensor, weight_NK: Tensor) -> Tensor:
         """Return dy times the weight."""
@@ -162,7 +161,7 @@ class Products(QuantizedActivations, GEMMBackend):
         if self.key == FLOAT32:
             x = kept[0].float()
         else:
-            x = emulated_kept(kept[0], kept[1], self.counts_E, self.key)
+            x = emulated_kept(list(kept), self.counts_E, self.key, len(d_y_MN))
         d_w: Tensor = emulated_wgrad(d_y_MN, x, self.counts_E, self.key)
         return d_w
 
@@ -237,12 +236,28 @@ class GraphedEmulation(_Graphed, EmulatedFP8):
 
     def __init__(self, recipe: FP8Recipe, cache: OperandCache | None = None) -> None:
         EmulatedFP8.__init__(self, recipe, cache)
-        self.in_graph = Products(key_of(recipe), self, None)
+        self.in_graph = Products(recipe.key, self, None)
 
 
 class GraphedMX(_Graphed, EmulatedMX):
     """The emulation of MXFP8."""
 
-    def __init__(self, recipe: FP8Recipe, cache: OperandCache | None = None) -> None:
+    def __init__(self, recipe: MXRecipe, cache: OperandCache | None = None) -> None:
         EmulatedMX.__init__(self, recipe, cache)
-        self.in_graph = Products(key_of(recipe), self, None)
+        self.in_graph = Products(recipe.key, self, None)
+
+
+class GraphedNVFP4(_Graphed, EmulatedNVFP4):
+    """The emulation of NVFP4."""
+
+    def __init__(self, recipe: NVFP4Recipe, cache: OperandCache | None = None) -> None:
+        EmulatedNVFP4.__init__(self, recipe, cache)
+        self.in_graph = Products(recipe.key, self, None)
+
+
+#: What emulates a family of recipes in a run.
+GRAPHED: dict[type[Recipe], Callable[..., GEMMBackend]] = {
+    FP8Recipe: GraphedEmulation,
+    MXRecipe: GraphedMX,
+    NVFP4Recipe: GraphedNVFP4,
+}

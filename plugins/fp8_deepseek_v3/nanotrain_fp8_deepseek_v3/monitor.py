@@ -28,10 +28,10 @@ from nanotrain_core.api.torch import (
     use_dispatch_codec,
 )
 from nanotrain_fp8_deepseek_v3 import FP8MonitorConfig
-from nanotrain_fp8_deepseek_v3.gemm import FP8GEMM
 from nanotrain_fp8_deepseek_v3.precision import Codec
+from nanotrain_fp8_deepseek_v3.recipe import LowBitGEMM
 from nanotrain_fp8_deepseek_v3.tallies import Figures, Key, figures, publish
-from nanotrain_fp8_deepseek_v3.watched import SENT, Watch, Watched, WatchedCodec, label, operands_of
+from nanotrain_fp8_deepseek_v3.watched import SENT, Watch, Watched, WatchedCodec, label
 
 #: In the run folder: a line for each watched step. A resumed run appends: the last line of a step counts.
 FILE = "fp8.jsonl"
@@ -91,16 +91,16 @@ class FP8Monitor(Monitor):
             if isinstance(codec, Codec):
                 use_dispatch_codec(module, WatchedCodec(codec, self.watch, name, module))
                 yield name, SENT
-            found = fp8_of(gemms.backends) if gemms else {}
+            found = rounding_of(gemms.backends) if gemms else {}
             if gemms and found:
                 watched = self._watched(name, module, found)
                 gemms.backends.update(watched)
                 if gemms.passes not in self.passes:
                     self.passes.append(gemms.passes)
                 for each in dict.fromkeys(watched.values()):
-                    yield from ((each.name, operand) for operand in operands_of(each.recipe))
+                    yield from ((each.name, operand) for operand in each.recipe.operands)
 
-    def _watched(self, name: str, module: nn.Module, found: Mapping[str, FP8GEMM]) -> dict[str, Watched]:
+    def _watched(self, name: str, module: nn.Module, found: Mapping[str, LowBitGEMM]) -> dict[str, Watched]:
         """Return counting backends; those shared between parameters stay shared."""
         own = {
             backend: Watched(backend, self.watch, label(name, key, found), module)
@@ -118,9 +118,9 @@ class FP8Monitor(Monitor):
             append_line(self.run.folder / FILE, json.dumps({"step": step, "modules": modules}))
 
 
-def fp8_of(backends: Mapping[str, GEMMBackend]) -> dict[str, FP8GEMM]:
-    """Return the backends that round to FP8, by parameter."""
-    return {name: backend for name, backend in backends.items() if isinstance(backend, FP8GEMM)}
+def rounding_of(backends: Mapping[str, GEMMBackend]) -> dict[str, LowBitGEMM]:
+    """Return the backends that round their operands, by parameter."""
+    return {name: backend for name, backend in backends.items() if isinstance(backend, LowBitGEMM)}
 
 
 def worst(found: Mapping[Key, Figures]) -> Sequence[str]:

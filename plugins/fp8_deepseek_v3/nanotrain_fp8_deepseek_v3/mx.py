@@ -20,21 +20,81 @@ Sources: OCP Microscaling Formats (MX) v1.0; Rouhani et al., arXiv 2310.10537; M
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Self
 
+import attrs
 import torch
 import torch.nn.functional as F
 
 from nanotrain_core.api.torch import SavedTensors
+from nanotrain_fp8_deepseek_v3 import units
 from nanotrain_fp8_deepseek_v3.formats import E4M3, Rounding, Tiled, dequantize_columns, quantize
 from nanotrain_fp8_deepseek_v3.gemm import EmulatedFP8, FP8Recipe
+from nanotrain_fp8_deepseek_v3.operand_cache import OperandCache
+from nanotrain_fp8_deepseek_v3.recipe import DY, DY_OF_DW, W_OF_DX, X_OF_DW, LowBitGEMM, W, X
 
 #: Elements that share a scale.
 BLOCK = 32
 
 
-def mx_recipe(rounding: Rounding) -> FP8Recipe:
+@attrs.define(frozen=True)
+class MXRecipe(FP8Recipe):
+    """Blocks of MX; every operand is rounded from itself, along what is summed over."""
+
+    tile: int = BLOCK
+    rounding: Rounding = "ceil"
+    """How scales are rounded."""
+
+    @property
+    def units(self) -> units.Units:
+        """Those of MX."""
+        return units.MX
+
+    @property
+    def compared(self) -> bool:
+        """Yes."""
+        return True
+
+    @property
+    def key(self) -> str:
+        """``mx ceil``."""
+        return f"mx {self.rounding}"
+
+    @classmethod
+    def of_key(cls, key: str) -> Self:
+        """Return the recipe of a key."""
+        return cls(rounding="floor" if key == "mx floor" else "ceil")
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        """The rounded operands, one for each rounding."""
+        return X, W, DY, W_OF_DX, X_OF_DW, DY_OF_DW
+
+    def round(self, operand: str, x: torch.Tensor) -> tuple[torch.Tensor, Tiled]:
+        """Return an operand and its blocks."""
+        tile = self.along_row if operand in (X, W, DY) else self.along_column
+        return x, quantize(x, tile, e8m0=self.rounding)
+
+    def emulated(self, cache: OperandCache | None = None) -> EmulatedMX:
+        """Return the emulation, which is the reference, outside graphs."""
+        return EmulatedMX(self, cache)
+
+    def scaled(self, cache: OperandCache | None = None) -> LowBitGEMM:
+        """Return torch's scaled GEMMs on tensor cores."""
+        from nanotrain_fp8_deepseek_v3.scaled_mx import ScaledMX
+
+        return ScaledMX(self, cache)
+
+    def dry(self, cache: OperandCache | None = None) -> LowBitGEMM:
+        """Return GEMMs without values, for a plan."""
+        from nanotrain_fp8_deepseek_v3.dry import DryMX
+
+        return DryMX(self, cache)
+
+
+def mx_recipe(rounding: Rounding) -> MXRecipe:
     """Return how all layers are rounded."""
-    return FP8Recipe(tile=BLOCK, mx=rounding)
+    return MXRecipe(rounding=rounding)
 
 
 def e8m0(scales: torch.Tensor) -> torch.Tensor:
@@ -50,22 +110,21 @@ def blocks_of(M: int, experts: int | None) -> int:
 class EmulatedMX(EmulatedFP8):
     """Operands rounded to MXFP8, multiplied in full precision."""
 
+    recipe: MXRecipe
+
     def rounded(self, x_RC: torch.Tensor, tile: tuple[int, int]) -> Tiled:
         """Return the blocks of an operand."""
-        return quantize(x_RC, tile, e8m0=self.recipe.mx)
+        return quantize(x_RC, tile, e8m0=self.recipe.rounding)
 
     def of_weight(self, weight_NK: torch.Tensor) -> SavedTensors:
         """Return the weight rounded along its inputs, for y, and along its outputs, for dx."""
         weight = weight_NK.detach()
         return tuple(self.rounded(weight, tile).values() for tile in (self.along_row, self.along_column))
 
-    def of_input(self, x_MK: torch.Tensor) -> tuple[torch.Tensor, SavedTensors]:
-        """Return x rounded along its rows, and codes and scales along its columns, of each weight's rows."""
-        how = self.recipe, self.groups
-        made: tuple[torch.Tensor, SavedTensors] = self.cache.inputs.get(
-            x_MK, how, lambda: self.round_input(x_MK)
-        )
-        return made
+    @property
+    def rounded_together(self) -> list[int] | None:
+        """Each weight's rows."""
+        return self.groups
 
     def round_input(self, x_MK: torch.Tensor) -> tuple[torch.Tensor, SavedTensors]:
         """Return what :meth:`of_input` returns, without its cache."""
@@ -74,6 +133,12 @@ class EmulatedMX(EmulatedFP8):
         scales_mK, experts = torch.cat(scales), None if self.groups is None else len(self.groups)
         missing = blocks_of(len(x_MK), experts) - len(scales_mK)  # a graph does not know what a group lacks
         return values, (torch.cat(codes), F.pad(scales_mK, (0, 0, 0, missing)))
+
+    def kept_like(self, x_MK: torch.Tensor, experts: int | None) -> SavedTensors:
+        """Return codes [M, K] and scales [m, K]."""
+        M, K = x_MK.shape
+        scales = x_MK.new_empty(blocks_of(M, experts), K, dtype=torch.uint8)
+        return x_MK.new_empty(M, K, dtype=E4M3.dtype), scales
 
     def split_kept(self, kept: SavedTensors) -> Iterator[SavedTensors]:
         """Return what was saved of each weight's rows."""

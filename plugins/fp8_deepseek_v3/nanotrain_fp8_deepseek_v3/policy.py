@@ -13,10 +13,7 @@ from torch import nn
 
 from nanotrain_core.api import NanotrainError, Role, did_you_mean, tagged
 from nanotrain_core.api.torch import LINEAR_ROLES, gemm_parameters
-from nanotrain_fp8_deepseek_v3 import ModuleFormats
-
-#: From the widest: the first whose pattern matches a module is used.
-FORMATS = ("fp32", "bf16", "fp8")
+from nanotrain_fp8_deepseek_v3.configs import ModuleFormats
 
 
 @attrs.define(frozen=True)
@@ -27,14 +24,14 @@ class Row:
     role: str
     format: str
     why: str = ""
-    """Why the module is not in FP8, regardless of the patterns; empty if they decide."""
+    """Why the module is not in a narrow format, regardless of the patterns; empty if they decide."""
     linear: bool = False
     """Whether patterns apply to it."""
 
 
 def format_of(name: str, config: ModuleFormats) -> str:
     """Return the format that the patterns of ``config`` give to a linear layer."""
-    for format_ in FORMATS:
+    for format_ in ("fp32", "bf16", config.LOW):  # the widest whose pattern matches is used
         if matches(name, getattr(config, format_)):
             return format_
     return "bf16"
@@ -45,7 +42,7 @@ def format_and_why(name: str, module: nn.Module, config: ModuleFormats) -> tuple
     format_ = format_of(name, config)
     weights = [module.get_parameter(parameter) for parameter in gemm_parameters(module)]
     N, K = min((tuple(weight.shape[-2:]) for weight in weights), key=prod)
-    if format_ == "fp8" and config.min_size > N * K:
+    if format_ == config.LOW and config.min_size > N * K:
         return "bf16", f"{N:,} x {K:,} is less than min_size"
     return format_, ""
 

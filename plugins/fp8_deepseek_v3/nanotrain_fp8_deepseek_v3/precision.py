@@ -1,4 +1,4 @@
-"""The precisions: bfloat16 weights and activations, float32 masters and gradients, FP8 in linear layers."""
+"""The precisions: bfloat16 weights and activations, float32 masters and gradients, narrower GEMMs."""
 
 from __future__ import annotations
 
@@ -20,17 +20,20 @@ from nanotrain_core.api.torch import (
     use_dispatch_codec,
     use_gemm,
 )
-from nanotrain_fp8_deepseek_v3 import FP8DeepSeekV3Config, ModuleFormats, MXFP8Config, patterns
+from nanotrain_fp8_deepseek_v3 import patterns
 from nanotrain_fp8_deepseek_v3.backends import choose
+from nanotrain_fp8_deepseek_v3.configs import FP8DeepSeekV3Config, ModuleFormats, MXFP8Config, NVFP4Config
 from nanotrain_fp8_deepseek_v3.formats import E4M3, E5M2, TILE, dequantize, quantize
 from nanotrain_fp8_deepseek_v3.gemm import FP8Recipe
 from nanotrain_fp8_deepseek_v3.graphed import GraphedFloat32
 from nanotrain_fp8_deepseek_v3.mx import mx_recipe
+from nanotrain_fp8_deepseek_v3.nvfp4.gemm import NVFP4Recipe
 from nanotrain_fp8_deepseek_v3.operand_cache import OperandCache
 from nanotrain_fp8_deepseek_v3.policy import Row, check_patterns, format_and_why, matches, rows_of, table
+from nanotrain_fp8_deepseek_v3.recipe import Recipe
 
 #: Creates a backend of a run.
-Make = Callable[[FP8Recipe, OperandCache], GEMMBackend]
+Make = Callable[[Recipe, OperandCache], GEMMBackend]
 
 
 class ByModule(Uniform):
@@ -49,7 +52,7 @@ class ByModule(Uniform):
         """Bind the lifetime of weights' prepared forms to the run's passes."""
         self.passes, self.cache = passes, OperandCache(passes)
 
-    def recipe(self, name: str, tag: Tag, parameter: str) -> FP8Recipe:
+    def recipe(self, name: str, tag: Tag, parameter: str) -> Recipe:
         """Return the rounding of the operands around one parameter."""
         raise NotImplementedError
 
@@ -85,7 +88,7 @@ class ByModule(Uniform):
         return {parameter: made[recipe] for parameter, recipe in recipes.items()}
 
     def _label(self, row: Row, backend: str) -> str:
-        return f"fp8 {backend}" if row.format == "fp8" else row.format
+        return f"{row.format} {backend}" if row.format == self.config.LOW else row.format
 
     def describe(self) -> list[str]:
         """Return the format of every module of the whole model."""
@@ -103,7 +106,7 @@ class FP8DeepSeekV3(ByModule):
         for name, module, tag in tagged(part) if self.config.dispatch else ():
             if tag.role is Role.EXPERTS and gemm_parameters(module):
                 format_, _ = format_and_why(name, module, self.config)
-                if format_ == "fp8":
+                if format_ == self.config.LOW:
                     use_dispatch_codec(module, Codec())
         return part
 
@@ -141,6 +144,19 @@ class MXFP8(ByModule):
     def recipe(self, name: str, tag: Tag, parameter: str) -> FP8Recipe:
         """Return the same rounding for every layer."""
         return mx_recipe(self.config.scale_rounding)
+
+
+class NVFP4(ByModule):
+    """E2M1 in blocks of 16 along what each product sums over, with scales of E4M3 and of the tensor."""
+
+    config: NVFP4Config
+
+    def recipe(self, name: str, tag: Tag, parameter: str) -> NVFP4Recipe:
+        """Return the same rounding for every layer."""
+        config = self.config
+        return NVFP4Recipe(
+            config.tensor_scale, config.weight_blocks, config.hadamard, config.stochastic_rounding
+        )
 
 
 class Codec:

@@ -17,7 +17,7 @@ import copy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +27,7 @@ from nanotrain_core.api.torch import Prepared, SavedTensors, store_in_selective_
 from nanotrain_fp8_deepseek_v3.formats import E4M3, TILE, Format, dequantize, quantize
 from nanotrain_fp8_deepseek_v3.gemm import FP8GEMM, FP8Recipe
 from nanotrain_fp8_deepseek_v3.operand_cache import OperandCache
+from nanotrain_fp8_deepseek_v3.recipe import LowBitGEMM, Recipe
 
 #: Rows are padded to this: operands of a tensor core, and their scales, begin at multiples of 16 bytes.
 ALIGNED = 16
@@ -46,6 +47,19 @@ class Coded:
     recipe: str
     """The name of its ``torch.nn.functional.ScalingType``."""
 
+    @property
+    def tensors(self) -> SavedTensors:
+        """What it consists of."""
+        return self.codes, self.scales
+
+    def times(self, right: Coded, dtype: torch.dtype) -> torch.Tensor:
+        """Return this [M, K] times ``right`` [N, K], transposed, padded as they are."""
+        multiplied = scaled_mm if torch.compiler.is_compiling() else multiply_scaled
+        y: torch.Tensor = multiplied(
+            self.codes, right.codes, self.scales, right.scales, self.recipe, right.recipe, dtype
+        )
+        return y
+
 
 def quantize_tiles(
     x_RC: torch.Tensor, format_: Format, *, power_of_two: bool
@@ -55,17 +69,18 @@ def quantize_tiles(
     return tiled.codes(), tiled.scales.flatten(1).T.contiguous().T
 
 
-class ScaledFP8(FP8GEMM):
-    """See :class:`~nanotrain_core.precision.gemm.GEMMBackend`."""
+class Scaled(LowBitGEMM):
+    """See :class:`~nanotrain_core.precision.gemm.GEMMBackend`. Experts are multiplied one after the other."""
 
     groups: list[int] | None = None
+    parts = 2
+    """Tensors of an operand."""
 
-    def __init__(self, recipe: FP8Recipe, cache: OperandCache | None = None) -> None:
+    def __init__(self, recipe: Recipe, cache: OperandCache | None = None) -> None:
         self.recipe, self.cache = recipe, cache or OperandCache()
-        self.of_weights = "BlockWise128x128" if recipe.tile else "TensorWise"
         self.read_weight = self.cache.once(self._of_weight)
 
-    def grouped(self, counts_E: torch.Tensor) -> ScaledFP8:
+    def grouped(self, counts_E: torch.Tensor) -> Self:
         """Return the backend for stacked weights. The host waits for the counts."""
         new = copy.copy(self)
         new.groups = counts_E.tolist()
@@ -73,19 +88,29 @@ class ScaledFP8(FP8GEMM):
 
     # --- operands ---------------------------------------------------------------------------------
 
-    def _along_rows(self, x_RC: torch.Tensor, format_: Format = E4M3, *, power_of_two: bool = False) -> Coded:
-        if self.recipe.tile:
-            codes, scales = quantize_tiles(aligned(x_RC), format_, power_of_two=power_of_two)
-            return Coded(codes, scales, "BlockWise1x128")
-        tiled = quantize(aligned(x_RC), (0, 0), format_)
-        return Coded(_filled(tiled.codes()), tiled.scales.sum(), "TensorWise")
+    def _of_input(self, x_RC: torch.Tensor) -> Coded:
+        """Return one weight's rows of x."""
+        raise NotImplementedError
 
     def _of_gradient(self, d_y_RC: torch.Tensor) -> Coded:
-        form, power_of_two = self.recipe.gradients, self.recipe.gradient_power_of_two
-        return self._along_rows(d_y_RC, form, power_of_two=power_of_two)
+        """Return one weight's rows of dy, for dx."""
+        raise NotImplementedError
 
-    def _of_input(self, x_RC: torch.Tensor) -> Coded:
-        return self._along_rows(x_RC, power_of_two=self.recipe.input_power_of_two)
+    def _of_gradient_turned(self, d_y_MN: torch.Tensor) -> Coded:
+        """Return one weight's rows of dy transposed, for dW."""
+        return self._of_gradient(d_y_MN.T)
+
+    def _of_one_weight(self, w_NK: torch.Tensor) -> tuple[Coded, Coded]:
+        """Return a weight for y, along K, and for dx, along N."""
+        raise NotImplementedError
+
+    def _coded(self, tensors: SavedTensors) -> Coded:
+        """Return the operand that consists of these tensors: a weight's, or what was saved of x."""
+        raise NotImplementedError
+
+    def _weight_gradients(self, gradients: Iterable[Coded], N: int, kept: SavedTensors) -> torch.Tensor:
+        """Return dy, transposed, times what was kept of x."""
+        raise NotImplementedError
 
     def _of_inputs(self, x_MK: torch.Tensor) -> list[Coded]:
         """Return x, group by group; for one weight once for all layers that read it."""
@@ -94,31 +119,21 @@ class ScaledFP8(FP8GEMM):
         return [self.cache.inputs.get(x_MK, self.recipe, lambda: self._of_input(x_MK))]
 
     def _of_weight(self, weight: torch.Tensor) -> list[tuple[Coded, Coded]]:
-        """Return each weight [N, K] for y, along K, and for dx, along N. The codes are the same."""
+        """Return each weight [N, K] for y and for dx."""
         stacked = weight.detach() if weight.dim() == 3 else weight.detach()[None]
-        return [(self._block(w_NK), self._block(w_NK.T)) for w_NK in stacked]
+        return [self._of_one_weight(w_NK) for w_NK in stacked]
 
     def prepare(self, weight: torch.Tensor) -> SavedTensors:
         """Return the codes and scales of each for y, then for dx."""
-        return tuple(
-            each for pair in self.read_weight(weight) for one in pair for each in (one.codes, one.scales)
-        )
+        return tuple(each for pair in self.read_weight(weight) for one in pair for each in one.tensors)
 
     def _operands(self, weight: torch.Tensor) -> list[tuple[Coded, Coded]]:
         """Return :meth:`_of_weight`, as prepared for this step."""
         if not isinstance(weight, Prepared):
             return self.read_weight(weight)
-        forms = weight.forms
-        coded = [Coded(forms[i], forms[i + 1], self.of_weights) for i in range(0, len(forms), 2)]
+        forms, parts = weight.forms, self.parts
+        coded = [self._coded(forms[i : i + parts]) for i in range(0, len(forms), parts)]
         return [(coded[i], coded[i + 1]) for i in range(0, len(coded), 2)]
-
-    def _block(self, w_RC: torch.Tensor) -> Coded:
-        if not self.recipe.tile:
-            return self._along_rows(w_RC.contiguous())
-        wide = F.pad(w_RC, (0, -w_RC.shape[1] % TILE, 0, -w_RC.shape[0] % TILE))
-        tiled = quantize(wide, (TILE, TILE))
-        scales_rc = tiled.scales.flatten(1)
-        return Coded(tiled.codes(), F.pad(scales_rc, (0, -scales_rc.shape[1] % 4)).T, "BlockWise128x128")
 
     # --- GEMMs ------------------------------------------------------------------------------------
 
@@ -144,13 +159,58 @@ class ScaledFP8(FP8GEMM):
 
     def wgrad(self, d_y_MN: torch.Tensor, kept: SavedTensors) -> torch.Tensor:
         """Return the transposed dy times x, in float32."""
-        gradients = (self._of_gradient(d_y.T) for d_y in self._split(d_y_MN))
+        gradients = map(self._of_gradient_turned, self._split(d_y_MN))
         return self._weight_gradients(gradients, d_y_MN.shape[1], kept)
 
     def defer_wgrad(self, d_y_MN: torch.Tensor, kept: SavedTensors) -> Callable[[], torch.Tensor]:
         """Return a function that computes wgrad later, from codes and scales of dy transposed."""
-        gradients = [self._of_gradient(d_y.T) for d_y in self._split(d_y_MN)]
+        gradients = [self._of_gradient_turned(d_y) for d_y in self._split(d_y_MN)]
         return partial(self._weight_gradients, gradients, d_y_MN.shape[1], kept)
+
+    def _split(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (rows,) if self.groups is None else torch.split(rows, self.groups)
+
+
+class ScaledFP8(FP8GEMM, Scaled):
+    """Tiles, and tensors with one scale."""
+
+    def __init__(self, recipe: FP8Recipe, cache: OperandCache | None = None) -> None:
+        Scaled.__init__(self, recipe, cache)
+        self.of_weights = "BlockWise128x128" if recipe.tile else "TensorWise"
+
+    # --- operands ---------------------------------------------------------------------------------
+
+    def _along_rows(self, x_RC: torch.Tensor, format_: Format = E4M3, *, power_of_two: bool = False) -> Coded:
+        if self.recipe.tile:
+            codes, scales = quantize_tiles(aligned(x_RC), format_, power_of_two=power_of_two)
+            return Coded(codes, scales, "BlockWise1x128")
+        tiled = quantize(aligned(x_RC), (0, 0), format_)
+        return Coded(_filled(tiled.codes()), tiled.scales.sum(), "TensorWise")
+
+    def _of_gradient(self, d_y_RC: torch.Tensor) -> Coded:
+        form, power_of_two = self.recipe.gradients, self.recipe.gradient_power_of_two
+        return self._along_rows(d_y_RC, form, power_of_two=power_of_two)
+
+    def _of_input(self, x_RC: torch.Tensor) -> Coded:
+        return self._along_rows(x_RC, power_of_two=self.recipe.input_power_of_two)
+
+    def _of_one_weight(self, w_NK: torch.Tensor) -> tuple[Coded, Coded]:
+        """Return a weight for y and for dx. The codes are the same."""
+        return self._block(w_NK), self._block(w_NK.T)
+
+    def _coded(self, tensors: SavedTensors) -> Coded:
+        codes, scales = tensors
+        return Coded(codes, scales, self.of_weights)
+
+    def _block(self, w_RC: torch.Tensor) -> Coded:
+        if not self.recipe.tile:
+            return self._along_rows(w_RC.contiguous())
+        wide = F.pad(w_RC, (0, -w_RC.shape[1] % TILE, 0, -w_RC.shape[0] % TILE))
+        tiled = quantize(wide, (TILE, TILE))
+        scales_rc = tiled.scales.flatten(1)
+        return Coded(tiled.codes(), F.pad(scales_rc, (0, -scales_rc.shape[1] % 4)).T, "BlockWise128x128")
+
+    # --- wgrad ------------------------------------------------------------------------------------
 
     def _weight_gradients(self, gradients: Iterable[Coded], N: int, kept: SavedTensors) -> torch.Tensor:
         """Return dy, transposed, times what was kept of x: tiles lie along M."""
@@ -176,8 +236,39 @@ class ScaledFP8(FP8GEMM):
             return self._of_input(dequantize(codes_MK, scales, E4M3).T)
         return Coded(_filled(aligned(codes_MK.T)), scales, "TensorWise")
 
-    def _split(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return (rows,) if self.groups is None else torch.split(rows, self.groups)
+
+class ScaledBlocks(Scaled):
+    """A family that saves x transposed, as it is multiplied for dW, and rounds it from x itself."""
+
+    def forward(self, x_MK: torch.Tensor, *weights: torch.Tensor) -> tuple[list[torch.Tensor], SavedTensors]:
+        """Return x times each transposed weight, and what is saved of x transposed, group by group."""
+        return super().forward(x_MK, *weights)[0], self.save_for_wgrad(x_MK)
+
+    def save_for_wgrad(self, x_MK: torch.Tensor) -> SavedTensors:
+        """Return codes [K, M] and scales of x transposed, group by group."""
+        if self.groups is not None:
+            return tuple(each for x in self._split(x_MK) for each in self._transposed(x))
+        made: SavedTensors = self.cache.transposed.get(x_MK, self.recipe, lambda: self._transposed(x_MK))
+        return made
+
+    def _of_input_turned(self, x_MK: torch.Tensor) -> Coded:
+        """Return one weight's rows of x transposed, for dW."""
+        return self._of_input(x_MK.T)
+
+    def _transposed(self, x_MK: torch.Tensor) -> SavedTensors:
+        codes, *scales = self._of_input_turned(x_MK).tensors
+        return codes[: x_MK.shape[1]], *scales
+
+    def _weight_gradients(self, gradients: Iterable[Coded], N: int, kept: SavedTensors) -> torch.Tensor:
+        """Return dy, transposed, times what was kept of x: blocks lie along M."""
+        each = (kept[first : first + self.parts] for first in range(0, len(kept), self.parts))
+        found = [
+            multiply(d_y, self._coded((aligned(codes_KM), *scales)), (N, len(codes_KM)), torch.float32)
+            if codes_KM.shape[1]
+            else codes_KM.new_zeros(N, len(codes_KM), dtype=torch.float32)
+            for d_y, (codes_KM, *scales) in zip(gradients, each, strict=True)
+        ]
+        return found[0] if self.groups is None else torch.stack(found)
 
 
 def kept_of(parts: Sequence[Coded], groups: Sequence[torch.Tensor]) -> SavedTensors:
@@ -193,11 +284,7 @@ def multiply(left: Coded, right: Coded, shape: tuple[int, int], dtype: torch.dty
     """Return left [M, K] times right [N, K], transposed, cropped to ``shape``."""
     if not shape[0]:
         return left.scales.new_empty(shape, dtype=dtype)
-    multiplied = scaled_mm if torch.compiler.is_compiling() else multiply_scaled
-    y: torch.Tensor = multiplied(
-        left.codes, right.codes, left.scales, right.scales, left.recipe, right.recipe, dtype
-    )
-    return y[: shape[0], : shape[1]]
+    return left.times(right, dtype)[: shape[0], : shape[1]]
 
 
 def multiply_scaled(

@@ -11,59 +11,39 @@ Source: NVIDIA, cuBLAS documentation, "1D Block Scaling Factors Layout".
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 import torch.nn.functional as F
 
 from nanotrain_core.api.torch import SavedTensors
-from nanotrain_fp8_deepseek_v3.formats import E4M3, Format, quantize
-from nanotrain_fp8_deepseek_v3.gemm import FP8Recipe
-from nanotrain_fp8_deepseek_v3.mx import BLOCK, e8m0
+from nanotrain_fp8_deepseek_v3.formats import E4M3, quantize
+from nanotrain_fp8_deepseek_v3.gemm import FP8GEMM
+from nanotrain_fp8_deepseek_v3.mx import BLOCK, MXRecipe, e8m0
 from nanotrain_fp8_deepseek_v3.operand_cache import OperandCache
-from nanotrain_fp8_deepseek_v3.scaled import MX, Coded, ScaledFP8, aligned, multiply
+from nanotrain_fp8_deepseek_v3.scaled import MX, Coded, ScaledBlocks, aligned
 
 
-class ScaledMX(ScaledFP8):
-    """See :class:`~nanotrain_core.precision.gemm.GEMMBackend`. Experts are multiplied one after the other."""
+class ScaledMX(FP8GEMM, ScaledBlocks):
+    """Blocks of MX."""
 
-    def __init__(self, recipe: FP8Recipe, cache: OperandCache | None = None) -> None:
-        super().__init__(recipe, cache)
-        self.of_weights = MX
+    recipe: MXRecipe
 
-    def _along_rows(self, x_RC: torch.Tensor, format_: Format = E4M3, *, power_of_two: bool = False) -> Coded:
+    def __init__(self, recipe: MXRecipe, cache: OperandCache | None = None) -> None:
+        ScaledBlocks.__init__(self, recipe, cache)
+
+    def _of_input(self, x_RC: torch.Tensor) -> Coded:
         filled = F.pad(aligned(x_RC), (0, -x_RC.shape[1] % BLOCK))
-        blocks = quantize(filled, (1, BLOCK), format_, e8m0=self.recipe.mx)
+        blocks = quantize(filled, (1, BLOCK), E4M3, e8m0=self.recipe.rounding)
         return Coded(blocks.codes(), swizzled(e8m0(blocks.scales.flatten(1))), MX)
 
-    def _block(self, w_RC: torch.Tensor) -> Coded:
-        return self._along_rows(w_RC)
+    def _of_gradient(self, d_y_RC: torch.Tensor) -> Coded:
+        return self._of_input(d_y_RC)
 
-    def forward(self, x_MK: torch.Tensor, *weights: torch.Tensor) -> tuple[list[torch.Tensor], SavedTensors]:
-        """Return x times each transposed weight, and codes and scales of x transposed, group by group."""
-        return super().forward(x_MK, *weights)[0], self.save_for_wgrad(x_MK)
+    def _of_one_weight(self, w_NK: torch.Tensor) -> tuple[Coded, Coded]:
+        return self._of_input(w_NK), self._of_input(w_NK.T)
 
-    def save_for_wgrad(self, x_MK: torch.Tensor) -> SavedTensors:
-        """Return codes [K, M] and scales of x transposed, group by group."""
-        if self.groups is not None:
-            return tuple(each for x in self._split(x_MK) for each in self._transposed(x))
-        made: SavedTensors = self.cache.transposed.get(x_MK, self.recipe, lambda: self._transposed(x_MK))
-        return made
-
-    def _transposed(self, x_MK: torch.Tensor) -> SavedTensors:
-        coded = self._along_rows(x_MK.T)
-        return coded.codes[: x_MK.shape[1]], coded.scales
-
-    def _weight_gradients(self, gradients: Iterable[Coded], N: int, kept: SavedTensors) -> torch.Tensor:
-        """Return dy, transposed, times what was kept of x: blocks lie along M."""
-        pieces = zip(gradients, kept[::2], kept[1::2], strict=True)
-        found = [
-            multiply(d_y, Coded(aligned(codes_KM), scales, MX), (N, len(codes_KM)), torch.float32)
-            if codes_KM.shape[1]
-            else codes_KM.new_zeros(N, len(codes_KM), dtype=torch.float32)
-            for d_y, codes_KM, scales in pieces
-        ]
-        return found[0] if self.groups is None else torch.stack(found)
+    def _coded(self, tensors: SavedTensors) -> Coded:
+        codes, scales = tensors
+        return Coded(codes, scales, MX)
 
 
 def swizzled(scales_Rc: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ import attrs
 import torch
 
 from nanotrain_core.api.torch import Metrics
-from nanotrain_fp8_deepseek_v3.formats import Tiled
+from nanotrain_fp8_deepseek_v3.recipe import Rounded
 
 #: A module, or some of its parameters, and one of its operands.
 Key = tuple[str, str]
@@ -50,16 +50,14 @@ class Tally:
             0, torch.zeros(len(COUNTED), dtype=torch.int64, device=device), torch.zeros((), device=device)
         )
 
-    def add(self, x: torch.Tensor, tiled: Tiled) -> torch.Tensor:
-        """Count ``x``, from which ``tiled`` was made, perhaps over another rounding; return its values."""
-        largest, top = x.abs().max().float(), tiled.format.largest
-        at_largest = tiled.codes().float().abs_() == top
-        values = tiled.values()
+    def add(self, x: torch.Tensor, rounded: Rounded) -> None:
+        """Count ``x``, from which ``rounded`` was made, perhaps over another rounding."""
+        largest, at_largest = x.abs().max().float(), rounded.at_largest()
+        values = rounded.values()
         found = ((values == 0) & (x != 0)), ~values.isfinite(), at_largest
         self.elements += x.numel()
         self.counts += torch.stack([each.sum() for each in found])
         self.amax = torch.maximum(self.amax, largest)
-        return values
 
 
 def publish(tallies: Mapping[Key, Tally], metrics: Metrics) -> None:

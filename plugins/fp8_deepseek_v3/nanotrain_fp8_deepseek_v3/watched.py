@@ -21,22 +21,11 @@ from nanotrain_core.api.torch import (
     gemms_of,
 )
 from nanotrain_fp8_deepseek_v3.formats import E4M3, TILE, quantize
-from nanotrain_fp8_deepseek_v3.gemm import FP8GEMM, FP8Recipe
+from nanotrain_fp8_deepseek_v3.recipe import DY, DY_OF_DW, W_OF_DX, X_OF_DW, LowBitGEMM, W, X
 from nanotrain_fp8_deepseek_v3.tallies import Key, Tally
 
-#: Operands: of y = x W^T and dx = dy W, and of dW = dy^T x if its tiles differ.
-X, W, DY, X_OF_DW, DY_OF_DW = "x", "W", "dy", "x of dW", "dy of dW"
-#: Of dx, in MX: elsewhere the weight is rounded in the same blocks for both.
-W_OF_DX = "W of dx"
 #: Rows in flight to experts on other ranks, and gradients of outputs.
 SENT = "sent"
-
-
-def operands_of(recipe: FP8Recipe) -> tuple[str, ...]:
-    """Return the rounded operands, one for each rounding."""
-    if recipe.mx:
-        return X, W, DY, W_OF_DX, X_OF_DW, DY_OF_DW
-    return (X, W, DY, X_OF_DW, DY_OF_DW) if recipe.tile else (X, W, DY)
 
 
 class Watch:
@@ -75,19 +64,17 @@ class Watch:
 class Watched(QuantizedActivations, PreparesWeights, GEMMBackend):
     """Counts the operands of another backend."""
 
-    def __init__(self, behind: FP8GEMM, watch: Watch, name: str, module: nn.Module) -> None:
+    def __init__(self, behind: LowBitGEMM, watch: Watch, name: str, module: nn.Module) -> None:
         self.behind, self.watch, self.name, self.module = behind, watch, name, module
         self.counts_E: torch.Tensor | None = None
         self.recipe = behind.recipe
-        tile = self.recipe.tile
-        self.along_row, self.along_column = ((1, tile), (tile, 1)) if tile else ((0, 0), (0, 0))
 
     def grouped(self, counts_E: torch.Tensor) -> GEMMBackend:
         """Return the same for stacked weights; in a graph, which never counts, the backend's own."""
         behind = self.behind.grouped(counts_E)
         if torch.compiler.is_compiling():
             return behind
-        assert isinstance(behind, FP8GEMM)
+        assert isinstance(behind, LowBitGEMM)
         new = Watched(behind, self.watch, self.name, self.module)
         new.counts_E = counts_E
         return new
@@ -137,32 +124,29 @@ class Watched(QuantizedActivations, PreparesWeights, GEMMBackend):
 
     def save_for_wgrad(self, x_MK: torch.Tensor) -> SavedTensors:
         """Count x, which was recomputed."""
-        if self.watch.counts(self.module) and self.recipe.tile:
+        if self.watch.counts(self.module) and X_OF_DW in self.recipe.operands:
             self._count_input(whole_of(x_MK), recomputed=True)
         return self.behind.save_for_wgrad(x_MK)
 
     def dgrad(self, d_y_MN: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Count dy."""
         if self.watch.counts(self.module):
-            self._count_gradient(DY, d_y_MN, self.along_row)
+            self._count_rows(DY, d_y_MN)
         return self.behind.dgrad(d_y_MN, weight)
 
     def wgrad(self, d_y_MN: torch.Tensor, kept: SavedTensors) -> torch.Tensor:
         """Count dy in the tiles that it has here."""
-        if self.watch.counts(self.module) and self.recipe.tile:
-            self._count_gradient(DY_OF_DW, d_y_MN, self.along_column)
+        if self.watch.counts(self.module):
+            self._count_rows(DY_OF_DW, d_y_MN)
         return self.behind.wgrad(d_y_MN, kept)
 
     def defer_wgrad(self, d_y_MN: torch.Tensor, kept: SavedTensors) -> Callable[[], torch.Tensor]:
         """Count dy now: only its codes wait."""
-        if self.watch.counts(self.module) and self.recipe.tile:
-            self._count_gradient(DY_OF_DW, d_y_MN, self.along_column)
+        if self.watch.counts(self.module):
+            self._count_rows(DY_OF_DW, d_y_MN)
         return self.behind.defer_wgrad(d_y_MN, kept)
 
     # --- counts -----------------------------------------------------------------------------------
-
-    def _tally(self, operand: str, x: torch.Tensor) -> Tally:
-        return self.watch.of((self.name, operand), x)
 
     def _groups(self, rows: torch.Tensor) -> list[torch.Tensor]:
         """Return the rows of each weight: no tile spans two."""
@@ -171,37 +155,30 @@ class Watched(QuantizedActivations, PreparesWeights, GEMMBackend):
         return [group.detach() for group in groups if group.numel()]
 
     def _count_input(self, x_MK: torch.Tensor, *, recomputed: bool) -> None:
-        """Count x along its rows, unless it is recomputed, and along its columns, if it is saved for them.
-
-        The latter is rounded twice, except in MX; the losses of both roundings count.
-        """
-        of_dw, power_of_two, mx = self.watch.recomputed, self.recipe.input_power_of_two, self.recipe.mx
+        """Count x as it is for y, unless it is recomputed, and as it is for dW, if it is saved for that."""
+        of_dw = self.watch.recomputed
         if recomputed and self.name not in of_dw:
             of_dw.add(self.name)
             self.watch.tallies.pop((self.name, X_OF_DW), None)
-        for x in self._groups(x_MK):
-            once = quantize(x, self.along_row, power_of_two=power_of_two, e8m0=mx)
-            values = once.values() if recomputed else self._tally(X, x).add(x, once)
-            if self.recipe.tile and recomputed == (self.name in of_dw):
-                source = x if mx else values
-                twice = quantize(source, self.along_column, power_of_two=power_of_two, e8m0=mx)
-                self._tally(X_OF_DW, x).add(x, twice)
+        if not recomputed:
+            self._count_rows(X, x_MK)
+        if recomputed == (self.name in of_dw):
+            self._count_rows(X_OF_DW, x_MK)
+
+    def _count_rows(self, operand: str, rows: torch.Tensor) -> None:
+        """Count an operand of rows, if it is one of the recipe's, weight by weight."""
+        if operand in self.recipe.operands:
+            for own in self._groups(rows):
+                self.watch.of((self.name, operand), own).add(*self.recipe.round(operand, own))
 
     def _count_weight(self, weight: torch.Tensor) -> None:
         """Count a weight, or several stacked ones, once per step."""
         if (self.name, weight.data_ptr()) in self.watch.seen:
             return
         self.watch.seen.add((self.name, weight.data_ptr()))
-        tile, mx = self.recipe.tile, self.recipe.mx
-        ways = {W: self.along_row, W_OF_DX: self.along_column} if mx else {W: (tile, tile)}
-        for operand, way in ways.items():
-            self._tally(operand, weight).add(weight, quantize(weight, way, e8m0=mx))
-
-    def _count_gradient(self, operand: str, d_y_MN: torch.Tensor, tile: tuple[int, int]) -> None:
-        form, power_of_two, mx = self.recipe.gradients, self.recipe.gradient_power_of_two, self.recipe.mx
-        for d_y in self._groups(d_y_MN):
-            blocks = quantize(d_y, tile, form, power_of_two=power_of_two, e8m0=mx)
-            self._tally(operand, d_y).add(d_y, blocks)
+        for operand in (W, W_OF_DX):
+            if operand in self.recipe.operands:
+                self.watch.of((self.name, operand), weight).add(*self.recipe.round(operand, weight))
 
 
 def whole_of(x_MK: torch.Tensor) -> torch.Tensor:
@@ -237,7 +214,7 @@ def in_backward(module: nn.Module) -> bool:
     return gemms is not None and gemms.passes.in_backward
 
 
-def label(name: str, key: str, backends: Mapping[str, FP8GEMM]) -> str:
+def label(name: str, key: str, backends: Mapping[str, LowBitGEMM]) -> str:
     """Name a module's parameters only if it has several."""
     alike = [other for other, backend in backends.items() if backend is backends[key]]
     return name if len(backends) == 1 else f"{name}.{'+'.join(alike)}"

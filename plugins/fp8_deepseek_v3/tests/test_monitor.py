@@ -16,7 +16,7 @@ from nanotrain_fp8_deepseek_v3.formats import E4M3, E5M2
 from nanotrain_fp8_deepseek_v3.gemm import EmulatedFP8, FP8Recipe
 from nanotrain_fp8_deepseek_v3.precision import Codec
 from nanotrain_fp8_deepseek_v3.tallies import Figures
-from nanotrain_fp8_deepseek_v3.watched import Watch, Watched, WatchedCodec, operands_of
+from nanotrain_fp8_deepseek_v3.watched import Watch, Watched, WatchedCodec
 from torch import nn
 
 from nanotrain_core.errors import NanotrainError
@@ -132,7 +132,7 @@ def multiply(products, x, weight, d_y):
 
 def shares(watch, recipe):
     """Return elements and counts of each operand."""
-    found = counted_here(watch.tallies, [("m", operand) for operand in operands_of(recipe)])
+    found = counted_here(watch.tallies, [("m", operand) for operand in recipe.operands])
     return {
         operand: [
             f.elements,
@@ -174,7 +174,7 @@ def test_rows_of_each_expert_have_tiles_of_their_own(recipe):
     products, watch = watched(recipe)
     multiply(products.grouped(torch.tensor(counts)), *map(torch.from_numpy, (rows, weights, d_y)))
     found, begin = shares(watch, recipe), 0
-    wanted = {operand: np.zeros(4, int) for operand in operands_of(recipe)}
+    wanted = {operand: np.zeros(4, int) for operand in recipe.operands}
     for count, weight in zip(counts, weights, strict=True):
         place = slice(begin, begin := begin + count)
         if not count:

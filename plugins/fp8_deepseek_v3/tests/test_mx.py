@@ -11,7 +11,7 @@ from fp8_corpus import CORPUS
 from fp8_operands import checked_product, normal, outliers
 from nanotrain_fp8_deepseek_v3 import backends, first_use, scaled, scaled_mx
 from nanotrain_fp8_deepseek_v3.backends import choose
-from nanotrain_fp8_deepseek_v3.dry import DryFP8
+from nanotrain_fp8_deepseek_v3.dry import DryMX
 from nanotrain_fp8_deepseek_v3.formats import E4M3, quantize
 from nanotrain_fp8_deepseek_v3.mx import EmulatedMX, e8m0, mx_recipe
 from nanotrain_fp8_deepseek_v3.scaled_mx import ScaledMX, swizzled
@@ -214,7 +214,7 @@ def test_a_wgrad_that_waited_has_the_same_bits(backend, counts, monkeypatch):
 
 def test_what_is_saved_of_an_input_takes_a_byte_for_each_number_and_one_for_each_block():
     x, recipe = normal(256, 512), mx_recipe("ceil")
-    for products, rows in ((EmulatedMX(recipe), x), (DryFP8(recipe), x.to("meta"))):
+    for products, rows in ((EmulatedMX(recipe), x), (DryMX(recipe), x.to("meta"))):
         assert sum(tensor.nbytes for tensor in products.save_for_wgrad(rows)) == 256 * 512 + 256 // 32 * 512
 
 
@@ -336,9 +336,9 @@ def test_products_of_a_device_are_compared_with_the_emulation(monkeypatch):
     """Here one that orders scales otherwise than tensor cores read them."""
     cpu, recipe = torch.device("cpu"), mx_recipe("ceil")
     monkeypatch.setattr(scaled.F, "scaled_mm", checked_product)
-    assert first_use.disagreement_of_mx.__wrapped__(cpu, recipe) == ""
+    assert first_use.disagreement_of_torch.__wrapped__(cpu, recipe) == ""
     monkeypatch.setattr(scaled_mx, "swizzled", lambda scales: swizzled(scales).flip(0))
-    found = first_use.disagreement_of_mx.__wrapped__(cpu, recipe)
+    found = first_use.disagreement_of_torch.__wrapped__(cpu, recipe)
     assert found == "its y of a weight is not that of the emulation on cpu"
 
 

@@ -1,0 +1,107 @@
+"""NVFP4 GEMMs on ``meta``, without values: what a GPU's backend allocates and saves, for a dry run.
+
+Operands are packed, two codes in a byte, with their scales, and are padded as for tensor cores. The scales
+of a product, which follow its operands, are of E4M3, which tells a planner what units it takes; its FLOPs are
+those of all codes.
+
+Shapes: M rows, K inputs, N outputs; for stacked weights E.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from nanotrain_core.api.torch import Prepared, SavedTensors
+from nanotrain_fp8_deepseek_v3.nvfp4.format import BLOCK
+from nanotrain_fp8_deepseek_v3.nvfp4.gemm import NVFP4Recipe
+from nanotrain_fp8_deepseek_v3.nvfp4.scaled import ALONG, nvfp4_scaled_mm
+from nanotrain_fp8_deepseek_v3.operand_cache import OperandCache
+from nanotrain_fp8_deepseek_v3.recipe import LowBitGEMM
+
+Tensor = torch.Tensor
+
+
+class DryNVFP4(LowBitGEMM):
+    """Replaces the NVFP4 backend of the device in a plan: only shapes and bytes of products, of one weight or
+    of stacked weights with equal numbers of rows each."""
+
+    recipe: NVFP4Recipe
+
+    def __init__(
+        self, recipe: NVFP4Recipe, cache: OperandCache | None = None, counts_E: Tensor | None = None
+    ) -> None:
+        self.recipe, self.cache, self.counts_E = recipe, cache or OperandCache(), counts_E
+        self.read_weight = self.cache.once(_both_ways)
+
+    def grouped(self, counts_E: Tensor) -> DryNVFP4:
+        """Return the same backend for stacked weights."""
+        found = DryNVFP4(self.recipe, self.cache, counts_E)
+        found.read_weight = self.read_weight
+        return found
+
+    def prepare(self, weight: Tensor) -> SavedTensors:
+        """Return codes and scales of a weight, and of its transpose."""
+        return self.read_weight(weight)
+
+    def _operands(self, weight: Tensor) -> SavedTensors:
+        """Return those of one weight: each row is multiplied by one of the stacked matrices."""
+        forms = weight.forms if isinstance(weight, Prepared) else self.read_weight(weight)
+        return forms if weight.dim() == 2 else tuple(each[0] for each in forms)
+
+    def save_for_wgrad(self, x_MK: Tensor) -> SavedTensors:
+        """Return codes and scales of x transposed, once for all layers that read it."""
+        made: SavedTensors = self.cache.transposed.get(x_MK, "dry", lambda: self._turned(x_MK))
+        return made
+
+    def forward(self, x_MK: Tensor, *weights: Tensor) -> tuple[list[Tensor], SavedTensors]:
+        """Return x times each transposed weight, and codes and scales of x transposed."""
+        x: SavedTensors = self.cache.inputs.get(x_MK, "dry", lambda: coded(x_MK))
+        ys = [times(x, self._operands(weight)[:2], x_MK.dtype) for weight in weights]
+        return ys, self.save_for_wgrad(x_MK)
+
+    def dgrad(self, d_y_MN: Tensor, weight: Tensor) -> Tensor:
+        """Return dy times the weight."""
+        return times(coded(d_y_MN), self._operands(weight)[2:], d_y_MN.dtype)
+
+    def wgrad(self, d_y_MN: Tensor, kept: SavedTensors) -> Tensor:
+        """Return the transposed dy times x, in float32, of each weight."""
+        return self._of_coded(self._turned(d_y_MN), kept)
+
+    def defer_wgrad(self, d_y_MN: Tensor, kept: SavedTensors) -> Callable[[], Tensor]:
+        """Return a function that computes wgrad later, from codes and scales of dy transposed."""
+        return partial(self._of_coded, self._turned(d_y_MN), kept)
+
+    def _turned(self, rows: Tensor) -> SavedTensors:
+        """Return codes [C, P / 2] and scales: P is M filled up to whole blocks, of each expert."""
+        M, C = rows.shape
+        experts = 1 if self.counts_E is None else min(len(self.counts_E), M)
+        blocks = (M + (BLOCK - 1) * experts) // BLOCK
+        return coded(rows.new_empty(()).expand(C, blocks * BLOCK))
+
+    def _of_coded(self, d_y: SavedTensors, kept: SavedTensors) -> Tensor:
+        found = times(d_y, kept, torch.float32)
+        return found if self.counts_E is None else found.expand(len(self.counts_E), -1, -1).clone()
+
+
+def coded(x: Tensor) -> SavedTensors:
+    """Return packed codes [..., R, C / 2] and scales [..., R, C / 16] of E4M3, C padded for tensor cores."""
+    *rows, C = x.shape
+    C += -C % ALONG
+    codes = x.new_empty((*rows, C // 2), dtype=torch.uint8)
+    codes.copy_(x.new_empty(()).expand_as(codes))
+    return codes, x.new_empty((*rows, C // BLOCK), dtype=torch.float8_e4m3fn)
+
+
+def times(left: SavedTensors, right: SavedTensors, dtype: torch.dtype) -> Tensor:
+    """Return the product of two operands along their rows."""
+    whole = left[0].new_empty((), dtype=torch.float32)
+    made: Tensor = nvfp4_scaled_mm(left[0], right[0], left[1], right[1], whole, whole, dtype)
+    return made
+
+
+def _both_ways(weight: Tensor) -> SavedTensors:
+    """Return codes and scales of [(E,) N, K] and of [(E,) K, N]."""
+    return *coded(weight.detach()), *coded(weight.detach().mT)

@@ -1,0 +1,89 @@
+"""Rounding to E2M1: to nearest, and stochastically with noise that is a hash of the block itself.
+
+Stochastic rounding takes the next number away from zero with a probability equal to the distance from the
+one towards zero, in units of their distance: the mean over the noise is the number itself. The noise has no
+state. It is a hash of the sixteen elements of the block, as bfloat16, and of the position of the element::
+
+    h   = mix(sum of bits(x_j) * C_j)        u_i = mix(h + i * GOLDEN) / 2^32, in [0, 1), 24 bits of it
+
+so that a block is rounded alike on every layout, when it is recomputed, in a W pass, in a compiled graph, in
+a CUDA graph and after a resume, in whatever order blocks are rounded. Different blocks have independent
+noise; equal ones, of equal bits in bfloat16, are rounded alike. Errors are then zero in the mean over the
+blocks of a training, which all differ, not over repetitions of one block. What is hashed is the block before
+the Hadamard transform, whose sums another device might round otherwise.
+
+All is in unsigned 32-bit arithmetic: a kernel needs 16 multiplications and 16 additions for a block, and two
+more multiplications for an element.
+
+Source: ``mix`` is the finalizer of MurmurHash3 (Appleby, public domain).
+"""
+
+from __future__ import annotations
+
+import torch
+
+#: Multipliers of the finalizer, and the odd number next to 2^32 over the golden ratio.
+FIRST, SECOND, GOLDEN = 0x85EBCA6B, 0xC2B2AE35, 0x9E3779B9
+#: The bits of a zero that has a sign, which counts as the other one.
+NEGATIVE_ZERO = 0x8000
+#: The noise of all runs.
+SEED = 0x4E564650
+
+
+def _signed(number: int) -> int:
+    """Return a number modulo 2^32 as int32 has it."""
+    return (number + 2**31) % 2**32 - 2**31
+
+
+def _mixed(number: int) -> int:
+    """Return :func:`mix` of a Python number."""
+    number = (number ^ number >> 16) * FIRST % 2**32
+    number = (number ^ number >> 13) * SECOND % 2**32
+    return number ^ number >> 16
+
+
+#: C_j: odd numbers, one for each position.
+FACTORS = tuple(_signed(_mixed(SEED + position) | 1) for position in range(16))
+
+
+def mix(z: torch.Tensor) -> torch.Tensor:
+    """Scramble 32-bit numbers, int32, each into another one."""
+    z = (z ^ ((z >> 16) & 0xFFFF)) * _signed(FIRST)
+    z = (z ^ ((z >> 13) & 0x7FFFF)) * _signed(SECOND)
+    return z ^ ((z >> 16) & 0xFFFF)
+
+
+def noise_of(blocks: torch.Tensor, dim: int) -> torch.Tensor:
+    """Return a number in [0, 1) for each element of float32 blocks, which lie along ``dim``: 16 elements."""
+    shape = [1] * blocks.dim()
+    shape[dim] = 16
+    factors = torch.tensor(FACTORS, dtype=torch.int32, device=blocks.device).view(shape)
+    steps = [_signed(position * GOLDEN) for position in range(16)]
+    positions = torch.tensor(steps, dtype=torch.int32, device=blocks.device).view(shape)
+    bits = blocks.bfloat16().view(torch.int16).to(torch.int32) & 0xFFFF
+    bits = bits.where(bits != NEGATIVE_ZERO, 0)
+    hashed = mix((bits * factors).sum(dim, keepdim=True).to(torch.int32))
+    return ((mix(hashed + positions) >> 8) & 0xFFFFFF).float() * 2.0**-24
+
+
+def spacing(magnitude: torch.Tensor) -> torch.Tensor:
+    """Return the distance from E2M1 numbers to the next: 0.5; 1 from 2 on; 2 from 4 on."""
+    return torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))
+
+
+def nearest(ratio: torch.Tensor) -> torch.Tensor:
+    """Round to nearest, ties to even. Magnitudes are at most 6."""
+    apart = spacing(ratio.abs())
+    return (ratio / apart).round_().mul_(apart)
+
+
+def stochastic(ratio: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    """Round away from zero where ``noise`` is below the distance from the number towards zero.
+
+    Magnitudes are at most 6. A number of E2M1 stays itself.
+    """
+    magnitude = ratio.abs()
+    apart = spacing(magnitude)
+    units = magnitude / apart
+    inner = units.floor()
+    return torch.copysign((inner + (noise < units - inner)) * apart, ratio)
