@@ -349,4 +349,5 @@ def test_operators_are_what_torch_expects_of_operators(key, counts):
     torch.library.opcheck(graphed.emulated_kept, (kept, counts, key, len(x)), **check)
     torch.library.opcheck(graphed.emulated_forward, (values, weight, counts, key), **check)
     torch.library.opcheck(graphed.emulated_dgrad, (d_y, weight, counts, key), **check)
-    torch.library.opcheck(graphed.emulated_wgrad, (d_y, values, counts, key), **check)
+    of_dw = graphed.emulated_kept(kept, counts, key, len(x))
+    torch.library.opcheck(graphed.emulated_wgrad, (d_y, of_dw, counts, key), **check)
