@@ -47,6 +47,9 @@ FLOAT32_MAX = torch.finfo(torch.float32).max
 #: The least power of two that is a scale of a tensor: its reciprocal is finite in float32.
 SMALLEST_POWER = 2.0**-126
 
+#: Elements rounded at once on a CPU: they and what is computed of them fit in its cache.
+IN_CACHE = 2**15
+
 #: How the scale of a tensor is chosen.
 TensorScale = Literal["power_of_two", "float32"]
 
@@ -105,10 +108,19 @@ def quantize(
     pieces, along = whole.view(shape).float(), -1 if wide > 1 else -3
     source = transform(pieces, along) if hadamard else pieces
     scales, of_tensor = _scales_of(largest_of(source), tensor_scale)
-    one = torch.ones_like(of_tensor)
-    ratio = source * (one / (scales * of_tensor)).clamp(max=FLOAT32_MAX)
-    ratio = ratio.clamp_(-LARGEST, LARGEST).nan_to_num_(0.0)  # of a block whose scale is NaN
-    grid = stochastic(ratio, noise_of(pieces, along)) if stochastically else nearest(ratio)
+    factors = (torch.ones_like(of_tensor) / (scales * of_tensor)).clamp(max=FLOAT32_MAX)
+
+    def rounded(source: torch.Tensor, factor: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:
+        ratio = (source * factor).clamp_(-LARGEST, LARGEST)
+        return stochastic(ratio, noise_of(plain, along)) if stochastically else nearest(ratio)
+
+    if source.device.type != "cpu" or torch.compiler.is_compiling():
+        return Blocks(source, rounded(source, factors, pieces), scales, of_tensor)
+    grid = torch.empty_like(source)
+    rows = [each.flatten(0, -4) for each in (grid, source, factors, pieces)]
+    count = max(1, IN_CACHE // max(1, rows[0][:1].numel()))
+    for place, *given in zip(*(torch.split(each, count) for each in rows), strict=True):
+        place.copy_(rounded(*given))
     return Blocks(source, grid, scales, of_tensor)
 
 
@@ -150,7 +162,7 @@ def to_codes(grid: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
     magnitude = grid.abs()
     upper = (magnitude.view(torch.int32) >> 22) - 252
     code = torch.where(magnitude < 1, (magnitude * 2).to(torch.int32), upper)
-    return (code + 8 * signs.signbit()).to(torch.uint8)
+    return (code + 8 * signs.signbit()).bitwise_and_(15).to(torch.uint8)
 
 
 def pack(codes: torch.Tensor, dim: int) -> torch.Tensor:

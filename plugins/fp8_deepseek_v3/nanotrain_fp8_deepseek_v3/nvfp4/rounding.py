@@ -22,6 +22,8 @@ from __future__ import annotations
 
 import torch
 
+from nanotrain_fp8_deepseek_v3.formats import EXPONENT
+
 #: Multipliers of the finalizer, and the odd number next to 2^32 over the golden ratio.
 FIRST, SECOND, GOLDEN = 0x85EBCA6B, 0xC2B2AE35, 0x9E3779B9
 #: The bits of a zero that has a sign, which counts as the other one.
@@ -47,10 +49,10 @@ FACTORS = tuple(_signed(_mixed(SEED + position) | 1) for position in range(16))
 
 
 def mix(z: torch.Tensor) -> torch.Tensor:
-    """Scramble 32-bit numbers, int32, each into another one."""
-    z = (z ^ ((z >> 16) & 0xFFFF)) * _signed(FIRST)
-    z = (z ^ ((z >> 13) & 0x7FFFF)) * _signed(SECOND)
-    return z ^ ((z >> 16) & 0xFFFF)
+    """Scramble 32-bit numbers, int32, in place, each into another one."""
+    for shift, factor in ((16, FIRST), (13, SECOND)):
+        z.bitwise_xor_((z >> shift).bitwise_and_(2 ** (32 - shift) - 1)).mul_(_signed(factor))
+    return z.bitwise_xor_((z >> 16).bitwise_and_(0xFFFF))
 
 
 def noise_of(blocks: torch.Tensor, dim: int) -> torch.Tensor:
@@ -60,30 +62,35 @@ def noise_of(blocks: torch.Tensor, dim: int) -> torch.Tensor:
     factors = torch.tensor(FACTORS, dtype=torch.int32, device=blocks.device).view(shape)
     steps = [_signed(position * GOLDEN) for position in range(16)]
     positions = torch.tensor(steps, dtype=torch.int32, device=blocks.device).view(shape)
-    bits = blocks.bfloat16().view(torch.int16).to(torch.int32) & 0xFFFF
-    bits = bits.where(bits != NEGATIVE_ZERO, 0)
-    hashed = mix((bits * factors).sum(dim, keepdim=True).to(torch.int32))
-    return ((mix(hashed + positions) >> 8) & 0xFFFFFF).float() * 2.0**-24
+    bits = blocks.bfloat16().view(torch.int16).to(torch.int32).bitwise_and_(0xFFFF)
+    bits.masked_fill_(bits == NEGATIVE_ZERO, 0)
+    hashed = mix(bits.mul_(factors).sum(dim, keepdim=True, dtype=torch.int32))
+    return mix(hashed + positions).bitwise_right_shift_(8).bitwise_and_(0xFFFFFF).float().mul_(2.0**-24)
 
 
-def spacing(magnitude: torch.Tensor) -> torch.Tensor:
-    """Return the distance from E2M1 numbers to the next: 0.5; 1 from 2 on; 2 from 4 on."""
-    return torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))
+def spacing(ratio: torch.Tensor) -> torch.Tensor:
+    """Return the distance from E2M1 numbers to the next: 0.5; 1 from 2 on; 2 from 4 on. New memory.
+
+    It is half of the power of two in float32's exponent, of 1 at least.
+    """
+    return ratio.view(torch.int32).bitwise_and(EXPONENT).view(torch.float32).clamp_min_(1.0).mul_(0.5)
 
 
 def nearest(ratio: torch.Tensor) -> torch.Tensor:
-    """Round to nearest, ties to even. Magnitudes are at most 6."""
-    apart = spacing(ratio.abs())
-    return (ratio / apart).round_().mul_(apart)
+    """Round float32 to nearest, ties to even, in place. Magnitudes are at most 6.
+
+    Adding and subtracting 1.5 * 2^23 units clears the bits below them, rounding to nearest even.
+    """
+    units = spacing(ratio).mul_(1.5 * 2.0**23)
+    return ratio.add_(units).sub_(units)
 
 
 def stochastic(ratio: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
     """Round away from zero where ``noise`` is below the distance from the number towards zero.
 
-    Magnitudes are at most 6. A number of E2M1 stays itself.
+    Magnitudes are at most 6, of float32. A number of E2M1 stays itself.
     """
-    magnitude = ratio.abs()
-    apart = spacing(magnitude)
-    units = magnitude / apart
+    apart = spacing(ratio)
+    units = ratio.abs().div_(apart)
     inner = units.floor()
-    return torch.copysign((inner + (noise < units - inner)) * apart, ratio)
+    return inner.add_(noise < units.sub_(inner)).mul_(apart).copysign_(ratio)
