@@ -5,7 +5,7 @@ Here operands are rounded to the same tiles or tensors, but multiplied and added
 """
 
 import attrs
-from nanotrain_fp8_deepseek_v3 import FP8DeepSeekV3Config, FP8HybridConfig, MXFP8Config
+from nanotrain_fp8_deepseek_v3.configs import FP8DeepSeekV3Config, FP8HybridConfig, MXFP8Config, NVFP4Config
 
 from nanotrain_core import hookimpl
 from nanotrain_core.component import Component
@@ -21,7 +21,12 @@ class HybridConfig(FP8HybridConfig):
 
 @hookimpl
 def nanotrain_register_precision(register):
-    configs = {"exact_fp8": FP8DeepSeekV3Config, "exact_hybrid": HybridConfig, "exact_mx": MXFP8Config}
+    configs = {
+        "exact_fp8": FP8DeepSeekV3Config,
+        "exact_hybrid": HybridConfig,
+        "exact_mx": MXFP8Config,
+        "exact_nvfp4": NVFP4Config,
+    }
     for name, config in configs.items():
         register(Component(name=name, config=config, factory=f"{__name__}:build", summary="FP8 in float64"))
 
@@ -31,14 +36,17 @@ def build(config):
     from nanotrain_fp8_deepseek_v3.formats import quantize
     from nanotrain_fp8_deepseek_v3.gemm import EmulatedFP8
     from nanotrain_fp8_deepseek_v3.mx import EmulatedMX
-    from nanotrain_fp8_deepseek_v3.precision import MXFP8, FP8DeepSeekV3, FP8Hybrid
+    from nanotrain_fp8_deepseek_v3.nvfp4.gemm import EmulatedNVFP4
+    from nanotrain_fp8_deepseek_v3.precision import MXFP8, NVFP4, FP8DeepSeekV3, FP8Hybrid
 
     from nanotrain_core.layout.roles import Role
 
     parts = getattr(config, "parts", 1)
 
-    class Wide(EmulatedMX if isinstance(config, MXFP8Config) else EmulatedFP8):
-        """Emulated products whose operands are float64 numbers of FP8."""
+    emulations = {MXFP8Config: EmulatedMX, NVFP4Config: EmulatedNVFP4}
+
+    class Wide(emulations.get(type(config), EmulatedFP8)):
+        """Emulated products whose operands are float64 numbers of the format."""
 
         def of_weight(self, weight):
             return tuple(form.double() for form in super().of_weight(weight))
@@ -81,7 +89,12 @@ def build(config):
     def in_columns(x, *form):
         return quantize(x, (0, x.shape[1] // parts), *form).values().double()
 
-    kinds = {MXFP8Config: MXFP8, HybridConfig: FP8Hybrid, FP8DeepSeekV3Config: FP8DeepSeekV3}
+    kinds = {
+        MXFP8Config: MXFP8,
+        HybridConfig: FP8Hybrid,
+        FP8DeepSeekV3Config: FP8DeepSeekV3,
+        NVFP4Config: NVFP4,
+    }
 
     class Exact(kinds[type(config)]):
         def __init__(self, config):

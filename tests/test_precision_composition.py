@@ -46,6 +46,8 @@ EXACT = 1e-9
 NEAR = 0.05
 #: Measured up to 32%, of a norm two layers deep; what a rank forgot to add would be half of a gradient.
 FAR = 0.4
+#: In NVFP4 a gradient in other blocks, of which half of the numbers are rounded otherwise.
+IN_FOUR_BITS = 0.3
 EXPERTS = ("*.experts.*",)
 ROWS = ("*.q_a.weight", "*.kv_a.weight")
 EVERYTHING = ("*",)
@@ -132,15 +134,15 @@ IN_BLOCKS = {name: LAYOUTS[name] for name in LAYOUTS if name != "tp2-cut"} | {
 }
 
 
-def in_blocks(topology, around, length):
-    """Return the ranks' traces of two steps in MXFP8."""
+def in_blocks(topology, around, length, use="exact_mx"):
+    """Return the ranks' traces of two steps in MXFP8, or another format in blocks."""
     batch = {"sequences": 256 // length, "microbatch": 1, "length": length}
-    return traces(case({"use": "exact_mx"}, topology, around), run={"steps": 2}, batch=batch)
+    return traces(case({"use": use}, topology, around), run={"steps": 2}, batch=batch)
 
 
 @cache
-def alone_in_blocks(length, adamw):
-    (trace,) = in_blocks({}, {"model": ALIGNED, "optimizer": ADAMW if adamw else SGD}, length)
+def alone_in_blocks(length, adamw, use="exact_mx"):
+    (trace,) = in_blocks({}, {"model": ALIGNED, "optimizer": ADAMW if adamw else SGD}, length, use)
     return trace
 
 
@@ -162,6 +164,26 @@ def test_mxfp8_is_that_of_one_process(name):
         assert_near(found[parameter], expected[parameter], 1e-5 if of_experts else EXACT, parameter)
     losses, wanted = ([report.loss for report in t.reports] for t in (ranks[-1], one))
     assert losses == pytest.approx(wanted, rel=1e-6 if apart else EXACT)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", IN_BLOCKS)
+def test_nvfp4_is_that_of_one_process(name):
+    """Noise and blocks are those of one process wherever the same sixteen numbers make a block.
+
+    Experts that get other rows together have other blocks of 16 along their tokens.
+    """
+    topology, around, apart = IN_BLOCKS[name]
+    length = 128 if "cp" in topology else 64  # a rank has whole blocks of tokens
+    ranks = in_blocks(topology, around, length, "exact_nvfp4")
+    one = alone_in_blocks(length, "stage" in around["optimizer"], "exact_nvfp4")
+    found, expected = whole([t.gradients for t in ranks], atol=1e-4), whole([one.gradients])
+    assert found.keys() == expected.keys()
+    for parameter in expected:
+        of_experts = apart and any(fnmatch(parameter, pattern) for pattern in EXPERTS)
+        assert_near(found[parameter], expected[parameter], IN_FOUR_BITS if of_experts else EXACT, parameter)
+    losses, wanted = ([report.loss for report in t.reports] for t in (ranks[-1], one))
+    assert losses == pytest.approx(wanted, rel=0.01 if apart else EXACT)
 
 
 def assert_near(found, expected, bound, name):

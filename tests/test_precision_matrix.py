@@ -51,6 +51,7 @@ PRECISIONS = {
     "fp8": ({"use": "fp8_deepseek_v3"}, TILES),
     "hybrid": ({"use": "fp8_hybrid"}, TILES),
     "mxfp8": ({"use": "mxfp8"}, TILES),
+    "nvfp4": ({"use": "nvfp4"}, FOUR_BITS),
     "residual": ({"use": "fp4_master", "config": {"format": "nvfp4", "variant": "residual"}}, SUMS),
     "eco": ({"use": "fp4_master", "config": {"format": "nf4", "variant": "eco", "block_size": 16}}, CODES),
     "remainder": ({"use": "fp4_master", "config": {"format": "bf16", "variant": "remainder"}}, SUMS),

@@ -16,10 +16,12 @@ TILED = Case(
 )
 HYBRID = Case("precision", use="fp8_hybrid")
 BLOCKS = Case("precision", use="mxfp8", topology={"dp": 2}, overrides={"parallel": [{"use": "summed"}]})
+FOUR_BITS = Case("precision", use="nvfp4", topology={"dp": 2}, overrides={"parallel": [{"use": "summed"}]})
 
 test_conformance = conformance(TILED)
 test_hybrid = conformance(HYBRID, slow=pytest.mark.full)
 test_blocks = conformance(BLOCKS, slow=pytest.mark.full)
+test_four_bits = conformance(FOUR_BITS, slow=pytest.mark.full)
 
 
 def test_gradients_are_there_though_tokens_go_to_other_experts():

@@ -68,11 +68,11 @@ class DryNVFP4(LowBitGEMM):
 
     def wgrad(self, d_y_MN: Tensor, kept: SavedTensors) -> Tensor:
         """Return the transposed dy times x, in float32, of each weight."""
-        return self._of_coded(self._turned(d_y_MN), kept)
+        return self._of_coded(self._turned(d_y_MN), kept, len(d_y_MN))
 
     def defer_wgrad(self, d_y_MN: Tensor, kept: SavedTensors) -> Callable[[], Tensor]:
         """Return a function that computes wgrad later, from codes and scales of dy transposed."""
-        return partial(self._of_coded, self._turned(d_y_MN), kept)
+        return partial(self._of_coded, self._turned(d_y_MN), kept, len(d_y_MN))
 
     def _turned(self, rows: Tensor) -> SavedTensors:
         """Return codes [C, P / 2] and scales: P is M filled up to whole blocks, of each expert."""
@@ -81,8 +81,10 @@ class DryNVFP4(LowBitGEMM):
         blocks = (M + (BLOCK - 1) * experts) // BLOCK
         return coded(rows.new_empty(()).expand(C, blocks * BLOCK))
 
-    def _of_coded(self, d_y: SavedTensors, kept: SavedTensors) -> Tensor:
-        found = times(d_y, kept, torch.float32)
+    def _of_coded(self, d_y: SavedTensors, kept: SavedTensors, M: int) -> Tensor:
+        """Return the product of M rows: how many are filled up depends on the router."""
+        left, right = ((codes[:, : -(-M // 2)], scales) for codes, scales in (d_y, kept))
+        found = times(left, right, torch.float32)
         return found if self.counts_E is None else found.expand(len(self.counts_E), -1, -1).clone()
 
 

@@ -118,8 +118,8 @@ def multiply_nvfp4(
     """
     a, b = (codes.view(torch.float4_e2m1fn_x2) for codes in (left, right))
     sa, sb = (scales.view(torch.float8_e4m3fn) for scales in (scales_left, scales_right))
-    kinds, orders = [F.ScalingType[KIND], F.ScalingType.TensorWise], [F.SwizzleType.SWIZZLE_32_4_4] * 2
-    orders[1] = F.SwizzleType.NO_SWIZZLE
+    kinds = [F.ScalingType.BlockWise1x16, F.ScalingType.TensorWise]
+    orders = [F.SwizzleType.SWIZZLE_32_4_4, F.SwizzleType.NO_SWIZZLE]
     y: torch.Tensor = F.scaled_mm(
         a,
         b.T,
