@@ -13,8 +13,9 @@ import torch
 from fp8_models import DEEPSEEK, LLAMA
 from nanotrain_fp8_deepseek_v3 import backends, graphed, scaled
 from nanotrain_fp8_deepseek_v3.gemm import EmulatedFP8, Float32GEMM, FP8Recipe
-from nanotrain_fp8_deepseek_v3.graphed import GraphedEmulation, GraphedFloat32, GraphedMX
+from nanotrain_fp8_deepseek_v3.graphed import GraphedEmulation, GraphedFloat32, GraphedMX, GraphedNVFP4
 from nanotrain_fp8_deepseek_v3.mx import EmulatedMX, mx_recipe
+from nanotrain_fp8_deepseek_v3.nvfp4.gemm import EmulatedNVFP4, NVFP4Recipe
 from nanotrain_fp8_deepseek_v3.operand_cache import OperandCache
 from nanotrain_fp8_deepseek_v3.scaled import Scaled
 from scaled_products import product
@@ -53,6 +54,8 @@ def seen(monkeypatch):
     count(EmulatedFP8, "of_weight", "weights")
     count(EmulatedMX, "round_input", "inputs")
     count(EmulatedMX, "of_weight", "weights")
+    count(EmulatedNVFP4, "round_input", "inputs")
+    count(EmulatedNVFP4, "of_weight", "weights")
     count(Scaled, "_of_weight", "weights")
     torch._dynamo.reset()
     return found
@@ -118,6 +121,8 @@ full = pytest.mark.full
         (DEEPSEEK, "fp8_hybrid", "emulated", set()),
         (LLAMA, "fp8_hybrid", "auto", set()),
         (DEEPSEEK, "mxfp8", "auto", {Role.EXPERTS}),
+        (DEEPSEEK, "nvfp4", "auto", {Role.EXPERTS}),
+        (DEEPSEEK, "nvfp4", "emulated", set()),
         (LLAMA, "fp8_deepseek_v3", "te", {Role.BLOCK}),
     ],
 )
@@ -140,6 +145,8 @@ def test_what_stays_eager_is_said(model, use, backend, roles):
         pytest.param(DEEPSEEK, "fp8_deepseek_v3", MIXED, [], marks=full),
         pytest.param(DEEPSEEK, "mxfp8", {"backend": "emulated"}, [], marks=full),
         pytest.param(DEEPSEEK, "mxfp8", MIXED, RECOMPUTE, marks=full),
+        pytest.param(DEEPSEEK, "nvfp4", {"backend": "emulated"}, [], marks=full),
+        pytest.param(LLAMA, "nvfp4", MIXED, RECOMPUTE, marks=full),
         pytest.param(DEEPSEEK, "mxfp8", {"backend": "torch"}, [], marks=full),
         pytest.param(LLAMA, "mxfp8", {"backend": "torch"}, RECOMPUTE, marks=full),
     ],
@@ -269,9 +276,10 @@ ROUNDED = FP8Recipe(input_power_of_two=True, quantize_swiglu=True)
         (lambda scratch: GraphedEmulation(ROUNDED, scratch), 3),
         (lambda scratch: GraphedEmulation(FP8Recipe(tile=0), scratch), 3),
         (lambda scratch: GraphedMX(mx_recipe("ceil"), scratch), 3),
+        (lambda scratch: GraphedNVFP4(NVFP4Recipe(), scratch), 3),
         (GraphedFloat32, 0),
     ],
-    ids=["tiles", "tensors", "blocks", "float32"],
+    ids=["tiles", "tensors", "blocks", "four bits", "float32"],
 )
 def test_merged_calls_have_the_eager_bits_and_are_as_many(make, inputs, seen):
     """Gradients of weights too, added up in float32; a parameter's hook is called once a microbatch."""
@@ -283,7 +291,7 @@ def test_merged_calls_have_the_eager_bits_and_are_as_many(make, inputs, seen):
     if inputs:
         assert seen == counted
         assert seen["weights"] == 6
-        again = 1 if make(None).recipe.quantize_swiglu else 0  # what SwiGLU makes again for down
+        again = 1 if make(None).recipe == ROUNDED else 0  # what SwiGLU makes again for down
         assert seen["inputs"] == MICROBATCHES * (inputs + again)
 
 
@@ -338,7 +346,9 @@ COUNTS = [torch.tensor([10, 0, 30]), None]
 
 
 @pytest.mark.parametrize("counts", COUNTS, ids=["experts", "one weight"])
-@pytest.mark.parametrize("key", ["128 e4m3 0 0", "128 e5m2 1 1", "0 e5m2 0 0", "mx floor", "nvfp4 float32 1x16 1 1"])
+@pytest.mark.parametrize(
+    "key", ["128 e4m3 0 0", "128 e5m2 1 1", "0 e5m2 0 0", "mx floor", "nvfp4 float32 1x16 1 1"]
+)
 def test_operators_are_what_torch_expects_of_operators(key, counts):
     """Their schemas are not tried: torch cannot compare eight-bit floats."""
     x, d_y = torch.randn(40, 200).bfloat16(), torch.randn(40, 24).bfloat16()

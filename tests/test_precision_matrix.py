@@ -44,6 +44,8 @@ class Bounds:
 SUMS = Bounds(gradients=0.25, norm=0.05, loss=0.03)
 #: Tiles that tp cuts, and those of the rows that experts are sent: see ``test_precision_composition.py``.
 TILES = Bounds(gradients=0.6, norm=0.1, loss=0.16)
+#: In four bits, with other noise for a block of which a number differs: wider than measured on a few.
+FOUR_BITS = Bounds(gradients=0.9, norm=0.3, loss=0.2)
 #: A sum in another order moves a weight to the next of 16 codes: 1.4% to 4.8% after two steps with four seeds
 #: where tp sums bfloat16, and 1e-8 on the same layout without tp.
 CODES = Bounds(gradients=0.25, norm=0.05, loss=0.09)
