@@ -46,8 +46,11 @@ EXACT = 1e-9
 NEAR = 0.05
 #: Measured up to 32%, of a norm two layers deep; what a rank forgot to add would be half of a gradient.
 FAR = 0.4
-#: In NVFP4 a gradient in other blocks, of which half of the numbers are rounded otherwise.
+#: In NVFP4 a gradient in other blocks, with other noise. Measured are 14% under ep and cp.
 IN_FOUR_BITS = 0.3
+#: Under cp only the last query sees the last key, whose gradient is 2^13 smaller than others: its scale is
+#: subnormal, and another beside other rows. Measured is 7e-4.
+SMALL_ROWS = 3e-3
 EXPERTS = ("*.experts.*",)
 ROWS = ("*.q_a.weight", "*.kv_a.weight")
 EVERYTHING = ("*",)
@@ -171,8 +174,9 @@ def test_mxfp8_is_that_of_one_process(name):
 def test_nvfp4_is_that_of_one_process(name):
     """Noise and blocks are those of one process wherever the same sixteen numbers make a block.
 
-    Experts that get other rows together have other blocks of 16 along their tokens.
+    Experts that get other rows together have other blocks of 16 along their tokens; see SMALL_ROWS for cp.
     """
+    elsewhere = SMALL_ROWS if name == "cp2" else EXACT
     topology, around, apart = IN_BLOCKS[name]
     length = 128 if "cp" in topology else 64  # a rank has whole blocks of tokens
     ranks = in_blocks(topology, around, length, "exact_nvfp4")
@@ -181,7 +185,8 @@ def test_nvfp4_is_that_of_one_process(name):
     assert found.keys() == expected.keys()
     for parameter in expected:
         of_experts = apart and any(fnmatch(parameter, pattern) for pattern in EXPERTS)
-        assert_near(found[parameter], expected[parameter], IN_FOUR_BITS if of_experts else EXACT, parameter)
+        bound = IN_FOUR_BITS if of_experts else elsewhere
+        assert_near(found[parameter], expected[parameter], bound, parameter)
     losses, wanted = ([report.loss for report in t.reports] for t in (ranks[-1], one))
     assert losses == pytest.approx(wanted, rel=0.01 if apart else EXACT)
 

@@ -18,6 +18,7 @@ from nanotrain_core.api import (
     Role,
     Rule,
     StaysEager,
+    Support,
     divisibility_of,
     hookimpl,
 )
@@ -171,6 +172,8 @@ def nanotrain_register_precision(register: Register) -> None:
             factory=f"{__name__}.precision:NVFP4",
             summary="bf16 with all GEMMs of linear layers in four bits, as Blackwell multiplies them",
             provides={"fp8_products"},
+            # Losses of products in four bits are a few percent from float32's.
+            supports={"follows_float32": Support.PARTIAL},
             stays_eager=stays_eager,
             reads_modules=read_modules,
             refuses_gpu=refuses_gpu,

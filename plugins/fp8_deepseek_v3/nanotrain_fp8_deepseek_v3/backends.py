@@ -96,7 +96,9 @@ def _emulated(recipe: Recipe, cache: OperandCache) -> GEMMBackend:
 
 
 def _torch(recipe: Recipe, cache: OperandCache) -> GEMMBackend:
-    return recipe.scaled(cache)
+    from nanotrain_fp8_deepseek_v3.families import SCALED
+
+    return SCALED[type(recipe)](recipe, cache)
 
 
 def _needs_meta(device: torch.device, recipe: Recipe) -> str:
@@ -104,7 +106,9 @@ def _needs_meta(device: torch.device, recipe: Recipe) -> str:
 
 
 def _dry(recipe: Recipe, cache: OperandCache) -> GEMMBackend:
-    return recipe.dry(cache)
+    from nanotrain_fp8_deepseek_v3.families import DRY
+
+    return DRY[type(recipe)](recipe, cache)
 
 
 def _triton(recipe: Recipe, cache: OperandCache) -> GEMMBackend:

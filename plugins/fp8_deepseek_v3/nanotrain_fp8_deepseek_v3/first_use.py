@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from nanotrain_core.api.torch import QuantizedInput, SavedTensors, swiglu
+from nanotrain_fp8_deepseek_v3.families import SCALED
 from nanotrain_fp8_deepseek_v3.formats import E4M3, dequantize
 from nanotrain_fp8_deepseek_v3.gemm import EmulatedFP8, Emulation, FP8Recipe
 from nanotrain_fp8_deepseek_v3.recipe import LowBitGEMM, Recipe
@@ -39,7 +40,7 @@ def disagreement(device: torch.device) -> str:
 @cache
 def disagreement_of_torch(device: torch.device, recipe: Recipe) -> str:
     """Return which of torch's GEMMs differs from the emulation on ``device``; empty if none does."""
-    return _differs(device, recipe.scaled(), recipe.emulated())
+    return _differs(device, SCALED[type(recipe)](recipe), recipe.emulated())
 
 
 def _differs(device: torch.device, ours: LowBitGEMM, theirs: Emulation) -> str:

@@ -231,18 +231,6 @@ class FP8Recipe(Recipe):
         """Return the emulation, which is the reference, outside graphs."""
         return EmulatedFP8(self, cache)
 
-    def scaled(self, cache: OperandCache | None = None) -> LowBitGEMM:
-        """Return torch's scaled GEMMs on tensor cores."""
-        from nanotrain_fp8_deepseek_v3.scaled import ScaledFP8
-
-        return ScaledFP8(self, cache)
-
-    def dry(self, cache: OperandCache | None = None) -> LowBitGEMM:
-        """Return GEMMs without values, for a plan."""
-        from nanotrain_fp8_deepseek_v3.dry import DryFP8
-
-        return DryFP8(self, cache)
-
 
 class FP8GEMM(LowBitGEMM):
     """A backend in eight bits: it saves activations as codes and scales of tiles."""

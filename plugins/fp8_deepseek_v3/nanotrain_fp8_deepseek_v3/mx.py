@@ -31,7 +31,7 @@ from nanotrain_fp8_deepseek_v3 import units
 from nanotrain_fp8_deepseek_v3.formats import E4M3, Rounding, Tiled, dequantize_columns, quantize
 from nanotrain_fp8_deepseek_v3.gemm import EmulatedFP8, FP8Recipe
 from nanotrain_fp8_deepseek_v3.operand_cache import OperandCache
-from nanotrain_fp8_deepseek_v3.recipe import DY, DY_OF_DW, W_OF_DX, X_OF_DW, LowBitGEMM, W, X
+from nanotrain_fp8_deepseek_v3.recipe import DY, DY_OF_DW, W_OF_DX, X_OF_DW, W, X
 
 #: Elements that share a scale.
 BLOCK = 32
@@ -78,18 +78,6 @@ class MXRecipe(FP8Recipe):
     def emulated(self, cache: OperandCache | None = None) -> EmulatedMX:
         """Return the emulation, which is the reference, outside graphs."""
         return EmulatedMX(self, cache)
-
-    def scaled(self, cache: OperandCache | None = None) -> LowBitGEMM:
-        """Return torch's scaled GEMMs on tensor cores."""
-        from nanotrain_fp8_deepseek_v3.scaled_mx import ScaledMX
-
-        return ScaledMX(self, cache)
-
-    def dry(self, cache: OperandCache | None = None) -> LowBitGEMM:
-        """Return GEMMs without values, for a plan."""
-        from nanotrain_fp8_deepseek_v3.dry import DryMX
-
-        return DryMX(self, cache)
 
 
 def mx_recipe(rounding: Rounding) -> MXRecipe:

@@ -1,7 +1,7 @@
 """The base of recipes: how the operands of a layer are rounded, and what multiplies them.
 
-A family of recipes (tiles, MX, NVFP4) is one subclass, which names its emulation, its backends, the operands
-that a monitor counts, and the tensor cores that it needs. Everything else is the same for all.
+A family of recipes (tiles, MX, NVFP4) is one subclass, which names its emulation, the operands that a monitor
+counts, and the tensor cores that it needs; its other backends stand in ``families``. All else is the same.
 """
 
 from __future__ import annotations
@@ -70,14 +70,6 @@ class Recipe:
 
     def emulated(self, cache: OperandCache | None = None) -> Emulation:
         """Return the emulation, which is the reference, outside graphs."""
-        raise NotImplementedError
-
-    def scaled(self, cache: OperandCache | None = None) -> LowBitGEMM:
-        """Return torch's scaled GEMMs on tensor cores."""
-        raise NotImplementedError
-
-    def dry(self, cache: OperandCache | None = None) -> LowBitGEMM:
-        """Return GEMMs without values, for a plan."""
         raise NotImplementedError
 
 

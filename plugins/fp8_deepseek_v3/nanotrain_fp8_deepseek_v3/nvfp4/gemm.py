@@ -33,7 +33,7 @@ from nanotrain_fp8_deepseek_v3 import units
 from nanotrain_fp8_deepseek_v3.gemm import Emulation
 from nanotrain_fp8_deepseek_v3.nvfp4.format import BLOCK, Blocks, TensorScale, pack, quantize, unpack
 from nanotrain_fp8_deepseek_v3.operand_cache import OperandCache
-from nanotrain_fp8_deepseek_v3.recipe import DY, DY_OF_DW, W_OF_DX, X_OF_DW, LowBitGEMM, Recipe, W, X
+from nanotrain_fp8_deepseek_v3.recipe import DY, DY_OF_DW, W_OF_DX, X_OF_DW, Recipe, W, X
 
 ROW, COLUMN, SQUARE = (1, BLOCK), (BLOCK, 1), (BLOCK, BLOCK)
 
@@ -106,18 +106,6 @@ class NVFP4Recipe(Recipe):
     def emulated(self, cache: OperandCache | None = None) -> EmulatedNVFP4:
         """Return the emulation, which is the reference, outside graphs."""
         return EmulatedNVFP4(self, cache)
-
-    def scaled(self, cache: OperandCache | None = None) -> LowBitGEMM:
-        """Return torch's scaled GEMMs on tensor cores."""
-        from nanotrain_fp8_deepseek_v3.nvfp4.scaled import ScaledNVFP4
-
-        return ScaledNVFP4(self, cache)
-
-    def dry(self, cache: OperandCache | None = None) -> LowBitGEMM:
-        """Return GEMMs without values, for a plan."""
-        from nanotrain_fp8_deepseek_v3.nvfp4.dry import DryNVFP4
-
-        return DryNVFP4(self, cache)
 
 
 def blocks_of(M: int, experts: int | None) -> int:

@@ -2,7 +2,8 @@
 
 Stochastic rounding takes the next number away from zero with a probability equal to the distance from the
 one towards zero, in units of their distance: the mean over the noise is the number itself. The noise has no
-state. It is a hash of the sixteen elements of the block, as bfloat16, and of the position of the element::
+state. It is a hash of the sixteen elements of the block, as bfloat16 and negligible ones as 0, and of the
+position of the element::
 
     h   = mix(sum of bits(x_j) * C_j)        u_i = mix(h + i * GOLDEN) / 2^32, in [0, 1), 24 bits of it
 
@@ -26,8 +27,10 @@ from nanotrain_fp8_deepseek_v3.formats import EXPONENT
 
 #: Multipliers of the finalizer, and the odd number next to 2^32 over the golden ratio.
 FIRST, SECOND, GOLDEN = 0x85EBCA6B, 0xC2B2AE35, 0x9E3779B9
-#: The bits of a zero that has a sign, which counts as the other one.
-NEGATIVE_ZERO = 0x8000
+#: What is this much smaller than the largest of its block is hashed as 0, as are zeros with a sign. It is 0
+#: nearly always once rounded, and may be what a sum that cancels leaves, or a row that a rank's tensor scale
+#: makes another: neither shall change the noise of fifteen others.
+NEGLIGIBLE = 2.0**-8
 #: The noise of all runs.
 SEED = 0x4E564650
 
@@ -63,7 +66,8 @@ def noise_of(blocks: torch.Tensor, dim: int) -> torch.Tensor:
     steps = [_signed(position * GOLDEN) for position in range(16)]
     positions = torch.tensor(steps, dtype=torch.int32, device=blocks.device).view(shape)
     bits = blocks.bfloat16().view(torch.int16).to(torch.int32).bitwise_and_(0xFFFF)
-    bits.masked_fill_(bits == NEGATIVE_ZERO, 0)
+    magnitude = blocks.abs()
+    bits.masked_fill_(magnitude <= magnitude.amax(dim, keepdim=True).mul_(NEGLIGIBLE), 0)
     hashed = mix(bits.mul_(factors).sum(dim, keepdim=True, dtype=torch.int32))
     return mix(hashed + positions).bitwise_right_shift_(8).bitwise_and_(0xFFFFFF).float().mul_(2.0**-24)
 
