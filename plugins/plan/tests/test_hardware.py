@@ -186,12 +186,16 @@ def test_a_plan_says_which_component_cannot_run_on_the_hardware(capsys):
     pytest.importorskip("nanotrain_fp8_deepseek_v3")
     small = ["--set", "model.layers=1"]
     tiles = "precision 'fp8_deepseek_v3': tiles of 128 need compute capability 9.0 (H100, H200), this is 10.0"
+    four_bits = "NVFP4 needs compute capability 10.0 (B200), this is 9.0"
     for precision, backend, name, told in (
         ("fp8_deepseek_v3", "auto", "b200", [tiles]),
         ("fp8_deepseek_v3", "emulated", "b200", []),
         ("fp8_deepseek_v3", "auto", "h800", []),
         ("fp8_deepseek_v3", "auto", "cpu", []),
         ("fp8_hybrid", "auto", "b200", []),
+        ("nvfp4", "auto", "h200", [f"precision 'nvfp4': {four_bits}"]),
+        ("nvfp4", "emulated", "h200", []),
+        ("nvfp4", "auto", "gb300", []),
     ):
         words = [f"--set=precision.use={precision}", f"--set=precision.backend={backend}", *small]
         assert main(["plan", "laptop", "--hardware", name, *words, "--json"]) == (2 if told else 0)
@@ -216,14 +220,16 @@ def test_a_compute_capability_is_two_numbers(tmp_path):
 @pytest.mark.full
 def test_a_dtype_that_the_device_has_no_units_for_is_told(capsys):
     pytest.importorskip("nanotrain_fp8_deepseek_v3")
-    stands = "FP8, which the device has no units for: as bfloat16"
-    for precision, name, told in (
-        ("fp8_hybrid", "a100", True),
-        ("fp8_hybrid", "h100", False),
-        ("mxfp8", "h100", True),
-        ("mxfp8", "b200", False),
+    for precision, form, name, told in (
+        ("fp8_hybrid", "FP8", "a100", True),
+        ("fp8_hybrid", "FP8", "h100", False),
+        ("mxfp8", "MXFP8", "h100", True),
+        ("mxfp8", "MXFP8", "b200", False),
+        ("nvfp4", "NVFP4", "h100", True),
+        ("nvfp4", "NVFP4", "b300", False),
     ):
         words = ["--set", f"precision.use={precision}", "--set", "model.layers=1"]
         assert main(["plan", "laptop", "--hardware", name, *words, "--json"]) == (2 if told else 0)
         (gemms,) = [each for each in json.loads(capsys.readouterr().out)["assumptions"] if "GEMMs" in each]
-        assert (stands in gemms) == told
+        assert f" in {form}" in gemms
+        assert (f"{form}, which the device has no units for: as bfloat16" in gemms) == told

@@ -52,6 +52,14 @@ RUNS = [
      "{:,.0f} tokens/s", ("moe_transformer", "ep_deepseek", "zero12", "fp8_deepseek_v3")),
     ("bridge_qwen3_30b_b300_mxfp8", "b300_ep_overlap.toml", "tokens_per_second_per_device", 40769,
      "{:,.0f} tokens/s", ("moe_transformer", "ep_deepseek", "zero12", "fp8_deepseek_v3")),
+    ("bridge_llama_3_70b_gb300_nvfp4", "gb300", "tokens_per_second_per_device", 7296, "{:,.0f} tokens/s",
+     ("pp_1f1b", "zero12", "fp8_deepseek_v3")),
+    ("bridge_llama_3_70b_gb200_nvfp4", "gb200", "tokens_per_second_per_device", 4864, "{:,.0f} tokens/s",
+     ("tp", "pp_1f1b", "zero12", "fp8_deepseek_v3")),
+    ("bridge_llama_3_405b_gb300_nvfp4", "gb300", "tokens_per_second_per_device", 1413, "{:,.0f} tokens/s",
+     ("tp", "pp_1f1b", "zero12", "fp8_deepseek_v3")),
+    ("bridge_llama_3_405b_gb200_nvfp4", "gb200", "tokens_per_second_per_device", 1166, "{:,.0f} tokens/s",
+     ("tp", "pp_1f1b", "zero12", "fp8_deepseek_v3")),
 ]  # fmt: skip
 #: Whose error is larger: docs/planning.md says what its recipe lacks.
 LARGER = [
