@@ -2,14 +2,14 @@
 
 Operands are packed, two codes in a byte, with their scales, and are padded as for tensor cores. The scales
 of a product, which follow its operands, are of E4M3, which tells a planner what units it takes; its FLOPs are
-those of all codes.
+those of all codes. Rounding reads an operand twice: for the tensor's largest magnitude, and for the codes.
 
 Shapes: M rows, K inputs, N outputs; for stacked weights E.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -79,7 +79,7 @@ class DryNVFP4(LowBitGEMM):
         M, C = rows.shape
         experts = 1 if self.counts_E is None else min(len(self.counts_E), M)
         blocks = (M + (BLOCK - 1) * experts) // BLOCK
-        return coded(rows.new_empty(()).expand(C, blocks * BLOCK))
+        return coded(rows, (C, blocks * BLOCK))
 
     def _of_coded(self, d_y: SavedTensors, kept: SavedTensors, M: int) -> Tensor:
         """Return the product of M rows: how many are filled up depends on the router."""
@@ -88,10 +88,17 @@ class DryNVFP4(LowBitGEMM):
         return found if self.counts_E is None else found.expand(len(self.counts_E), -1, -1).clone()
 
 
-def coded(x: Tensor) -> SavedTensors:
-    """Return packed codes [..., R, C / 2] and scales [..., R, C / 16] of E4M3, C padded for tensor cores."""
-    *rows, C = x.shape
+def coded(x: Tensor, shape: Sequence[int] | None = None) -> SavedTensors:
+    """Return packed codes [..., R, C / 2] and scales [..., R, C / 16] of E4M3, C padded for tensor cores.
+
+    Args:
+        x: is rounded.
+        shape: [..., R, C], if it is not that of ``x``.
+    """
+    *rows, C = shape or x.shape
     C += -C % ALONG
+    for _ in range(2):
+        x.sum()  # in place of each pass that reads it: a sum has a value where there are no rows, too
     codes = x.new_empty((*rows, C // 2), dtype=torch.uint8)
     codes.copy_(x.new_empty(()).expand_as(codes))
     return codes, x.new_empty((*rows, C // BLOCK), dtype=torch.float8_e4m3fn)
