@@ -6,6 +6,7 @@ import torch
 pytest.importorskip("nanotrain_fp8_deepseek_v3")
 pytest.importorskip("nanotrain_plan")
 
+from nanotrain_fp8_deepseek_v3.nvfp4.dry import DryNVFP4
 from nanotrain_fp8_deepseek_v3.nvfp4.gemm import NVFP4Recipe
 from nanotrain_plan.dry.recorder import Recorder
 from nanotrain_plan.dry.values import Values
@@ -22,7 +23,7 @@ def test_gemms_are_counted_in_nvfp4_and_each_operand_is_read_twice_to_be_rounded
     x, w, d_y = (
         torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in ((M, K), (N, K), (M, N))
     )
-    backend = NVFP4Recipe().dry()
+    backend = DryNVFP4(NVFP4Recipe())
     with torch.no_grad(), Recorder("meta", Values()) as recorder:
         (y,), kept = backend.forward(x, w)
         forward = recorder.phase.moved

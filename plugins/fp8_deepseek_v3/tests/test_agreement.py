@@ -19,8 +19,10 @@ from nanotrain_fp8_deepseek_v3 import scaled
 from nanotrain_fp8_deepseek_v3.backends import BACKENDS
 from nanotrain_fp8_deepseek_v3.formats import E4M3, E5M2, TILE, dequantize, quantize
 from nanotrain_fp8_deepseek_v3.gemm import FP8Recipe
-from nanotrain_fp8_deepseek_v3.mx import mx_recipe
+from nanotrain_fp8_deepseek_v3.mx import MXRecipe, mx_recipe
+from nanotrain_fp8_deepseek_v3.nvfp4.gemm import NVFP4Recipe
 from nanotrain_fp8_deepseek_v3.operand_cache import OperandCache
+from nanotrain_fp8_deepseek_v3.recipe import DY, DY_OF_DW, X_OF_DW, W, X
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -32,7 +34,7 @@ RECIPES = [
 RUNNABLE = [
     pytest.param(name, recipe, id=f"{name}-{number}")
     for name, backend in BACKENDS.items()
-    for number, recipe in enumerate([*RECIPES, mx_recipe("ceil"), mx_recipe("floor")])
+    for number, recipe in enumerate([*RECIPES, mx_recipe("ceil"), mx_recipe("floor"), NVFP4Recipe()])
     if not backend.refusal(DEVICE, recipe)
 ]
 
@@ -141,11 +143,17 @@ def by_definition(recipe, x, w, d_y, *, once):
 
     ``once``: x along its columns is not rounded from what was rounded along its rows.
     """
+    if isinstance(recipe, NVFP4Recipe):  # the rounding itself is compared in test_nvfp4.py
+        of = {
+            operand: recipe.blocks(operand, each).values().double()
+            for operand, each in ((X, x), (W, w), (DY, d_y), (X_OF_DW, x), (DY_OF_DW, d_y))
+        }
+        return [sized(of[X], of[W].T), sized(of[DY], of[W]), sized(of[DY_OF_DW].T, of[X_OF_DW])]
     tile = recipe.tile
     row, column = ((1, tile), (tile, 1)) if tile else ((0, 0), (0, 0))
-    if recipe.mx:
+    if isinstance(recipe, MXRecipe):
         x_rows, x_columns, w_rows, w_columns, d_y_rows, d_y_columns = (
-            quantize(each, way, e8m0=recipe.mx).values().double()
+            quantize(each, way, e8m0=recipe.rounding).values().double()
             for each in (x, w, d_y)
             for way in (row, column)
         )
