@@ -146,7 +146,7 @@ def test_what_stays_eager_is_said(model, use, backend, roles):
         pytest.param(DEEPSEEK, "mxfp8", {"backend": "emulated"}, [], marks=full),
         pytest.param(DEEPSEEK, "mxfp8", MIXED, RECOMPUTE, marks=full),
         pytest.param(DEEPSEEK, "nvfp4", {"backend": "emulated"}, [], marks=full),
-        pytest.param(LLAMA, "nvfp4", MIXED, RECOMPUTE, marks=full),
+        pytest.param(DEEPSEEK, "nvfp4", MIXED, RECOMPUTE, marks=full),
         pytest.param(DEEPSEEK, "mxfp8", {"backend": "torch"}, [], marks=full),
         pytest.param(LLAMA, "mxfp8", {"backend": "torch"}, RECOMPUTE, marks=full),
     ],

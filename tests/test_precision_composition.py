@@ -256,6 +256,9 @@ def test_hybrid_is_near_one_process_that_has_other_scales(name):
 
 #: What may become of a loss and of a norm where bfloat16 sums go in another order; measured are 0.3% and 2%.
 ROUNDING = {"loss": 0.01, "grad_norm": 0.03}
+#: Where float32 sums do, and eco rounds stochastically: a last bit takes a few weights in 10,000 to the next
+#: number of four bits in three steps, by the processor's sums none or some. Measured are 3e-5 and 3e-4.
+FLIPPED = {"loss": 1e-4, "grad_norm": 1e-3}
 MASTERS = [
     pytest.param(name, variant, marks=[pytest.mark.full] * ((name, variant) not in QUICK_MASTERS))
     for name in LAYOUTS
@@ -284,7 +287,8 @@ def test_masters_train_as_in_one_process(name, variant):
     for trace in ranks:
         for field, bound in ROUNDING.items():
             found, wanted = ([getattr(r, field) for r in t.reports] for t in (trace, one))
-            assert found == pytest.approx(wanted, rel=bound if apart else 1e-6), field
+            alike = FLIPPED[field] if variant == "eco" else 1e-6
+            assert found == pytest.approx(wanted, rel=bound if apart else alike), field
 
 
 @pytest.mark.full
