@@ -14,7 +14,7 @@ from fp8_models import DEEPSEEK, LLAMA
 from nanotrain_fp8_deepseek_v3 import backends, graphed, scaled
 from nanotrain_fp8_deepseek_v3.gemm import EmulatedFP8, Float32GEMM, FP8Recipe
 from nanotrain_fp8_deepseek_v3.graphed import GraphedEmulation, GraphedFloat32, GraphedMX, GraphedNVFP4
-from nanotrain_fp8_deepseek_v3.mx import EmulatedMX, mx_recipe
+from nanotrain_fp8_deepseek_v3.mx import EmulatedMX, MXRecipe
 from nanotrain_fp8_deepseek_v3.nvfp4.gemm import EmulatedNVFP4, NVFP4Recipe
 from nanotrain_fp8_deepseek_v3.operand_cache import OperandCache
 from nanotrain_fp8_deepseek_v3.scaled import Scaled
@@ -275,7 +275,7 @@ ROUNDED = FP8Recipe(input_power_of_two=True, quantize_swiglu=True)
     [
         (lambda scratch: GraphedEmulation(ROUNDED, scratch), 3),
         (lambda scratch: GraphedEmulation(FP8Recipe(tile=0), scratch), 3),
-        (lambda scratch: GraphedMX(mx_recipe("ceil"), scratch), 3),
+        (lambda scratch: GraphedMX(MXRecipe(rounding="ceil"), scratch), 3),
         (lambda scratch: GraphedNVFP4(NVFP4Recipe(), scratch), 3),
         (GraphedFloat32, 0),
     ],

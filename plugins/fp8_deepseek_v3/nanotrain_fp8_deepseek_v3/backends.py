@@ -39,7 +39,7 @@ def _needs_torch(device: torch.device, recipe: Recipe) -> str:
     """Return why torch's scaled GEMMs cannot run on ``device``; empty if they can."""
     if device.type == "cuda" and not hasattr(torch.nn.functional, "scaled_mm"):
         return f"torch {torch.__version__} has no torch.nn.functional.scaled_mm: 2.10 brought it"
-    return _needs_gpu(device, recipe) or (_disagreement(device, recipe) if recipe.compared else "")
+    return _needs_gpu(device, recipe) or (_disagreement(device, recipe) if recipe.COMPARED else "")
 
 
 def _needs_gpu(device: torch.device, recipe: Recipe) -> str:
@@ -62,7 +62,7 @@ def _disagreement(device: torch.device, recipe: Recipe) -> str:
     from nanotrain_fp8_deepseek_v3.first_use import disagreement, disagreement_of_torch
 
     try:
-        return disagreement_of_torch(device, recipe) if recipe.compared else disagreement(device)
+        return disagreement_of_torch(device, recipe) if recipe.COMPARED else disagreement(device)
     except Exception as error:  # compilers raise arbitrary exceptions
         return f"its kernels fail on {device}: {error}"
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Self
 
 import torch
 
@@ -14,14 +15,53 @@ from nanotrain_core.api.torch import Prepared, SavedTensors
 from nanotrain_fp8_deepseek_v3.formats import E4M3, TILE
 from nanotrain_fp8_deepseek_v3.gemm import FP8GEMM, FP8Recipe
 from nanotrain_fp8_deepseek_v3.operand_cache import OperandCache
+from nanotrain_fp8_deepseek_v3.recipe import LowBitGEMM, Recipe
 from nanotrain_fp8_deepseek_v3.scaled import scaled_mm
 
 Tensor = torch.Tensor
 
 
-class DryFP8(FP8GEMM):
-    """Replaces the FP8 backend of the device in a plan: only shapes and bytes of products, of one weight or
-    of stacked weights with equal numbers of rows each."""
+class Dry(LowBitGEMM):
+    """Replaces the backend of the device in a plan: only shapes and bytes of products, of one weight or of
+    stacked weights with equal numbers of rows each."""
+
+    def __init__(
+        self, recipe: Recipe, cache: OperandCache | None = None, counts_E: Tensor | None = None
+    ) -> None:
+        self.recipe, self.cache, self.counts_E = recipe, cache or OperandCache(), counts_E
+        self.read_weight = self.cache.once(self.both_ways)
+
+    def grouped(self, counts_E: Tensor) -> Self:
+        """Return the same backend for stacked weights."""
+        found = type(self)(self.recipe, self.cache, counts_E)
+        found.read_weight = self.read_weight
+        return found
+
+    @staticmethod
+    def both_ways(weight: Tensor) -> SavedTensors:
+        """Return what is stored of a weight [(E,) N, K], and of its transpose."""
+        raise NotImplementedError
+
+    def prepare(self, weight: Tensor) -> SavedTensors:
+        """Return :meth:`both_ways`, computed once for a step."""
+        return self.read_weight(weight)
+
+    def forms_of(self, weight: Tensor) -> SavedTensors:
+        """Return :meth:`both_ways`, as prepared for this step."""
+        return weight.forms if isinstance(weight, Prepared) else self.read_weight(weight)
+
+    def blocks_along(self, M: int, block: int) -> int:
+        """Return how many blocks M rows take, filled up to whole ones, of each expert."""
+        experts = 1 if self.counts_E is None else min(len(self.counts_E), M)
+        return (M + (block - 1) * experts) // block
+
+    def of_each_weight(self, d_w: Tensor) -> Tensor:
+        """Return one weight's gradient, or as many as there are stacked weights."""
+        return d_w if self.counts_E is None else d_w.expand(len(self.counts_E), -1, -1).clone()
+
+
+class DryFP8(FP8GEMM, Dry):
+    """Codes in eight bits, of the weight and of its transpose."""
 
     scale_dtype: torch.dtype = torch.float32
     product_scale: torch.dtype = torch.float32
@@ -30,22 +70,14 @@ class DryFP8(FP8GEMM):
     def __init__(
         self, recipe: FP8Recipe, cache: OperandCache | None = None, counts_E: Tensor | None = None
     ) -> None:
-        self.recipe, self.cache, self.counts_E = recipe, cache or OperandCache(), counts_E
+        Dry.__init__(self, recipe, cache, counts_E)
         self.tile = recipe.tile or TILE
-        self.read_weight = self.cache.once(_both_ways)
 
-    def grouped(self, counts_E: Tensor) -> DryFP8:
-        """Return the same backend for stacked weights."""
-        found = type(self)(self.recipe, self.cache, counts_E)
-        found.read_weight = self.read_weight
-        return found
-
-    def prepare(self, weight: Tensor) -> SavedTensors:
-        """Return codes of a weight and of its transpose."""
-        return self.read_weight(weight)
-
-    def _codes(self, weight: Tensor) -> SavedTensors:
-        return weight.forms if isinstance(weight, Prepared) else self.read_weight(weight)
+    @staticmethod
+    def both_ways(weight: Tensor) -> SavedTensors:
+        """Return codes [(E,) N, K] and [(E,) K, N]."""
+        codes = weight.detach().to(E4M3.dtype)
+        return codes, codes.mT.contiguous()
 
     def save_for_wgrad(self, x_MK: Tensor) -> SavedTensors:
         """Return codes and scales of x, computed once for all layers that read it."""
@@ -64,7 +96,7 @@ class DryFP8(FP8GEMM):
         """Return x times each transposed weight, and codes and scales of x."""
         kept = self.save_for_wgrad(x_MK)
         left = self._left(x_MK, kept)
-        return [self._times(left, self._codes(weight)[1], x_MK.dtype) for weight in weights], kept
+        return [self._times(left, self.forms_of(weight)[1], x_MK.dtype) for weight in weights], kept
 
     def _left(self, x_MK: Tensor, kept: SavedTensors) -> Tensor:
         """Return the codes of x for y: those that are saved."""
@@ -72,7 +104,7 @@ class DryFP8(FP8GEMM):
 
     def dgrad(self, d_y_MN: Tensor, weight: Tensor) -> Tensor:
         """Return dy times the weight."""
-        return self._times(self._coded(d_y_MN)[0], self._codes(weight)[0], d_y_MN.dtype)
+        return self._times(self._coded(d_y_MN)[0], self.forms_of(weight)[0], d_y_MN.dtype)
 
     def wgrad(self, d_y_MN: Tensor, kept: SavedTensors) -> Tensor:
         """Return the transposed dy times x, in float32, of each weight."""
@@ -85,8 +117,7 @@ class DryFP8(FP8GEMM):
     def _transposed(self, d_y_MN: Tensor) -> SavedTensors:
         """Return codes [N, P] and scales [N, P / tile]: P is M filled up to whole tiles, of each expert."""
         M, N = d_y_MN.shape
-        experts = 1 if self.counts_E is None else min(len(self.counts_E), M)
-        tiles = (M + (self.tile - 1) * experts) // self.tile
+        tiles = self.blocks_along(M, self.tile)
         codes = d_y_MN.new_empty(N, tiles * self.tile, dtype=E4M3.dtype)
         return codes.copy_(d_y_MN.new_empty(()).expand_as(codes)), codes.new_empty(
             N, tiles, dtype=self.scale_dtype
@@ -94,8 +125,7 @@ class DryFP8(FP8GEMM):
 
     def _of_coded(self, d_y: SavedTensors, kept: SavedTensors) -> Tensor:
         left, right = d_y[0][:, : len(kept[0])], kept[0].clone()
-        found = self._product(left, right, torch.float32)
-        return found if self.counts_E is None else found.expand(len(self.counts_E), -1, -1).clone()
+        return self.of_each_weight(self._product(left, right, torch.float32))
 
     def _times(self, rows_MK: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
         """Return rows [M, K] times [(E,) K, N]: each row uses one of the stacked matrices."""
@@ -121,9 +151,3 @@ class DryMX(DryFP8):
     def _left(self, x_MK: Tensor, kept: SavedTensors) -> Tensor:
         """Return the codes of x along its rows."""
         return self._coded(x_MK)[0]
-
-
-def _both_ways(weight: Tensor) -> SavedTensors:
-    """Return codes [(E,) N, K] and [(E,) K, N]."""
-    codes = weight.detach().to(E4M3.dtype)
-    return codes, codes.mT.contiguous()

@@ -166,6 +166,8 @@ class Float32GEMM(PreparesWeights, GEMMBackend):
 class FP8Recipe(Recipe):
     """Tiles, or one scale for a tensor, in eight bits."""
 
+    COMPARED = False  # an H100 has multiplied them
+
     tile: int = TILE
     """Elements along a tile; 0: one scale for a whole tensor; for experts, one for the rows of each."""
     gradients: Format = E4M3
@@ -181,11 +183,6 @@ class FP8Recipe(Recipe):
     def units(self) -> units.Units:
         """Those of tiles, or of tensors."""
         return units.TILES if self.tile else units.TENSORS
-
-    @property
-    def compared(self) -> bool:
-        """No: an H100 has multiplied them."""
-        return False
 
     @property
     def key(self) -> str:

@@ -41,6 +41,8 @@ BLOCK = 32
 class MXRecipe(FP8Recipe):
     """Blocks of MX; every operand is rounded from itself, along what is summed over."""
 
+    COMPARED = True
+
     tile: int = BLOCK
     rounding: Rounding = "ceil"
     """How scales are rounded."""
@@ -49,11 +51,6 @@ class MXRecipe(FP8Recipe):
     def units(self) -> units.Units:
         """Those of MX."""
         return units.MX
-
-    @property
-    def compared(self) -> bool:
-        """Yes."""
-        return True
 
     @property
     def key(self) -> str:
@@ -78,11 +75,6 @@ class MXRecipe(FP8Recipe):
     def emulated(self, cache: OperandCache | None = None) -> EmulatedMX:
         """Return the emulation, which is the reference, outside graphs."""
         return EmulatedMX(self, cache)
-
-
-def mx_recipe(rounding: Rounding) -> MXRecipe:
-    """Return how all layers are rounded."""
-    return MXRecipe(rounding=rounding)
 
 
 def e8m0(scales: torch.Tensor) -> torch.Tensor:

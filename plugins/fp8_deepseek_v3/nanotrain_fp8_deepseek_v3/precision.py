@@ -26,7 +26,7 @@ from nanotrain_fp8_deepseek_v3.configs import FP8DeepSeekV3Config, ModuleFormats
 from nanotrain_fp8_deepseek_v3.formats import E4M3, E5M2, TILE, dequantize, quantize
 from nanotrain_fp8_deepseek_v3.gemm import FP8Recipe
 from nanotrain_fp8_deepseek_v3.graphed import GraphedFloat32
-from nanotrain_fp8_deepseek_v3.mx import mx_recipe
+from nanotrain_fp8_deepseek_v3.mx import MXRecipe
 from nanotrain_fp8_deepseek_v3.nvfp4.gemm import NVFP4Recipe
 from nanotrain_fp8_deepseek_v3.operand_cache import OperandCache
 from nanotrain_fp8_deepseek_v3.policy import Row, check_patterns, format_and_why, matches, rows_of, table
@@ -141,9 +141,9 @@ class MXFP8(ByModule):
 
     config: MXFP8Config
 
-    def recipe(self, name: str, tag: Tag, parameter: str) -> FP8Recipe:
+    def recipe(self, name: str, tag: Tag, parameter: str) -> MXRecipe:
         """Return the same rounding for every layer."""
-        return mx_recipe(self.config.scale_rounding)
+        return MXRecipe(rounding=self.config.scale_rounding)
 
 
 class NVFP4(ByModule):

@@ -6,7 +6,7 @@ counts, and the tensor cores that it needs; its other backends stand in ``famili
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, ClassVar, Protocol, Self
 
 import torch
 
@@ -38,15 +38,13 @@ class Rounded(Protocol):
 class Recipe:
     """How the operands of one layer are rounded. Hashable: backends cache by it."""
 
+    COMPARED: ClassVar = True
+    """Whether torch's GEMMs of them are compared with the emulation before they are used: no test of this
+    project has run them on a device."""
+
     @property
     def units(self) -> Units:
         """The tensor cores that multiply these operands."""
-        raise NotImplementedError
-
-    @property
-    def compared(self) -> bool:
-        """Whether torch's GEMMs of them are compared with the emulation before they are used: no test of
-        this project has run them on a device."""
         raise NotImplementedError
 
     @property

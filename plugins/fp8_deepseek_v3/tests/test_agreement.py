@@ -15,11 +15,12 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+from fp8_operands import products_of
 from nanotrain_fp8_deepseek_v3 import scaled
 from nanotrain_fp8_deepseek_v3.backends import BACKENDS
 from nanotrain_fp8_deepseek_v3.formats import E4M3, E5M2, TILE, dequantize, quantize
 from nanotrain_fp8_deepseek_v3.gemm import FP8Recipe
-from nanotrain_fp8_deepseek_v3.mx import MXRecipe, mx_recipe
+from nanotrain_fp8_deepseek_v3.mx import MXRecipe
 from nanotrain_fp8_deepseek_v3.nvfp4.gemm import NVFP4Recipe
 from nanotrain_fp8_deepseek_v3.operand_cache import OperandCache
 from nanotrain_fp8_deepseek_v3.recipe import DY, DY_OF_DW, X_OF_DW, W, X
@@ -34,7 +35,9 @@ RECIPES = [
 RUNNABLE = [
     pytest.param(name, recipe, id=f"{name}-{number}")
     for name, backend in BACKENDS.items()
-    for number, recipe in enumerate([*RECIPES, mx_recipe("ceil"), mx_recipe("floor"), NVFP4Recipe()])
+    for number, recipe in enumerate(
+        [*RECIPES, MXRecipe(rounding="ceil"), MXRecipe(rounding="floor"), NVFP4Recipe()]
+    )
     if not backend.refusal(DEVICE, recipe)
 ]
 
@@ -45,11 +48,6 @@ def operands(M=512, K=640, N=384, experts=()):
     x[:, 7] *= 300
     d_y[3:4] *= 1e-4
     return [each.bfloat16().to(DEVICE) for each in (x, w, d_y)]
-
-
-def products_of(products, x, w, d_y):
-    (y,), kept = products.forward(x, w)
-    return y, products.dgrad(d_y, w), products.wgrad(d_y, kept)
 
 
 @pytest.mark.parametrize(("name", "recipe"), RUNNABLE)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from fp8_operands import RECIPES, SHAPES, TILED, WHOLE, checked_product, normal, outliers
+from fp8_operands import RECIPES, SHAPES, TILED, WHOLE, checked_product, normal, outliers, products_of
 from nanotrain_fp8_deepseek_v3 import scaled
 from nanotrain_fp8_deepseek_v3.formats import E4M3, E5M2, quantize
 from nanotrain_fp8_deepseek_v3.gemm import EmulatedFP8, Float32GEMM
@@ -139,7 +139,7 @@ def test_an_expert_whose_numbers_are_far_smaller_is_no_worse_than_others(backend
     x, weights, d_y = normal(384, 256), normal(3, 256, 256, seed=1), normal(384, 256, seed=2)
     x[:128], weights[0], d_y[:128] = x[:128] * 1e-4, weights[0] * 1e-4, d_y[:128] * 1e-4
     products = backend(recipe).grouped(torch.tensor(counts))
-    found = products_of_one(products, x, weights, d_y)
+    found = products_of(products, x, weights, d_y)
     of_rows, of_both = 2**0.5 * error[E4M3], (error[E4M3] ** 2 + error[recipe.gradients] ** 2) ** 0.5
     transposed = error[E4M3] if recipe == TILED else 0.0  # what is rounded to powers of two stays
     for e, rows in ((0, slice(0, 128)), (2, slice(128, 384))):
@@ -325,8 +325,8 @@ def test_what_tensor_cores_are_given_is_what_torch_asks_for_and_means_the_same(
         M, weight = sum(counts), normal(4, N, K, seed=1)
         ours, theirs = (each.grouped(torch.tensor(counts)) for each in (ours, theirs))
     x, d_y = normal(M, K), normal(M, N, seed=2)
-    found = products_of_one(ours, x, weight, d_y)
-    for mine, other in zip(found, products_of_one(theirs, x, weight, d_y), strict=True):
+    found = products_of(ours, x, weight, d_y)
+    for mine, other in zip(found, products_of(theirs, x, weight, d_y), strict=True):
         assert_near(mine, other)
 
 
@@ -336,8 +336,3 @@ def assert_near(found, expected):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
     else:
         torch.testing.assert_close(found, expected, rtol=2.0**-7, atol=1e-3)
-
-
-def products_of_one(products, x, weight, d_y):
-    (y,), kept = products.forward(x, weight)
-    return y, products.dgrad(d_y, weight), products.wgrad(d_y, kept)

@@ -1,23 +1,17 @@
 """MXFP8: blocks of 32 against the specification and torchao, and the products of its three GEMMs."""
 
-import re
-from itertools import pairwise
-
 import ml_dtypes
 import numpy as np
 import pytest
 import torch
 from fp8_corpus import CORPUS
-from fp8_operands import checked_product, normal, outliers
-from nanotrain_fp8_deepseek_v3 import backends, first_use, scaled, scaled_mx
-from nanotrain_fp8_deepseek_v3.backends import choose
+from fp8_operands import RAGGED, assert_near, normal, outliers, products_of
 from nanotrain_fp8_deepseek_v3.dry import DryMX
 from nanotrain_fp8_deepseek_v3.formats import E4M3, quantize
-from nanotrain_fp8_deepseek_v3.mx import EmulatedMX, e8m0, mx_recipe
-from nanotrain_fp8_deepseek_v3.scaled_mx import ScaledMX, swizzled
+from nanotrain_fp8_deepseek_v3.mx import EmulatedMX, MXRecipe, e8m0
+from nanotrain_fp8_deepseek_v3.scaled_mx import swizzled
 from nanotrain_fp8_deepseek_v3.watched import Watch, Watched
 
-from nanotrain_core.errors import NanotrainError
 from nanotrain_core.layout.roles import Role, tag
 from nanotrain_core.pipeline.passes import Passes
 from nanotrain_core.precision.gemm import use_gemm
@@ -25,8 +19,6 @@ from nanotrain_core.precision.gemm import use_gemm
 #: Of all elements of a block whose scale is NaN; any code would do.
 CODE_OF_NAN = 0x7F
 ROUNDINGS = pytest.mark.parametrize("rounding", ["ceil", "floor"])
-SHAPES = pytest.mark.parametrize("shape", [(96, 128, 256), (70, 200, 72), (5, 32, 16)], ids=str)
-COUNTS = pytest.mark.parametrize("counts", [None, [40, 0, 64, 1, 29], [0, 0]], ids=str)
 
 # --- blocks -----------------------------------------------------------------------------------------
 
@@ -114,11 +106,6 @@ def test_only_floor_clips():
 # --- products ---------------------------------------------------------------------------------------
 
 
-def products_of(products, x, weight, d_y):
-    (y,), kept = products.forward(x, weight)
-    return y, products.dgrad(d_y, weight), products.wgrad(d_y, kept)
-
-
 def by_definition(x, w, d_y, rounding):
     """Return the three products in float64, each of operands rounded along what it sums over."""
 
@@ -133,20 +120,12 @@ def by_definition(x, w, d_y, rounding):
     )
 
 
-def assert_near(found, expected):
-    """Compare by the size of the result: float32 sums in another order, and results rounded to bfloat16."""
-    for ours, theirs in zip(found, expected, strict=True):
-        rtol = 1e-5 if ours.dtype == torch.float32 else 2.0**-8
-        atol = 1e-5 * theirs.abs().max().item()
-        torch.testing.assert_close(ours.double(), theirs.double(), rtol=rtol, atol=atol)
-
-
 @ROUNDINGS
-@SHAPES
+@RAGGED
 def test_the_emulation_multiplies_what_was_rounded_and_rounds_nothing_else(shape, rounding):
     M, K, N = shape
     x, w, d_y = outliers(M, K), normal(N, K, seed=1), outliers(M, N, seed=2)
-    found = products_of(EmulatedMX(mx_recipe(rounding)), x, w, d_y)
+    found = products_of(EmulatedMX(MXRecipe(rounding=rounding)), x, w, d_y)
     assert [each.dtype for each in found] == [torch.bfloat16, torch.bfloat16, torch.float32]
     assert_near(found, by_definition(x, w, d_y, rounding))
 
@@ -156,7 +135,9 @@ def test_error_of_a_product_of_normal_numbers(rounding, error):
     """With "ceil" that of tiles of 128; "floor" clips as well."""
     x, w, d_y = normal(512, 512), normal(512, 512, seed=1), normal(512, 512, seed=2)
     exact = x.double() @ w.double().T, d_y.double() @ w.double(), d_y.double().T @ x.double()
-    for ours, theirs in zip(products_of(EmulatedMX(mx_recipe(rounding)), x, w, d_y), exact, strict=True):
+    for ours, theirs in zip(
+        products_of(EmulatedMX(MXRecipe(rounding=rounding)), x, w, d_y), exact, strict=True
+    ):
         assert ((ours - theirs).norm() / theirs.norm()).item() == pytest.approx(error, rel=0.03)
 
 
@@ -164,80 +145,21 @@ def test_x_is_rounded_once_for_dw_and_not_from_its_rows():
     """Rounded twice, elements that their row lost would be lost for their column too."""
     x, d_y = normal(64, 64), normal(64, 64, seed=2)
     x[:, 0] *= 1e5  # beside it rows lose the rest
-    products = EmulatedMX(mx_recipe("ceil"))
+    products = EmulatedMX(MXRecipe(rounding="ceil"))
     d_w, exact = products.wgrad(d_y, products.save_for_wgrad(x)), d_y.double().T @ x.double()
     assert ((d_w - exact)[:, 1:].norm() / exact[:, 1:].norm()).item() < 0.05
 
 
-@ROUNDINGS
-def test_stacked_weights_are_multiplied_each_by_its_rows(rounding):
-    """No block spans the rows of two."""
-    counts = [40, 0, 130, 1, 29]
-    x, weights, d_y = outliers(200, 130), normal(5, 48, 130, seed=1), outliers(200, 48, seed=2)
-    one = EmulatedMX(mx_recipe(rounding))
-    y, d_x, d_w = products_of(one.grouped(torch.tensor(counts)), x, weights, d_y)
-    for e, (first, end) in enumerate(pairwise(np.cumsum([0, *counts]))):
-        own = products_of(one, x[first:end], weights[e], d_y[first:end])
-        assert all(
-            torch.equal(*pair) for pair in zip((y[first:end], d_x[first:end], d_w[e]), own, strict=True)
-        )
-
-
-@pytest.mark.parametrize("worst", [float("nan"), float("inf")])
-def test_what_is_not_finite_shows_in_its_own_sums_alone(worst):
-    x, d_y, weights = normal(60, 128), normal(60, 16, seed=2), normal(3, 16, 128, seed=1)
-    x[25, 3] = d_y[25, 3] = worst
-    y, d_x, d_w = products_of(
-        EmulatedMX(mx_recipe("floor")).grouped(torch.tensor([20, 10, 30])), x, weights, d_y
-    )
-    for rows in (y, d_x):
-        assert rows[25].isnan().all()
-        assert not rows[:25].isnan().any()
-        assert not rows[26:].isnan().any()
-    assert [each.isnan().any().item() for each in d_w] == [False, True, False]
-
-
-@COUNTS
-@pytest.mark.parametrize("backend", [EmulatedMX, ScaledMX])
-def test_a_wgrad_that_waited_has_the_same_bits(backend, counts, monkeypatch):
-    monkeypatch.setattr(scaled.F, "scaled_mm", checked_product)
-    M, products = 70, backend(mx_recipe("ceil"))
-    if counts is not None:
-        M, products = sum(counts), products.grouped(torch.tensor(counts))
-    x, d_y = normal(M, 200), normal(M, 72, seed=2)
-    at_once = products.wgrad(d_y, products.save_for_wgrad(x))
-    later = products.defer_wgrad(d_y, products.save_for_wgrad(x))
-    d_y.zero_()  # whoever made it may use its memory again
-    assert torch.equal(later(), at_once)
-    assert at_once.any() or not M
-
-
 def test_what_is_saved_of_an_input_takes_a_byte_for_each_number_and_one_for_each_block():
-    x, recipe = normal(256, 512), mx_recipe("ceil")
+    x, recipe = normal(256, 512), MXRecipe(rounding="ceil")
     for products, rows in ((EmulatedMX(recipe), x), (DryMX(recipe), x.to("meta"))):
         assert sum(tensor.nbytes for tensor in products.save_for_wgrad(rows)) == 256 * 512 + 256 // 32 * 512
-
-
-@pytest.mark.parametrize("backend", [EmulatedMX, ScaledMX])
-def test_a_weight_is_rounded_once_a_step_both_ways(backend, monkeypatch):
-    monkeypatch.setattr(scaled.F, "scaled_mm", checked_product)
-    torch.manual_seed(0)
-    passes, made, products = Passes(), [], backend(mx_recipe("ceil"))
-    layer = tag(torch.nn.Linear(64, 96, bias=False, dtype=torch.bfloat16), Role.COLUMN)
-    products.cache.passes = products.read_weight.passes = passes
-    make, products.read_weight.make = products.read_weight.make, lambda w: made.append(w) or make(w)
-    use_gemm(layer, {"weight": products}, passes)
-    with passes.weights_unchanged():
-        for seed in range(3):
-            layer(normal(5, 64, seed=seed).requires_grad_()).sum().backward()
-    assert len(made) == 1
-    assert layer.weight.grad.any()
 
 
 def test_the_monitor_counts_every_rounding():
     layer = tag(torch.nn.Linear(64, 96, bias=False, dtype=torch.bfloat16), Role.COLUMN)
     passes, watch = Passes(), Watch()
-    products = Watched(EmulatedMX(mx_recipe("ceil")), watch, "layer", layer)
+    products = Watched(EmulatedMX(MXRecipe(rounding="ceil")), watch, "layer", layer)
     use_gemm(layer, {"weight": products}, passes)
     watch.begin(on=True)
     x = outliers(40, 64)
@@ -280,67 +202,5 @@ def test_scales_lie_as_cublas_documents(shape):
     assert found.count_nonzero() == R * c
 
 
-@ROUNDINGS
-@SHAPES
-@COUNTS
-def test_what_tensor_cores_are_given_is_what_torch_asks_for_and_means_the_same(
-    counts, shape, rounding, monkeypatch
-):
-    monkeypatch.setattr(scaled.F, "scaled_mm", checked_product)
-    M, K, N = shape
-    ours, theirs, weight = (
-        ScaledMX(mx_recipe(rounding)),
-        EmulatedMX(mx_recipe(rounding)),
-        normal(N, K, seed=1),
-    )
-    if counts is not None:
-        M, weight = sum(counts), normal(len(counts), N, K, seed=1)
-        ours, theirs = (each.grouped(torch.tensor(counts)) for each in (ours, theirs))
-    x, d_y = normal(M, K), normal(M, N, seed=2)
-    found, expected = (products_of(products, x, weight, d_y) for products in (ours, theirs))
-    assert [each.dtype for each in found] == [each.dtype for each in expected]
-    if M:
-        assert_near(found, expected)
-
-
-def blackwell(monkeypatch, capability=(10, 0), cuda="12.8"):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(torch.version, "cuda", cuda)
-
-
-@pytest.mark.parametrize(
-    ("capability", "cuda", "text"),
-    [
-        ((9, 0), "13.0", "blocks of 32 need compute capability 10.0 (B200), this is 9.0"),
-        ((10, 0), "12.6", "blocks of 32 need CUDA 12.8, this torch was built with 12.6"),
-    ],
-)
-def test_a_gpu_without_blocks_of_32_is_refused(capability, cuda, text, monkeypatch):
-    blackwell(monkeypatch, capability, cuda)
-    refusal = f"'torch', which auto chooses on cuda, cannot run: {text}; 'emulated' runs everywhere"
-    with pytest.raises(NanotrainError, match=re.escape(refusal)):
-        choose("auto", torch.device("cuda"), mx_recipe("ceil"))
-    assert choose("emulated", torch.device("cuda"), mx_recipe("ceil")).name == "emulated"
-
-
-def test_a_blackwell_is_used_if_its_products_are_those_of_the_emulation(monkeypatch):
-    blackwell(monkeypatch)
-    monkeypatch.setattr(backends, "_disagreement", lambda device, recipe: "")
-    assert choose("auto", torch.device("cuda"), mx_recipe("ceil")).name == "torch"
-    monkeypatch.setattr(backends, "_disagreement", lambda device, recipe: "its y of a weight is another")
-    with pytest.raises(NanotrainError, match="cannot run: its y of a weight is another; 'emulated' runs"):
-        choose("auto", torch.device("cuda"), mx_recipe("ceil"))
-
-
-def test_products_of_a_device_are_compared_with_the_emulation(monkeypatch):
-    """Here one that orders scales otherwise than tensor cores read them."""
-    cpu, recipe = torch.device("cpu"), mx_recipe("ceil")
-    monkeypatch.setattr(scaled.F, "scaled_mm", checked_product)
-    assert first_use.disagreement_of_torch.__wrapped__(cpu, recipe) == ""
-    monkeypatch.setattr(scaled_mx, "swizzled", lambda scales: swizzled(scales).flip(0))
-    found = first_use.disagreement_of_torch.__wrapped__(cpu, recipe)
-    assert found == "its y of a weight is not that of the emulation on cpu"
-
-
 def test_e4m3_is_what_gradients_are_in_too():
-    assert mx_recipe("ceil").gradients == E4M3
+    assert MXRecipe(rounding="ceil").gradients == E4M3

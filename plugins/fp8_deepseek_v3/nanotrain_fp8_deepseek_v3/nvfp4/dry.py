@@ -14,41 +14,25 @@ from functools import partial
 
 import torch
 
-from nanotrain_core.api.torch import Prepared, SavedTensors
+from nanotrain_core.api.torch import SavedTensors
+from nanotrain_fp8_deepseek_v3.dry import Dry
 from nanotrain_fp8_deepseek_v3.nvfp4.format import BLOCK
-from nanotrain_fp8_deepseek_v3.nvfp4.gemm import NVFP4Recipe
 from nanotrain_fp8_deepseek_v3.nvfp4.scaled import ALONG, nvfp4_scaled_mm
-from nanotrain_fp8_deepseek_v3.operand_cache import OperandCache
-from nanotrain_fp8_deepseek_v3.recipe import LowBitGEMM
 
 Tensor = torch.Tensor
 
 
-class DryNVFP4(LowBitGEMM):
-    """Replaces the NVFP4 backend of the device in a plan: only shapes and bytes of products, of one weight or
-    of stacked weights with equal numbers of rows each."""
+class DryNVFP4(Dry):
+    """Packed codes and scales, of the weight and of its transpose."""
 
-    recipe: NVFP4Recipe
-
-    def __init__(
-        self, recipe: NVFP4Recipe, cache: OperandCache | None = None, counts_E: Tensor | None = None
-    ) -> None:
-        self.recipe, self.cache, self.counts_E = recipe, cache or OperandCache(), counts_E
-        self.read_weight = self.cache.once(_both_ways)
-
-    def grouped(self, counts_E: Tensor) -> DryNVFP4:
-        """Return the same backend for stacked weights."""
-        found = DryNVFP4(self.recipe, self.cache, counts_E)
-        found.read_weight = self.read_weight
-        return found
-
-    def prepare(self, weight: Tensor) -> SavedTensors:
-        """Return codes and scales of a weight, and of its transpose."""
-        return self.read_weight(weight)
+    @staticmethod
+    def both_ways(weight: Tensor) -> SavedTensors:
+        """Return codes and scales of [(E,) N, K] and of [(E,) K, N]."""
+        return *coded(weight.detach()), *coded(weight.detach().mT)
 
     def _operands(self, weight: Tensor) -> SavedTensors:
         """Return those of one weight: each row is multiplied by one of the stacked matrices."""
-        forms = weight.forms if isinstance(weight, Prepared) else self.read_weight(weight)
+        forms = self.forms_of(weight)
         return forms if weight.dim() == 2 else tuple(each[0] for each in forms)
 
     def save_for_wgrad(self, x_MK: Tensor) -> SavedTensors:
@@ -77,15 +61,12 @@ class DryNVFP4(LowBitGEMM):
     def _turned(self, rows: Tensor) -> SavedTensors:
         """Return codes [C, P / 2] and scales: P is M filled up to whole blocks, of each expert."""
         M, C = rows.shape
-        experts = 1 if self.counts_E is None else min(len(self.counts_E), M)
-        blocks = (M + (BLOCK - 1) * experts) // BLOCK
-        return coded(rows, (C, blocks * BLOCK))
+        return coded(rows, (C, self.blocks_along(M, BLOCK) * BLOCK))
 
     def _of_coded(self, d_y: SavedTensors, kept: SavedTensors, M: int) -> Tensor:
         """Return the product of M rows: how many are filled up depends on the router."""
         left, right = ((codes[:, : -(-M // 2)], scales) for codes, scales in (d_y, kept))
-        found = times(left, right, torch.float32)
-        return found if self.counts_E is None else found.expand(len(self.counts_E), -1, -1).clone()
+        return self.of_each_weight(times(left, right, torch.float32))
 
 
 def coded(x: Tensor, shape: Sequence[int] | None = None) -> SavedTensors:
@@ -109,8 +90,3 @@ def times(left: SavedTensors, right: SavedTensors, dtype: torch.dtype) -> Tensor
     whole = left[0].new_empty((), dtype=torch.float32)
     made: Tensor = nvfp4_scaled_mm(left[0], right[0], left[1], right[1], whole, whole, dtype)
     return made
-
-
-def _both_ways(weight: Tensor) -> SavedTensors:
-    """Return codes and scales of [(E,) N, K] and of [(E,) K, N]."""
-    return *coded(weight.detach()), *coded(weight.detach().mT)

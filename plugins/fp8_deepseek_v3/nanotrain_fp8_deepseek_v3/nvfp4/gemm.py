@@ -55,11 +55,6 @@ class NVFP4Recipe(Recipe):
         return units.NVFP4
 
     @property
-    def compared(self) -> bool:
-        """Yes."""
-        return True
-
-    @property
     def key(self) -> str:
         """``nvfp4 power_of_two 16x16 1 1``."""
         flags = f"{int(self.hadamard)} {int(self.stochastic_rounding)}"
