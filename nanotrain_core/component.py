@@ -154,6 +154,10 @@ class Component:
     keys of ``config`` that point to it. For the harness. Must not import torch."""
     check: CrossCheck | None = None
     """A cross-check of the whole recipe, run before any process starts. Must not import torch."""
+    check_model: str | None = None
+    """``"module:attribute"`` of a cross-check that reads the model's modules, before any process starts: it
+    takes the arguments of ``check`` and a function that builds the whole model, without storage and with the
+    parameters that wrappers add. Building imports torch: do so only for a config that needs it."""
     stays_eager: EagerRule | None = None
     """Returns what must not be compiled because of this component; takes the arguments of ``check``. Must
     not import torch: ``nanotrain check --explain`` shows it."""
@@ -234,7 +238,9 @@ class Component:
 
     def load_optional(
         self,
-        field: Literal["hf", "weights", "listing", "added", "survey", "conversations", "example_of_text"],
+        field: Literal[
+            "check_model", "hf", "weights", "listing", "added", "survey", "conversations", "example_of_text"
+        ],
     ) -> Any:
         """Import what that field names; None if the component has none.
 

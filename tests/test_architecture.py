@@ -234,7 +234,7 @@ SMALL = {
     "contracts": 730,
     "data": 895,
     "hf": 1218,
-    "launch": 2465,
+    "launch": 2468,
     "layout": 1314,
     "models": 892,
     "moe": 513,
@@ -246,7 +246,7 @@ SMALL = {
     "precision": 730,
     "recipe": 1951,
     "registry": 792,
-    "run": 3335,
+    "run": 3345,
     "script": 818,
     "watch": 454,
 }

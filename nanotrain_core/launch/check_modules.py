@@ -1,36 +1,45 @@
-"""Checks the modules that wrappers, the precision and monitors name against those of the recipe's model.
+"""Checks what components name or need of the recipe's model against its modules.
 
-The model is built without storage. Imports torch only if a component of the recipe names modules.
+The model is built without storage. Imports torch only if a component of the recipe reads its modules.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
-from itertools import chain
+from typing import TYPE_CHECKING
 
 from nanotrain_core.errors import Problem, did_you_mean
 from nanotrain_core.hf.mapping import HFMapping
-from nanotrain_core.recipe.component_functions import patterns_in_configs
+from nanotrain_core.recipe.component_functions import call_declared, patterns_in_configs
 from nanotrain_core.recipe.load import Resolution, refuse
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 def check_modules(found: Resolution) -> None:
-    """Reject names and patterns that match no module or parameter of the model.
+    """Reject names and patterns that match no module or parameter, and what components' ``check_model`` find.
 
     Raises:
         RecipeError: with one line for each, and the nearest name.
-        PluginError: a component's ``reads_modules`` is wrong.
+        PluginError: a component's ``reads_modules`` or ``check_model`` is wrong.
     """
-    asked = list(patterns_in_configs(found.recipe, found.registry, "reads_modules"))
-    if any(pattern != "*" for _, pattern in asked):
-        from nanotrain_core.hf.open_weights import shapes_of
-        from nanotrain_core.run.added_parameters import shapes_added_by
+    recipe, registry = found.recipe, found.registry
 
-        recipe, registry = found.recipe, found.registry
-        adding = [each for each in recipe.parallel if registry.get("parallel", each.use).added]
-        names = chain(shapes_of(recipe.model, registry), *shapes_added_by(recipe.model, adding, registry))
-        refuse(found.merged, _unknown(asked, names, found))
+    def model() -> nn.Module:
+        from nanotrain_core.run.added_parameters import model_of
+
+        return model_of(recipe, registry)
+
+    asked = list(patterns_in_configs(recipe, registry, "reads_modules"))
+    if any(pattern != "*" for _, pattern in asked):
+        refuse(found.merged, _unknown(asked, (name for name, _ in model().named_parameters()), found))
+    problems = list[Problem]()
+    for each in recipe.selections():
+        more = {"model": model}
+        problems += call_declared("check_model", each, recipe, found.layout, registry, Problem, more)
+    refuse(found.merged, problems)
 
 
 def _unknown(asked: list[tuple[str, str]], parameters: Iterable[str], resolved: Resolution) -> list[Problem]:
@@ -58,7 +67,7 @@ def _theirs(pattern: str, found: Resolution) -> str:
     }
     last = sorted({name.rpartition(".")[2] for theirs, name in names if fnmatchcase(theirs, f"*{pattern}")})
     word = pattern.rpartition(".")[2]
-    return f": what transformers calls {word} is {', '.join(last)} here" if last else ""
+    return f": what transformers calls {word} is {', '.join(last)} here" if {*last} - {word} else ""
 
 
 def _nearest(pattern: str, known: list[str]) -> str:

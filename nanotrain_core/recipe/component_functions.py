@@ -42,7 +42,8 @@ def call_declared(
         PluginError: the function itself is wrong: it takes other arguments, raised, or yielded something
             else.
     """
-    function = getattr(registry.get(selection.kind, selection.use), name)
+    component = registry.get(selection.kind, selection.use)
+    function = component.load_optional("check_model") if name == "check_model" else getattr(component, name)
     if function is None:
         return []
     owner = registry.owner(selection.kind, selection.use)

@@ -140,7 +140,8 @@ class Resolver:
         known = len(self.problems)
         config = self._structure(rest, component.config, key)
         valid = len(self.problems) == known  # a plugin's function is not asked about a config that is not
-        return Selection(kind, use, config, component.unsupported(config) if valid else frozenset())
+        unsupported = component.unsupported(config) if valid else frozenset[str]()
+        return Selection(kind, use, config, unsupported, component.mesh_dims)
 
     def _requirements(self) -> tuple[str, ...]:
         lines = self._tree.get("requires", [])

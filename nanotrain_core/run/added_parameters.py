@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tomli
 
@@ -12,8 +12,13 @@ from nanotrain_core.checkpoint.tensor_boxes import Shape
 from nanotrain_core.errors import NanotrainError, as_plugin_error
 from nanotrain_core.layout.layout import Layout, View
 from nanotrain_core.recipe.model_table import model_table, refuse_other_model
-from nanotrain_core.recipe.tree import Selection
+from nanotrain_core.recipe.tree import Recipe, Selection
 from nanotrain_core.registry.registry import Registry
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from nanotrain_core.layout.placement import Placements
 
 
 def model_problems(saved: CheckpointInfo, registry: Registry) -> list[str]:
@@ -79,22 +84,37 @@ def shapes_added_by(
 
     They are applied on one rank: what they split over several is whole there.
     """
+    steps = _wrapped_on_one_rank(selection, wrappers, registry)
+    known = {*next(steps)[1]}
+    for part, placements in steps:
+        parameters = {name for name, _ in part.named_parameters()} - known
+        known = {*placements}
+        yield {name: placements[name].global_shape for name in parameters}
+
+
+def model_of(recipe: Recipe, registry: Registry) -> nn.Module:
+    """Return the whole model of a recipe without storage, with the parameters that wrappers add to it."""
+    adding = [each for each in recipe.parallel if registry.get("parallel", each.use).added]
+    *_, (part, _) = _wrapped_on_one_rank(recipe.model, adding, registry)
+    return part
+
+
+def _wrapped_on_one_rank(
+    selection: Selection, wrappers: Iterable[Selection], registry: Registry
+) -> Iterator[tuple[nn.Module, Placements]]:
+    """Yield a model on ``meta`` as it is built, and after each wrapper."""
+    from nanotrain_core.hf.open_weights import on_meta
     from nanotrain_core.layout.mesh import Mesh
-    from nanotrain_core.layout.meta_device import meta_device
     from nanotrain_core.layout.placement import place
-    from nanotrain_core.pipeline.actions import Part
     from nanotrain_core.run.wrapping import wrap
 
-    model = registry.build(selection)
     mesh = Mesh(Layout({"dense": View(("dp",), (1,))}))
-    with meta_device():
-        stages = {0: model.build(Part.whole(model.layers))}
+    stages = {0: on_meta(selection, registry)}
     placements = place(stages.values(), mesh.layout)
+    yield stages[0], placements
     for each in wrappers:
-        before = set(placements)
         wrapper = registry.build(each)
         what = f"parallel '{each.use}' cannot be applied on one rank, to find what it adds: its apply"
         with as_plugin_error(what):  # such as one that needs a process group, which only a run has
             stages, _ = wrap(stages, placements, mesh, [(each, wrapper)])
-        parameters = {name for name, _ in stages[0].named_parameters()} - before
-        yield {name: placements[name].global_shape for name in parameters}
+        yield stages[0], placements

@@ -127,7 +127,7 @@ def check(recipe: Recipe, config: FP4MasterConfig, layout: Layout) -> Iterator[P
 def check_rows(recipe: Recipe, config: QLoRAConfig, layout: Layout) -> Iterator[Problem]:
     """Reject rows that a layout leaves without whole blocks, of those that the model's config tells.
 
-    The ranks know all rows, and which of them ``keep`` has patterns for.
+    ``check_model`` sees all rows, and which of them ``keep`` has patterns for.
     """
     for extent in () if config.keep else divisibility_of(recipe.model.config) or ():
         dim = "etp" if Role.EXPERTS in extent.roles else "tp"
@@ -191,6 +191,7 @@ def nanotrain_register_precision(register: Register) -> None:
             supports={"follows_float32": Support.PARTIAL},  # weights in four bits lose some percent
             example={"block_size": 16},
             check=check_rows,
+            check_model="nanotrain_fp4_master.qlora:check_model",
             reads_modules=kept,
             cuda_graphs=always_captured,
         )

@@ -11,12 +11,14 @@ Source: Dettmers et al., "QLoRA", arXiv 2305.14314, section 3, whose scales are 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import nn
 
-from nanotrain_core.api import NanotrainError, lies_in, tagged
+from nanotrain_core.api import Layout, NanotrainError, Problem, Recipe, Role, lies_in, tagged
 from nanotrain_core.api.torch import (
     RANGE,
     DequantizingGEMM,
@@ -26,6 +28,7 @@ from nanotrain_core.api.torch import (
     Passes,
     TorchGEMM,
     Uniform,
+    cast,
     gemm_parameters,
     use_gemm,
 )
@@ -68,12 +71,15 @@ class QLoRA(Uniform):
         return part
 
     def _is_packed(self, name: str, weight: nn.Parameter) -> bool:
-        kept = any(lies_in(name, pattern) for pattern in self.config.keep)
-        if kept or weight.requires_grad or weight.dtype != self.parameter_dtype:
-            return False
-        if weight.shape[-1] % self.config.block_size:
+        packed = self.is_low(name, weight)
+        if packed and weight.shape[-1] % self.config.block_size:
             raise NanotrainError(uneven(name, weight.shape[-1], self.config.block_size))
-        return True
+        return packed
+
+    def is_low(self, name: str, weight: nn.Parameter) -> bool:
+        """Return whether the weight of a linear layer or of experts is held in NF4."""
+        kept = any(lies_in(name, pattern) for pattern in self.config.keep)
+        return not (kept or weight.requires_grad or weight.dtype != self.parameter_dtype)
 
     def check_parts(self, parts: Sequence[nn.Module], mesh: Mesh) -> None:
         """Reject patterns that match no parameter, and build the table of all stages. Gathers over pp."""
@@ -110,3 +116,28 @@ def uneven(name: str, columns: int, block: int) -> str:
         f"scale: expected {fits}fewer ranks, if tp or another wrapper splits them; or, to keep it as it is, "
         f'precision.keep = ["{name}"]'
     )
+
+
+def check_model(
+    recipe: Recipe, config: QLoRAConfig, layout: Layout, model: Callable[[], nn.Module]
+) -> Iterator[Problem]:
+    """Yield a problem if a rank's rows of frozen matrices of the model are no whole number of blocks."""
+    precision, block, rows = QLoRA(config), config.block_size, dict[str, int]()
+    for prefix, module, found in tagged(cast(model(), precision.parameter_dtype)):
+        for name in gemm_parameters(module):
+            full, weight = f"{prefix}.{name}" if prefix else name, getattr(module, name)
+            dim = "tp" if found.role is Role.ROW else "etp" if found.split.get(name) == 2 else ""
+            columns, rest = divmod(weight.shape[-1], layout.degree(dim))
+            if precision.is_low(full, weight) and not rest:  # what does not divide is refused elsewhere
+                rows[full] = columns
+    wrong = [name for name, columns in rows.items() if columns % block]
+    if wrong:
+        fits = [f"{size}" for size in BLOCKS["nf4"] if not any(columns % size for columns in rows.values())]
+        keep = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in wrong)
+        expected = [*fits[:1], f"precision.keep = {json.dumps([*keep])}"]
+        more = f" and those of {len(wrong) - 1} more matrices" if len(wrong) > 1 else ""
+        yield Problem(
+            "precision.block_size",
+            f"rows of {wrong[0]}, {rows[wrong[0]]} weights on a rank,{more} are no whole number of blocks of "
+            f"{block}, which share a scale; expected {' or '.join(expected)}",
+        )

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from nanotrain_fp4_master import QLoRAConfig, check_rows
-from nanotrain_fp4_master.qlora import QLoRA
+from nanotrain_fp4_master.qlora import QLoRA, check_model
 from pieces import pack
 from torch import nn
 
@@ -126,6 +126,49 @@ def test_rows_that_are_no_whole_number_of_blocks_are_refused(width, config, text
     for pattern in ("frozen.*", "frozen"):
         kept = prepared(Layers(width), keep=(pattern,), **config)
         assert not isinstance(kept.frozen.weight, PackedWeight)
+
+
+class Split(nn.Module):
+    """A frozen COLUMN and ROW, and one of each that are kept or trained."""
+
+    def __init__(self, width, ffn):
+        super().__init__()
+        self.up, self.kept = (tag(nn.Linear(width, ffn), Role.COLUMN) for _ in range(2))
+        self.down, self.trained = (tag(nn.Linear(ffn, width), Role.ROW) for _ in range(2))
+        self.requires_grad_(False).trained.requires_grad_()
+
+
+@pytest.mark.parametrize(
+    ("width", "ffn", "tp", "wanted"),
+    [
+        (64, 128, 2, None),
+        (
+            96,
+            64,
+            1,
+            r"rows of up.weight, 96 weights on a rank, are .* blocks of 64, .* expected 32 or precision",
+        ),
+        (
+            64,
+            96,
+            2,
+            r"rows of down.weight, 48 weights on a rank, are .* expected 16 or .*keep = ..down.weight",
+        ),
+        (
+            72,
+            72,
+            1,
+            r"up.weight, 72 weights on a rank, and those of 1 more matrices .* expected precision.keep",
+        ),
+        (64, 63, 2, None),
+    ],
+)
+def test_rows_of_a_rank_are_checked_on_the_model_before_ranks_start(width, ffn, tp, wanted):
+    """As ranks would: of frozen matrices, without those that are kept."""
+    layout = Layout({"dense": View(("dp", "tp"), (1, tp))})
+    found = [*check_model(None, QLoRAConfig(keep=("kept",)), layout, lambda: Split(width, ffn))]
+    assert [each.key for each in found] == ["precision.block_size"] * (wanted is not None)
+    assert wanted is None or re.search(wanted, found[0].message), found
 
 
 def test_the_table_compares_with_the_same_run_in_bfloat16():

@@ -138,6 +138,7 @@ def nanotrain_register_precision(register: Register) -> None:
             provides={"fp8_products"},
             stays_eager=stays_eager,
             reads_modules=read_modules,
+            check_model=f"{__name__}.checks:check_model",
             refuses_gpu=refuses_gpu,
         )
     )
@@ -150,6 +151,7 @@ def nanotrain_register_precision(register: Register) -> None:
             provides={"fp8_products"},
             stays_eager=stays_eager,
             reads_modules=read_modules,
+            check_model=f"{__name__}.checks:check_model",
             refuses_gpu=refuses_gpu,
         )
     )
@@ -162,6 +164,7 @@ def nanotrain_register_precision(register: Register) -> None:
             provides={"fp8_products"},
             stays_eager=stays_eager,
             reads_modules=read_modules,
+            check_model=f"{__name__}.checks:check_model",
             refuses_gpu=refuses_gpu,
         )
     )
@@ -176,6 +179,7 @@ def nanotrain_register_precision(register: Register) -> None:
             supports={"follows_float32": Support.PARTIAL},
             stays_eager=stays_eager,
             reads_modules=read_modules,
+            check_model=f"{__name__}.checks:check_model",
             refuses_gpu=refuses_gpu,
         )
     )

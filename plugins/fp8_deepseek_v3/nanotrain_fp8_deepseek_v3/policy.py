@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from itertools import groupby
 from math import prod
@@ -11,8 +11,9 @@ from math import prod
 import attrs
 from torch import nn
 
-from nanotrain_core.api import NanotrainError, Role, did_you_mean, tagged
+from nanotrain_core.api import NanotrainError, Problem, Role, did_you_mean, lies_in, tagged
 from nanotrain_core.api.torch import LINEAR_ROLES, gemm_parameters
+from nanotrain_fp8_deepseek_v3 import patterns
 from nanotrain_fp8_deepseek_v3.configs import ModuleFormats
 
 
@@ -66,24 +67,37 @@ def rows_of(part: nn.Module, config: ModuleFormats) -> Iterator[Row]:
             yield Row(name, role, "bf16", "never narrower")
 
 
-def check_patterns(rows: Iterable[Row], patterns: Mapping[str, Sequence[str]]) -> None:
+def check_patterns(rows: Iterable[Row], config: ModuleFormats) -> None:
     """Reject patterns that match no linear layer of the whole model.
 
     Args:
         rows: of every stage.
-        patterns: by key of ``[precision]``, those that the user wrote.
+        config: with the patterns that the user wrote.
 
     Raises:
         NanotrainError: the text names the key, the pattern, and the nearest name.
     """
+    for key, text in unmatched(rows, config):
+        raise NanotrainError(f"precision.{key}: {text}")
+
+
+def unmatched(rows: Iterable[Row], config: ModuleFormats) -> Iterator[tuple[str, str]]:
+    """Yield the key, ``bf16.0``, and an error text for each pattern that the user wrote and that matches no
+    linear layer of these rows."""
     names = sorted({row.name for row in rows if row.linear})
-    for key, wanted in patterns.items():
-        for pattern in wanted:
+    for key, wanted in patterns(config).items():
+        for number, pattern in enumerate(wanted):
             if not any(fnmatchcase(name, pattern) for name in names):
-                near = did_you_mean(pattern, names) or f"; they are {abbreviated(names)}"
-                raise NanotrainError(
-                    f"precision.{key}: '{pattern}' matches no linear layer of the model{near}"
-                )
+                inside = any(lies_in(name, pattern) for name in names)
+                near = f"; for those inside write '{pattern}.*'" if inside else did_you_mean(pattern, names)
+                text = f"'{pattern}' matches no linear layer of the model"
+                yield f"{key}.{number}", f"{text}{near or f'; they are {abbreviated(names)}'}"
+
+
+def unmatched_in(model: nn.Module, config: ModuleFormats) -> Iterator[Problem]:
+    """Yield a problem for each of them that matches no linear layer of a whole model."""
+    for key, text in unmatched(rows_of(model, config), config):
+        yield Problem(f"precision.{key}", text)
 
 
 def abbreviated(names: Sequence[str]) -> str:

@@ -20,7 +20,6 @@ from nanotrain_core.api.torch import (
     use_dispatch_codec,
     use_gemm,
 )
-from nanotrain_fp8_deepseek_v3 import patterns
 from nanotrain_fp8_deepseek_v3.backends import choose
 from nanotrain_fp8_deepseek_v3.configs import FP8DeepSeekV3Config, ModuleFormats, MXFP8Config, NVFP4Config
 from nanotrain_fp8_deepseek_v3.formats import E4M3, E5M2, TILE, dequantize, quantize
@@ -65,7 +64,7 @@ class ByModule(Uniform):
         own = [row for part in parts for row in rows_of(part, self.config)]
         stages = mesh.gather(own, "pp") if "pp" in mesh.layout.dims else [own]
         rows: list[Row] = sorted({row for stage in stages for row in stage}, key=lambda row: row.name)
-        check_patterns(rows, patterns(self.config))
+        check_patterns(rows, self.config)
         backend = choose(self.config.backend, mesh.device, self.recipe("", Tag(Role.COLUMN), "weight"))
         for part in parts:
             for name, module, tag in tagged(part):

@@ -133,12 +133,12 @@ def test_a_min_size_that_is_no_number_of_numbers_is_refused(wrong):
 @pytest.mark.parametrize(
     ("config", "text"),
     [
-        ({"bf16": ["layers.0.atn.q"]}, "precision.bf16: 'layers.0.atn.q' matches no linear layer of the "
+        ({"bf16": ["layers.0.atn.q"]}, "precision.bf16.0: 'layers.0.atn.q' matches no linear layer of the "
          "model (did you mean 'layers.0.attn.q'?)"),
-        ({"fp32": ["norm"]}, "precision.fp32: 'norm' matches no linear layer"),
-        ({"power_of_two": ["*.moe.*"]}, "precision.power_of_two: '*.moe.*' matches no linear layer of the "
+        ({"fp32": ["norm"]}, "precision.fp32.0: 'norm' matches no linear layer"),
+        ({"power_of_two": ["*.moe.*"]}, "precision.power_of_two.0: '*.moe.*' matches no linear layer of the "
          "model; they are layers.N.attn.k, layers.N.attn.o"),
-        ({"fp8": ["head"]}, "precision.fp8: 'head' matches no linear layer"),
+        ({"fp8": ["head"]}, "precision.fp8.0: 'head' matches no linear layer"),
     ],
     ids=["misspelt", "norm", "none", "head"],
 )  # fmt: skip
@@ -154,6 +154,29 @@ def test_such_a_pattern_is_refused_before_ranks_start(key, tmp_path, capsys):
     assert main(["check", str(tmp_path / "recipe.toml")]) == Exit.USER
     wrong = f"precision.{key}.1: the model has no module or parameter 'layers.0.atn.q' (did you mean "
     assert wrong in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text"),
+    [
+        ("layers.0.attn", "no linear layer of the model; for those inside write 'layers.0.attn.*'"),
+        ("layers.*.ffn", "no linear layer of the model; for those inside write 'layers.*.ffn.*'"),
+        ("*.attn_norm", "no linear layer of the model; they are layers.N.attn.k, layers.N.attn.o"),
+        ("head", "no linear layer of the model"),
+    ],
+)
+@pytest.mark.parametrize("use", ["fp8_hybrid", "nvfp4"])
+def test_a_pattern_of_a_module_that_is_no_linear_layer_is_refused_before_ranks_start(
+    use, pattern, text, tmp_path, capsys
+):
+    """It would have changed nothing: patterns are matched with the whole names of linear layers."""
+    found = Case("precision", use=use, config={"bf16": ["*.attn.o", pattern]})
+    (tmp_path / "recipe.toml").write_text(write_resolved(found.recipe()))
+    assert main(["check", str(tmp_path / "recipe.toml")]) == Exit.USER
+    assert f"precision.bf16.1: '{pattern}' matches {text}" in capsys.readouterr().err
+    fits = Case("precision", use=use, config={"bf16": ["*.attn.o", "layers.0.attn.*", "layers.*"]})
+    (tmp_path / "recipe.toml").write_text(write_resolved(fits.recipe()))
+    assert main(["check", str(tmp_path / "recipe.toml")]) == Exit.DONE
 
 
 @pytest.mark.parametrize("wanted", ["torch", "triton", "te"])

@@ -71,6 +71,7 @@ def nanotrain_register_parallel(register: Register) -> None:
             example={"rank": 4},
             added="nanotrain_lora.weights:weights",
             reads_modules=read_modules,
+            check_model="nanotrain_lora.checks:check_model",
             cuda_graphs=always_captured,
         )
     )

@@ -10,7 +10,7 @@ Sources: Hu et al., arXiv 2106.09685, equation 3; Kalajdzievski, arXiv 2312.0373
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import sqrt
 from typing import Any, cast
 
@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanotrain_core.api import NanotrainError, Role, did_you_mean, lies_in, tagged
+from nanotrain_core.api import NanotrainError, Problem, Role, did_you_mean, lies_in, tagged
 from nanotrain_core.api.torch import LINEAR_ROLES, Initializer, Mesh, Parallel, Placement, Placements
 from nanotrain_lora import LoRAConfig
 
@@ -43,9 +43,9 @@ class LoRA(Parallel):
         """
         part.requires_grad_(False)
         patterns, added = self.config.patterns(), dict[str, Initializer]()
-        for name, module in linear_layers(part):
+        for name, module, _ in linear_layers(part):
             self._seen.append(name)
-            if not patterns or any(lies_in(name, each) for each in patterns):
+            if not patterns or any_in(name, patterns):
                 weight = placements[f"{name}.weight"]
                 a, b = beside(weight, name, self.config.rank)
                 self._laid[name] = weight, a
@@ -86,14 +86,8 @@ class LoRA(Parallel):
 
     def _expect_layers(self, seen: list[str]) -> None:
         """Refuse targets without a linear layer among those of all ranks."""
-        last = [*dict.fromkeys(name.rpartition(".")[2] for name in seen)]
-        for target, pattern in zip(self.config.targets, self.config.patterns(), strict=True):
-            if not any(lies_in(name, pattern) for name in seen):
-                near = did_you_mean(target, [*last, *seen])
-                raise NanotrainError(
-                    f"lora: targets has '{target}', which names no linear layer{near}; there are "
-                    f"{', '.join(last)}. Routers and routed experts get no adapters"
-                )
+        for number, text in unmatched(self.config, seen):
+            raise NanotrainError(f"lora: targets.{number}: {text}")
         if not seen:
             raise NanotrainError("lora: the model has no linear layer in its layers to add an adapter to")
 
@@ -104,14 +98,53 @@ def initialize(part: Any, added: Mapping[str, Initializer]) -> None:
     part.initializer = lambda name: added[name] if name in added else given(name)
 
 
-def linear_layers(part: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the linear layers within the layers of a part, by name, without those of routers and experts."""
+def unmatched(config: LoRAConfig, layers: Sequence[str]) -> Iterator[tuple[int, str]]:
+    """Yield the number of each target that matches none of these linear layers, and an error text."""
+    last = [*dict.fromkeys(name.rpartition(".")[2] for name in layers)]
+    around = dict.fromkeys(word for name in layers for word in name.split(".")[1:-1] if not word.isdecimal())
+    for number, (target, pattern) in enumerate(zip(config.targets, config.patterns(), strict=True)):
+        if not any(lies_in(name, pattern) for name in layers):
+            near = did_you_mean(target, [*last, *around, *layers])
+            text = f"'{target}' names no linear layer{near}; there are {', '.join(last)}. Routers and routed"
+            yield number, f"{text} experts get no adapters"
+
+
+def problems(model: nn.Module, config: LoRAConfig, key: str, later: Mapping[str, str]) -> Iterator[Problem]:
+    """Yield what is wrong with the targets of a recipe's table, or with its place.
+
+    Args:
+        model: the whole model.
+        config: the table.
+        key: its key in the recipe, such as ``parallel.0``.
+        later: wrappers listed after it that split linear layers, each with its degree as text.
+    """
+    layers = {name: role for name, _, role in linear_layers(model)}
+    for number, text in unmatched(config, list(layers)):
+        yield Problem(f"{key}.targets.{number}", text)
+    patterns, split = config.patterns(), (Role.COLUMN, Role.ROW)
+    for name, role in layers.items():
+        if role in split and (not patterns or any_in(name, patterns)):
+            for use, degree in later.items():
+                text = (
+                    f"'lora' is listed before '{use}', which splits {name} over {degree} and would leave its"
+                )
+                yield Problem(key, f'{text} adapter whole; expected "lora" after "{use}"')
+            return
+
+
+def any_in(name: str, patterns: Iterable[str]) -> bool:
+    """Return whether a layer lies in what any of the patterns names."""
+    return any(lies_in(name, each) for each in patterns)
+
+
+def linear_layers(part: nn.Module) -> Iterator[tuple[str, nn.Module, Role]]:
+    """Yield the linear layers within the layers of a part: not those of routers and routed experts."""
     found = list(tagged(part))
     inside = tuple(f"{name}." for name, _, tag in found if tag.role is Role.BLOCK)
     apart = tuple(f"{name}." for name, _, tag in found if tag.role in (Role.ROUTER, Role.EXPERTS))
     for name, module, tag in found:
         if tag.role in LINEAR_ROLES and name.startswith(inside) and not name.startswith(apart):
-            yield name, module
+            yield name, module, tag.role
 
 
 def beside(weight: Placement, name: str, rank: int) -> tuple[Placement, Placement]:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from nanotrain_lora import LoRAConfig
+from nanotrain_lora.checks import check_model
 from structlog.testing import capture_logs
 
 from nanotrain_core.batch import Batch
@@ -13,6 +14,8 @@ from nanotrain_core.errors import Exit, NanotrainError, RecipeError
 from nanotrain_core.hf.open_weights import open_weights
 from nanotrain_core.pipeline.actions import Part
 from nanotrain_core.recipe import write_resolved
+from nanotrain_core.recipe.validate import find_problems
+from nanotrain_core.run.added_parameters import model_of
 from nanotrain_core.testing import Case, RankFailure, run_ranks
 from nanotrain_core.testing.probe import train
 
@@ -206,17 +209,68 @@ def test_merged_weights_compute_the_same_without_the_wrapper(tmp_path, precision
 @pytest.mark.parametrize(
     ("targets", "text"),
     [
-        (["q", "attn_norm"], "targets has 'attn_norm', which names no linear layer; there are q, k, v, o"),
+        (
+            ["q", "attn_norm"],
+            r"targets.1: 'attn_norm' names no linear layer \(did you mean 'attn'\?\); there are q, k, v, o",
+        ),
         (
             ["layers.7.attn.q"],
-            r"targets has 'layers.7.attn.q', .* layer \(did you mean 'layers.\d.attn.q'\?\)",
+            r"targets.0: 'layers.7.attn.q' names no linear layer \(did you mean 'layers.\d.attn.q'\?\)",
         ),
-        (["head"], "'head', which names no linear layer"),
+        (["head"], "targets.0: 'head' names no linear layer"),
     ],
 )
 def test_a_target_without_a_linear_layer_is_refused(targets, text):
     with pytest.raises(NanotrainError, match=text):
         engine({"targets": targets})
+
+
+def checked(recipe, tmp_path, capsys):
+    """Return the exit code of ``nanotrain check`` and its errors."""
+    (tmp_path / "recipe.toml").write_text(write_resolved(recipe))
+    return main(["check", str(tmp_path / "recipe.toml")]), capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("target", "text"),
+    [
+        ("ffn_norm", "'ffn_norm' names no linear layer (did you mean 'ffn'?)"),
+        ("norm", "the model has no module or parameter '*.norm' (did"),
+        ("*norm", "'*norm' names no linear layer"),
+        (
+            "layers.0.attn_norm",
+            "'layers.0.attn_norm' names no linear layer (did you mean 'layers.0.attn.o'?)",
+        ),
+    ],
+)
+def test_a_target_without_a_linear_layer_is_refused_before_ranks_start(target, text, tmp_path, capsys):
+    code, errors = checked(case({"targets": ["v", target]}).recipe(), tmp_path, capsys)
+    assert code == Exit.USER
+    assert f"parallel.0.targets.1: {text}" in errors
+
+
+@pytest.mark.parametrize(
+    ("targets", "tp", "before", "refused"),
+    [
+        ([], 2, False, True),
+        (["v"], 2, False, True),
+        (["v"], 2, True, False),
+        (["v"], 1, False, False),
+    ],
+)
+def test_its_place_before_what_splits_its_layers_is_refused_before_ranks_start(targets, tp, before, refused):
+    config = {"targets": targets}
+    lora, sliced = {"use": "lora", **config}, {"use": "sliced"}
+    wrappers = [sliced, lora] if before else [lora, sliced]
+    made = Case("parallel", use="lora", config=config, topology={"tp": tp}, overrides={"parallel": wrappers})
+    recipe, registry = made.recipe(), made.registry()
+    layout, _ = find_problems(recipe, registry)
+    settings = next(each.config for each in recipe.parallel if each.use == "lora")
+    problems = [*check_model(recipe, settings, layout, lambda: model_of(recipe, registry))]
+    first = "layers.0.attn.v" if targets else "layers.0.attn.q"
+    wanted = f"'lora' is listed before 'sliced', which splits {first} over tp = 2 and would leave its adapter"
+    assert [each.key for each in problems] == ["parallel.0"] * refused
+    assert all(wanted in each.message for each in problems)
 
 
 def test_it_is_listed_after_wrappers_that_split_layers():
@@ -260,7 +314,6 @@ def test_keys_of_other_libraries_are_explained(key, text):
     ],
 )
 def test_a_target_that_names_no_module_is_refused_before_ranks_start(target, text, tmp_path, capsys):
-    recipe = case({"targets": ["v", target]}).recipe()
-    (tmp_path / "recipe.toml").write_text(write_resolved(recipe))
-    assert main(["check", str(tmp_path / "recipe.toml")]) == Exit.USER
-    assert text in capsys.readouterr().err
+    code, errors = checked(case({"targets": ["v", target]}).recipe(), tmp_path, capsys)
+    assert code == Exit.USER
+    assert text in errors
