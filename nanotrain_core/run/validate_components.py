@@ -7,6 +7,7 @@ lose layers or count gradients twice.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from math import prod
 from typing import TYPE_CHECKING
 
 import torch
@@ -159,18 +160,28 @@ def placed_by(who: str, parts: Iterable[nn.Module], placements: Placements) -> l
 
 
 def check_per_head(parts: Iterable[nn.Module], placements: Placements) -> None:
-    """Reject a per-head parameter that is replicated where a wrapper has sharded the heads next to it."""
+    """Reject a per-head parameter that is replicated where a wrapper has sharded the heads next to it.
+
+    The heads are those of the COLUMNs beside it with as many units as it has, or of all if none has: key heads
+    that several ranks use are whole, as is what there is for each of them.
+    """
     for part in parts:
-        split: dict[str, frozenset[str]] = {}
+        columns: dict[str, list[tuple[int, frozenset[str]]]] = {}
         for name, _, found in tagged(part):
             if found.role is Role.COLUMN:
-                beside = name.rpartition(".")[0]
-                split[beside] = split.get(beside, frozenset()) | placements[f"{name}.weight"].sharded
-        for name, module, _ in (each for each in tagged(part) if each[2].role is Role.PER_HEAD):
+                weight = placements[f"{name}.weight"]
+                units = (weight.global_shape[0] // found.unit, weight.sharded)
+                columns.setdefault(name.rpartition(".")[0], []).append(units)
+        for name, module, found in (each for each in tagged(part) if each[2].role is Role.PER_HEAD):
+            apart = tuple(f"{inner}." for inner, _, _ in tagged(module) if inner)  # of other roles
+            beside = columns.get(name.rpartition(".")[0], [])
             for key, _ in (*module.named_parameters(), *module.named_buffers()):
-                needed = split.get(name.rpartition(".")[0], frozenset())
-                missing = needed - placements[f"{name}.{key}"].sharded
-                if missing:
+                placed = placements[f"{name}.{key}"]
+                entries = prod(placed.global_shape[:1]) // found.unit
+                alike = [sharded for units, sharded in beside if units == entries]
+                needed = frozenset().union(*(alike or (sharded for _, sharded in beside)))
+                missing = needed - placed.sharded
+                if missing and not key.startswith(apart):
                     raise PluginError(
                         f"{name}.{key} has an entry for each head, and is whole along {min(missing)}, where "
                         "the heads beside it are split: expected a wrapper that knows the role PER_HEAD"
