@@ -15,6 +15,7 @@ from nanotrain_core.engine import RuntimeEngine
 from nanotrain_core.errors import NanotrainError
 from nanotrain_core.hf.convert import convert
 from nanotrain_core.hf.open_weights import open_weights
+from nanotrain_core.pipeline.actions import Part
 from nanotrain_core.registry.registry import load_plugins
 from nanotrain_core.testing.converted import logits_at, tensors_at
 
@@ -121,6 +122,19 @@ def test_logits_are_those_of_transformers_there_and_back(choice, tmp_path):
     assert torch.equal(logits(exported), expected)
     for name in ("model.safetensors", "model.toml"):
         assert (tmp_path / "ours" / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
+
+
+def test_logits_of_a_model_whose_routers_count_the_whole_batch_are_the_same(tmp_path):
+    """Their loads are buffers, which no file has, and only the auxiliary loss reads."""
+    expected = logits(theirs("qwen3", tmp_path / "theirs"))
+    convert(tmp_path / "theirs", tmp_path / "ours", load_plugins())
+    path = tmp_path / "ours" / "model.toml"
+    counting = 'load_balancing_type = "global_aux_loss"\naux_loss_coeff = 0.1\n'
+    lines = [line for line in path.read_text().splitlines() if line.split(" ")[0] not in counting]
+    path.write_text("\n".join([*lines, counting]))
+    model = load_plugins().build(open_weights(tmp_path / "ours", load_plugins()).selection)
+    assert [*model.build(Part.whole(4)).buffers()]
+    assert (our_logits(tmp_path / "ours") - expected).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("choice", ["mixtral", "qwen2", "qwen3"])
