@@ -63,6 +63,10 @@ class CheckpointError(NanotrainError):
     """A checkpoint is missing, damaged or does not fit the model."""
 
 
+class UnfitCheckpoint(CheckpointError):
+    """A whole checkpoint has tensors of other names, shapes or dtypes than the run: of another recipe."""
+
+
 class SaveFailed(CheckpointError):
     """A run was ended because it could not be saved."""
 

@@ -6,7 +6,7 @@ import torch
 
 from nanotrain_core.checkpoint.simple import open_simple_weights
 from nanotrain_core.contracts import Monitor
-from nanotrain_core.errors import CheckpointError, NanotrainError
+from nanotrain_core.errors import CheckpointError, NanotrainError, UnfitCheckpoint
 from nanotrain_core.run.train_state import capture_state, load_checkpoint
 from nanotrain_core.testing import Case
 from nanotrain_core.testing.probe import make_engine
@@ -82,6 +82,23 @@ def test_by_a_recipe_with_other_tensors_whose_keys_are_named(tmp_path, kind, cha
     engine(tmp_path, kind, {}).fit()
     with pytest.raises(CheckpointError, match=text):
         engine(tmp_path, kind, changes, resume="2").fit()
+
+
+def test_an_error_of_reading_says_nothing_of_another_recipe(tmp_path):
+    """That of a checkpoint which would fit, had its file been readable: other weights would not help."""
+    engine(tmp_path, "simple", {}).fit()
+    other = engine(tmp_path, "simple", {"optimizer": {"use": "adamw", "ema_decay": 0.9}}, resume="2")
+    whole = other.run.checkpoint.load
+
+    def unreadable(which, state):
+        try:
+            return whole(which, state)
+        except UnfitCheckpoint:
+            raise CheckpointError("step-00000002.safetensors cannot be read: Input/output error") from None
+
+    other.run.checkpoint.load = unreadable
+    with pytest.raises(CheckpointError, match=r"cannot be read: Input/output error$"):
+        other.fit()
 
 
 DDP, LORA = {"use": "ddp"}, {"use": "lora"}

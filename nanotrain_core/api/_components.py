@@ -14,6 +14,7 @@ from nanotrain_core.errors import (
     PluginError,
     Problem,
     RecipeError,
+    UnfitCheckpoint,
     did_you_mean,
     did_you_mean_path,
 )
@@ -43,6 +44,7 @@ __all__ = [
     "Registry",
     "StaysEager",
     "Support",
+    "UnfitCheckpoint",
     "__version__",
     "always_captured",
     "did_you_mean",

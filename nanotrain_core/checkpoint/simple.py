@@ -32,7 +32,7 @@ from nanotrain_core.checkpoint.simple_damage import FORMAT, damage, digest, name
 from nanotrain_core.checkpoint.simple_names import saved_steps, unexpected_entries
 from nanotrain_core.checkpoint.tensor_boxes import Box, Shape, box_slices
 from nanotrain_core.contracts import Block, CheckpointReport, SavedWeights, TrainState
-from nanotrain_core.errors import CheckpointError
+from nanotrain_core.errors import CheckpointError, UnfitCheckpoint
 from nanotrain_core.layout.mesh import Mesh
 from nanotrain_core.precision.quantized_storage import dequantize
 from nanotrain_core.run.files import remove_leftovers, write_atomically
@@ -120,11 +120,11 @@ class SimpleCheckpoint:
                 log = structlog.get_logger("nanotrain.checkpoint")
                 log.warning("an old checkpoint could not be deleted", problem=str(problem))
 
-    def _agree(self, error: str | None) -> None:
+    def _agree(self, error: str | None, kind: type[CheckpointError] = CheckpointError) -> None:
         """Raise the first rank's error on every rank."""
         errors = [text for text in self.mesh.gather(error) if text]
         if errors:
-            raise CheckpointError(errors[0])
+            raise kind(errors[0])
 
     # --- load ---------------------------------------------------------------------------------
 
@@ -147,7 +147,8 @@ class SimpleCheckpoint:
             problems += left_over(kept, wanted)
             state.accept(meta)  # first, since a different model has the clearest error
             more = f" ({len(problems)} in all)" if len(problems) > 1 else ""
-            self._agree(f"{path} does not fit this run: {problems[0]}{more}" if problems else None)
+            unfit = f"{path} does not fit this run: {problems[0]}{more}" if problems else None
+            self._agree(unfit, UnfitCheckpoint)
             on_rank_0(lambda: self._quarantine(damaged), self.folder, self.mesh)
             for block in state.blocks:
                 block.tensor.copy_(read_block(file, block))

@@ -11,7 +11,7 @@ import attrs
 from nanotrain_core.checkpoint.quarantine import on_rank_0, set_branch_aside
 from nanotrain_core.checkpoint.run_state import NO_RUN_STATE, state_problems
 from nanotrain_core.contracts import Block, TrainState
-from nanotrain_core.errors import CheckpointError, NanotrainError
+from nanotrain_core.errors import CheckpointError, NanotrainError, UnfitCheckpoint
 from nanotrain_core.moe.routing import router_buffers
 from nanotrain_core.recipe import write_resolved
 from nanotrain_core.recipe.differences import expect_same, other_tensors
@@ -108,8 +108,9 @@ def load_checkpoint(engine: RuntimeEngine, which: str) -> bool:
         saved = engine.run.checkpoint.load(which, attrs.evolve(state, accept=accept))
     except NanotrainError as problem:
         restore_meta(engine, state.meta)  # that of the refused checkpoint may have been applied
-        if accepted and (why := other_tensors(accepted[-1], state.meta["recipe"], engine.run.adding)):
-            raise CheckpointError(f"{problem}{why}") from None
+        unfit = accepted and isinstance(problem, UnfitCheckpoint)
+        if unfit and (why := other_tensors(accepted[-1], state.meta["recipe"], engine.run.adding)):
+            raise UnfitCheckpoint(f"{problem}{why}") from None
         raise
     if saved is None:
         return False

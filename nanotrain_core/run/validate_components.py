@@ -162,8 +162,8 @@ def placed_by(who: str, parts: Iterable[nn.Module], placements: Placements) -> l
 def check_per_head(parts: Iterable[nn.Module], placements: Placements) -> None:
     """Reject a per-head parameter that is replicated where a wrapper has sharded the heads next to it.
 
-    The heads are those of the COLUMNs beside it with as many units as it has, or of all if none has: key heads
-    that several ranks use are whole, as is what there is for each of them.
+    The heads are those of the COLUMNs beside it with as many units as it has, or of all if none has: key
+    heads that several ranks use are whole, as is what there is for each of them.
     """
     for part in parts:
         columns: dict[str, list[tuple[int, frozenset[str]]]] = {}

@@ -32,6 +32,7 @@ from safetensors.torch import load_file
 
 from nanotrain_core.api import (
     CheckpointError,
+    UnfitCheckpoint,
     newest_evaluated,
     nontrivial_views,
     show_progress,
@@ -326,7 +327,7 @@ class ShardedCheckpoint:
         """Return what to read, if every rank can read its part, otherwise what is wrong: on all ranks alike.
 
         Raises:
-            CheckpointError: it is intact, but does not fit ``state``.
+            UnfitCheckpoint: it is intact, but does not fit ``state``.
         """
         # torch's planner, with DTensor, takes a second to import; neither a dry run nor a save uses it.
         from nanotrain_sharded_ckpt_v2.resharding import ReadPlan, misfits
@@ -339,7 +340,8 @@ class ShardedCheckpoint:
         wanted: Collection[str] = set().union(*everyone) if everyone else saved.tensors
         unfit = [*unexpected_kinds(saved.tensors, wanted), *misfits(saved, state.blocks, wanted)]
         more = f" ({len(unfit)} in all)" if len(unfit) > 1 else ""
-        agree(f"{path} does not fit this run: {unfit[0]}{more}" if unfit else "", self.mesh)
+        text = f"{path} does not fit this run: {unfit[0]}{more}" if unfit else ""
+        agree(text, self.mesh, UnfitCheckpoint)
         found, problem = None, ""
         try:
             reading = ReadPlan(path, saved, state.blocks)

@@ -40,15 +40,15 @@ def scatter_from_first(values: list[Any], mesh: Mesh) -> Any:
     return mine[0]
 
 
-def agree(problem: str, mesh: Mesh) -> None:
+def agree(problem: str, mesh: Mesh, kind: type[CheckpointError] = CheckpointError) -> None:
     """Gather: raise on every rank if any has a ``problem``, the first rank's with the number of others.
 
     Raises:
-        CheckpointError: naming the rank.
+        CheckpointError: of that ``kind``, naming the rank.
     """
     said = [(rank, text) for rank, text in enumerate(mesh.gather(problem)) if text]
     if said:
         rank, text = said[0]
         where = f"rank {rank}: " if mesh.world_size > 1 else ""
         others = f" ({len(said)} ranks in all)" if len(said) > 1 else ""
-        raise CheckpointError(f"{where}{text}{others}")
+        raise kind(f"{where}{text}{others}")
