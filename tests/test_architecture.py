@@ -228,7 +228,7 @@ SMALL = {
     "": 945,
     "api": 860,
     "builtin": 533,
-    "checkpoint": 980,
+    "checkpoint": 981,
     "cli": 1762,
     "compile": 789,
     "contracts": 730,
@@ -246,7 +246,7 @@ SMALL = {
     "precision": 730,
     "recipe": 1951,
     "registry": 792,
-    "run": 3345,
+    "run": 3353,
     "script": 818,
     "watch": 454,
 }

@@ -4,6 +4,7 @@ import json
 import os
 from pathlib import Path
 
+import attrs
 import pytest
 from nanotrain_plan.hardware import HardwareError, find_hardware, read_hardware, shipped
 
@@ -40,6 +41,15 @@ def test_shipped_files_are_whole_and_name_their_sources(name):
 def test_memory_is_that_which_a_run_sees(name, gib):
     """torch says how much a device has in GiB; on paper an H100 has 80 GB."""
     assert find_hardware(name).memory_gb == pytest.approx(gib * 2**30 / 1e9, rel=1e-3)
+
+
+def test_an_h20_3e_is_an_h20_with_the_memory_of_an_h200():
+    """Of one name and compute capability, and half as much again of what a model has to fit in."""
+    more, other, memory = (find_hardware(name) for name in ("h20_3e", "h20", "h200"))
+    alike = {"name": other.name, "memory_gb": other.memory_gb, "memory": other.memory}
+    assert attrs.evolve(more, **alike) == other
+    assert (more.memory_gb, more.memory) == (memory.memory_gb, memory.memory)
+    assert peak_flops(more.name) == peak_flops(other.name)
 
 
 @pytest.mark.parametrize("name", sorted({*shipped()} - {"cpu", "h100_hbm2e"}))
