@@ -11,11 +11,14 @@ from typing import Any
 
 from nanotrain_doctor.findings import Finding, bad, good, note, size, warning
 from nanotrain_doctor.peaks import Peaks
-from nanotrain_doctor.processor import judge_products
+from nanotrain_doctor.processor import SLOW_CPU, judge_products
 
 #: Of what is expected: from here on it is good, and below that it is bad.
 ENOUGH, TOO_LITTLE = 0.85, 0.5
 Measured = Mapping[str, Any]
+
+#: What to look at if a GPU is slow.
+SLOW_GPU = "nvidia-smi: other processes, power cap, clocks, temperature; nvidia-smi topo -m for links"
 
 
 def judge_ranks(ranks: Sequence[Measured], peaks: Peaks) -> list[Finding]:
@@ -42,7 +45,7 @@ def judge_gemm(ranks: Sequence[Measured], peaks: Peaks) -> Finding:
     text = ", ".join(f"{rate / 1e12:.3g} TFLOP/s in {key[5:]}" for key, rate in rates.items()) + _each(ranks)
     if peaks.gemm is None and ranks[0]["device"] == "cpu":
         return judge_products(ranks, text)
-    return _against("GEMM", text, rates["gemm_bfloat16"], peaks.gemm, peaks, 1e12, "TFLOP/s")
+    return _against("GEMM", text, rates["gemm_bfloat16"], peaks.gemm, peaks, 1e12, "TFLOP/s", slow(ranks))
 
 
 def judge_memory(ranks: Sequence[Measured], peaks: Peaks) -> Finding:
@@ -53,7 +56,7 @@ def judge_memory(ranks: Sequence[Measured], peaks: Peaks) -> Finding:
         return note(
             "memory bandwidth", f"{text}; no expectation: which memory there is is unknown", rate=rate
         )
-    return _against("memory bandwidth", text, rate, peaks.memory, peaks, 1e9, "GB/s")
+    return _against("memory bandwidth", text, rate, peaks.memory, peaks, 1e9, "GB/s", slow(ranks))
 
 
 def judge_all_reduce(ranks: Sequence[Measured], peaks: Peaks) -> Iterator[Finding]:
@@ -64,7 +67,9 @@ def judge_all_reduce(ranks: Sequence[Measured], peaks: Peaks) -> Iterator[Findin
     wrong = {each["rank"]: each["all_reduce"]["wrong"] for each in ranks if each["all_reduce"]["wrong"]}
     if wrong:
         told = ", ".join(f"{count} elements on rank {rank}" for rank, count in wrong.items())
-        remedy = "train nothing here: unset NCCL_PROTO and NCCL_ALGO, try other hosts, then other cards"
+        remedy = "train nothing here: try other hosts"
+        if ranks[0]["device"] != "cpu":
+            remedy = "train nothing here: unset NCCL_PROTO and NCCL_ALGO, try other hosts, then other cards"
         yield bad("all-reduce", f"wrong sums: {told}", remedy, wrong=wrong)
         return
     world, seconds = len(ranks), max(each["seconds"] for each in sums)
@@ -75,7 +80,7 @@ def judge_all_reduce(ranks: Sequence[Measured], peaks: Peaks) -> Iterator[Findin
     text += f"{latency * 1e6:.0f} us for one number"
     expected = peaks.inter if hosts > 1 else peaks.intra
     gpus = ranks[0]["device"] != "cpu"
-    yield _against("all-reduce", text, bus, expected if gpus else None, peaks, 1e9, "GB/s")
+    yield _against("all-reduce", text, bus, expected if gpus else None, peaks, 1e9, "GB/s", slow(ranks))
 
 
 def slow_ranks(ranks: Sequence[Measured]) -> Iterator[Finding]:
@@ -106,8 +111,20 @@ def judge_versions(hosts: Mapping[str, Mapping[str, str]]) -> Iterator[Finding]:
             yield bad("versions", text, "install the same on all hosts: a run refuses to start")
 
 
+def slow(ranks: Sequence[Measured]) -> str:
+    """Return what to look at if the device of these ranks is slow."""
+    return SLOW_CPU if ranks[0]["device"] == "cpu" else SLOW_GPU
+
+
 def _against(
-    check: str, text: str, rate: float, expected: float | None, peaks: Peaks, unit: float, name: str
+    check: str,
+    text: str,
+    rate: float,
+    expected: float | None,
+    peaks: Peaks,
+    unit: float,
+    name: str,
+    remedy: str,
 ) -> Finding:
     """Judge a rate; there is no verdict where nothing is known."""
     if expected is None:
@@ -116,7 +133,6 @@ def _against(
     text = f"{text}; expected of {peaks.source}: {expected / unit:.3g} {name}"
     if rate >= ENOUGH * expected:
         return good(check, text, **values)
-    remedy = "nvidia-smi: other processes, power cap, clocks, temperature; nvidia-smi topo -m for links"
     return (bad if rate < TOO_LITTLE * expected else warning)(check, text, remedy, **values)
 
 

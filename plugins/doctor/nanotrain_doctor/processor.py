@@ -65,6 +65,10 @@ def _clock(root: Path, allowed: Collection[int]) -> float | None:
     return max(found, default=None)
 
 
+#: What to look at if cores do less than they should.
+SLOW_CPU = "top: other processes; vmstat: time stolen from this machine (st); a quota of CPU time"
+
+
 def judge_products(ranks: Sequence[Mapping[str, Any]], text: str) -> Finding:
     """Judge the float32 products of the rank that reaches least of what its cores should do.
 
@@ -88,9 +92,7 @@ def judge_products(ranks: Sequence[Mapping[str, Any]], text: str) -> Finding:
         return good("GEMM", text, **values)
     if rate >= TOO_LITTLE * peak:
         return note("GEMM", f"{text}; virtual machines and busy hosts do not give whole cores", **values)
-    remedy = "top: other processes; vmstat: time stolen from this machine (st); a quota of CPU time; "
-    remedy += "torch.__config__.show(): a BLAS library"
-    return warning("GEMM", text, remedy, **values)
+    return warning("GEMM", text, f"{SLOW_CPU}; torch.__config__.show(): a BLAS library", **values)
 
 
 def _unknown(each: Mapping[str, Any]) -> str:

@@ -112,6 +112,15 @@ def test_a_file_of_ones_own_is_what_a_cpu_is_held_to():
     assert judge_memory([cpu(0)], mine).status == "good"
 
 
+@pytest.mark.parametrize("judge", [judge_gemm, judge_memory])
+def test_a_slow_cpu_is_not_sent_to_the_tool_of_a_gpu(judge):
+    """Where there is no driver, nvidia-smi is not installed."""
+    mine = Peaks(source="mine", gemm=1e13, memory=1e12)
+    assert "nvidia-smi" not in judge([cpu(0)], mine).remedy
+    assert judge([cpu(0)], mine).remedy.startswith("top: other processes")
+    assert judge([gpu(0, gemm_bfloat16=1e12, copy=1e10)], H200).remedy.startswith("nvidia-smi: ")
+
+
 def test_copies_of_a_cpu_have_no_expectation_and_say_so():
     found = judge_memory([cpu(0), cpu(1)], peaks_of("cpu"))
     assert (found.status, "no expectation" in found.text) == ("note", True)
