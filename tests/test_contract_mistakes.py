@@ -87,6 +87,17 @@ def test_a_method_that_overrides_none_but_looks_like_it_is_told(tmp_path, kind, 
         build(plugin(tmp_path, kind=kind, build=text), kind)
 
 
+def test_a_precision_with_pack_in_place_of_packing_is_told(tmp_path):
+    """Its weights would have stayed as they were, without a word."""
+    text = (
+        "import torch; from nanotrain_core.api.torch import NoLossScale, Uniform; "
+        "return type('Mine', (Uniform,), {'pack': lambda self, *_: None})(torch.bfloat16, NoLossScale())"
+    )
+    wanted = "Mine has a method pack, which nobody ever calls, and not packing of Precision: rename it"
+    with pytest.raises(PluginError, match=wanted):
+        build(plugin(tmp_path, kind="precision", build=text), "precision")
+
+
 def test_a_misspelt_method_of_a_models_config_is_told(tmp_path):
     text = 'Component(name="mine", config=type("Own", (Config,), {"divisibilitys": print}), '
     members = "'layers vocab_size max_length loss_weights build loss_counts flops'.split()"

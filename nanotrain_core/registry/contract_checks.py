@@ -243,4 +243,4 @@ def misspelt_methods(contract: type, kind: type) -> list[tuple[str, str]]:
 
 def _alike(one: str, other: str) -> bool:
     shorter, longer = sorted((one, other), key=len)
-    return longer == f"{shorter}s" or SequenceMatcher(None, one, other).ratio() > 0.9
+    return longer in (f"{shorter}s", f"{shorter}ing") or SequenceMatcher(None, one, other).ratio() > 0.9
