@@ -181,9 +181,9 @@ class Component:
     nearest name suggested."""
 
     reads_modules: ModulePatterns | None = None
-    """Yields the modules or parameters that the config of a monitor, wrapper or precision names, likewise:
-    ``modules.0``, ``layers.*.attn``. One that matches none of the recipe's model is rejected before ranks
-    start, likewise."""
+    """Yields the modules or parameters that the config of a monitor, wrapper, precision or optimizer names,
+    likewise: ``modules.0``, ``layers.*.attn``. One that matches none of the recipe's model is rejected before
+    ranks start, likewise."""
 
     hf: str | None = None
     """``"module:attribute"`` of a model's :class:`~nanotrain_core.hf.mapping.HFMapping`: the names of its

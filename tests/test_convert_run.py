@@ -237,6 +237,30 @@ def test_weights_that_do_not_fit_are_refused_in_plain_words(folder, words, text)
     assert "Traceback" not in ended.err
 
 
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        (
+            ["run.weights=recipe.toml"],
+            "--set #1: run.weights: {}/recipe.toml holds no weights that can be read",
+        ),
+        (
+            ["run.weights=ours", "model.rope_theta=500.0"],
+            "--set #1: run.weights: {}/ours has weights of another model: model.rope_theta is 10000.0 there",
+        ),
+        (["run.weights=broken"], "--set #1: run.weights: {}/broken/config.json: model_type is 'bert'"),
+        (["run.weights=ours"], ""),
+        (["run.weights=ours", 'parallel=[{use="lora"}]'], ""),
+    ],
+)
+def test_check_opens_the_weights_before_any_rank_does(folder, changes, text, capsys):
+    (folder / "broken").mkdir()
+    (folder / "broken" / "config.json").write_text('{"model_type": "bert"}')
+    code = main(["check", "recipe.toml", *(word for change in changes for word in ("--set", change))])
+    assert code == (Exit.USER if text else Exit.DONE)
+    assert text.format(folder) in capsys.readouterr().err
+
+
 def test_a_recipe_s_own_export_starts_it_where_it_leaves_values_unset(folder):
     """A folder that was exported spells out what the recipe left unset; resumed, both are one model, too."""
     (folder / "recipe.toml").write_text(RECIPE.replace('extends = "ours/model.toml"', OWN))

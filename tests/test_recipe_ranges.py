@@ -14,6 +14,7 @@ from nanotrain_core.recipe.schema import recipe_schema
 from nanotrain_core.recipe.tree import BatchConfig, EvaluationConfig, RunConfig
 from nanotrain_core.recipe.types import field_types, is_tuple, members
 from nanotrain_core.registry.registry import load_plugins
+from nanotrain_core.testing import Case
 
 REGISTRY = load_plugins()
 COMPONENTS = [(kind, name) for kind in KINDS for name in REGISTRY.names(kind)]
@@ -124,3 +125,15 @@ def test_what_is_in_a_range(range_, inside, outside):
 def test_a_range_of_floats_has_two_ends():
     with pytest.raises(TypeError, match="needs its upper end"):
         Range(0.0)
+
+
+@pytest.mark.parametrize(
+    ("table", "key"),
+    [
+        ({"schedule": {"use": "1f1b", "layers": []}}, "schedule.layers"),
+        ({"monitor": [{"use": "dump", "steps": "1", "what": []}]}, "monitor.0.what"),
+    ],
+)
+def test_an_empty_array_where_items_are_needed_is_refused(table, key):
+    with pytest.raises(RecipeError, match=f"{key}: expected at least one item, got an empty array"):
+        Case("optimizer", use="sgd", overrides=table).recipe()

@@ -14,7 +14,7 @@ from nanotrain_core.recipe.divisibility import (
     too_few_units,
 )
 from nanotrain_core.recipe.model_config import CachedToken, ModelConfig, cached_token_of
-from nanotrain_core.recipe.range_validator import LARGEST_SIZE, MOST_LAYERS, Range
+from nanotrain_core.recipe.range_validator import LARGEST_SIZE, MOST_LAYERS, Range, not_empty
 from nanotrain_core.recipe.tree import OptimizerConfig, path_field
 
 __all__ = [
@@ -36,6 +36,7 @@ __all__ = [
     "indivisible",
     "join_with_or",
     "multiples_near",
+    "not_empty",
     "path_field",
     "too_few_units",
     "yarn_magnitude",

@@ -14,6 +14,7 @@ from nanotrain_core.compile.cuda_graphs import explain_passes
 from nanotrain_core.errors import Exit
 from nanotrain_core.launch.check_inputs import input_problems
 from nanotrain_core.launch.check_modules import check_modules
+from nanotrain_core.launch.check_weights import check_weights
 from nanotrain_core.layout.layout import View
 from nanotrain_core.phases.timeline import PhaseTimeline
 from nanotrain_core.recipe.load import refuse
@@ -49,6 +50,8 @@ def run(args: argparse.Namespace) -> int:
     if args.explain or not args.hardware:
         refuse(found.merged, missing)
     check_modules(found)
+    if not missing:
+        check_weights(found)
     if args.explain:
         print(explain(found.recipe, found.merged), end="")
         for line in explain_passes(found.recipe, found.registry, found.layout):

@@ -20,6 +20,7 @@ from nanotrain_core.errors import CheckpointError, Exit, NanotrainError, Preempt
 from nanotrain_core.launch import temporary
 from nanotrain_core.launch.check_inputs import check_inputs
 from nanotrain_core.launch.check_modules import check_modules
+from nanotrain_core.launch.check_weights import check_weights
 from nanotrain_core.launch.environment import Ranks
 from nanotrain_core.run.folder import newest
 from nanotrain_core.run.progress_bar import is_live
@@ -112,6 +113,8 @@ def run(args: argparse.Namespace) -> int:
     check_inputs(found, weights=args.resume is None)
     check_resume(args)
     check_modules(found)
+    if args.resume is None:
+        check_weights(found)
     if args.nproc is None and nnodes == 1:
         recipe = fit_to_gpus(args, found)
     nodes = Nodes(

@@ -15,7 +15,7 @@ from torch import nn
 from nanotrain_core.checkpoint.tensor_boxes import Shape
 from nanotrain_core.contracts import WeightReader
 from nanotrain_core.errors import CheckpointError
-from nanotrain_core.hf.open_weights import open_weights, shapes_of
+from nanotrain_core.hf.open_weights import Weights, open_weights, shapes_of
 from nanotrain_core.hf.weights import not_finite
 from nanotrain_core.layout.initialization import ReadBlock
 from nanotrain_core.layout.mesh import Mesh
@@ -72,8 +72,7 @@ def saved_weights(
         return
     path = Path(path)
     added_shapes = _shapes_of_added(selection, registry, placed, mesh)
-    weights = open_weights(path, registry, added_shapes, wrappers)
-    refuse_other_model(model_table(weights.selection), selection, what=f"{path} has weights")
+    weights = open_weights_of(selection, path, registry, added_shapes, wrappers)
     if weights.added and mesh.rank == 0:
         structlog.get_logger("nanotrain.weights").warning(
             "what a wrapper of the saved run had added is merged into the model's weights, and rounded as "
@@ -109,6 +108,23 @@ def saved_weights(
         yield read
     if first := next((names[0] for names in mesh.gather(not_finite_values) if names), ""):
         raise CheckpointError(f"{path}: {first}")
+
+
+def open_weights_of(
+    selection: Selection,
+    path: Path,
+    registry: Registry,
+    added: Mapping[str, Shape],
+    wrappers: Sequence[Any],
+) -> Weights:
+    """Open weights to start a run of a model from: see :func:`~nanotrain_core.hf.open_weights.open_weights`.
+
+    Raises:
+        CheckpointError: there are none, or they are of another model.
+    """
+    weights = open_weights(path, registry, added, wrappers)
+    refuse_other_model(model_table(weights.selection), selection, what=f"{path} has weights")
+    return weights
 
 
 def _shapes_of_added(

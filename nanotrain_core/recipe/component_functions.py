@@ -87,13 +87,13 @@ def patterns_in_configs(
 ) -> Iterator[tuple[str, str]]:
     """Yield what the configs of components name, each name or pattern after its recipe key.
 
-    Of wrappers, the precision and monitors.
+    Of wrappers, the precision, the optimizer and monitors.
 
     Raises:
         PluginError: the function ``name`` of a component is wrong.
     """
     selected = [(f"{each.kind}.{number}", each) for number, each in enumerate(recipe.parallel)]
-    selected += [("precision", recipe.precision)]
+    selected += [("precision", recipe.precision), ("optimizer", recipe.optimizer)]
     selected += [(f"{each.kind}.{number}", each) for number, each in enumerate(recipe.monitor)]
     for table, selection in selected:
         reads = getattr(registry.get(selection.kind, selection.use), name)

@@ -1,4 +1,4 @@
-"""``Range``: the allowed values of a recipe key, for its validator and for editors."""
+"""``Range`` and ``not_empty``: the allowed values of a recipe key, for its validator and for editors."""
 
 from __future__ import annotations
 
@@ -76,3 +76,13 @@ class Range:
             "exclusiveMinimum" if self.above else "minimum": self.least,
             "exclusiveMaximum" if self.below else "maximum": self.most,
         }
+
+
+def not_empty(instance: Any, field: Any, value: Any) -> None:
+    """Reject an empty array: a validator of an attrs field; None is ignored.
+
+    Raises:
+        ValueError: the text says what was expected.
+    """
+    if value is not None and not len(value):
+        raise ValueError("expected at least one item, got an empty array")

@@ -281,7 +281,7 @@ def _capabilities(members: list[Member], registry: Registry) -> Iterator[Problem
     """Check what components provide, require and conflict with against each other."""
     for word, meaning in EXCLUSIVE_CAPABILITIES.items():
         providers = [member for member in members if word in member.component.provides]
-        for second in providers[1:]:
+        for second in (each for each in providers[1:] if each.word != providers[0].word):  # see _twice
             text = f"{providers[0]} and {second} both provide {word} ({meaning}); keep one of them"
             yield Problem(second.key, text)
     for member in members:

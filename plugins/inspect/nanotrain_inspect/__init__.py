@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 import attrs
-from attrs.validators import min_len
 
 from nanotrain_core.api import (
     Command,
@@ -19,6 +18,7 @@ from nanotrain_core.api import (
     Register,
     RegisterCommand,
     hookimpl,
+    not_empty,
 )
 from nanotrain_inspect.steps import Steps
 
@@ -61,7 +61,7 @@ class DumpConfig:
     steps: str = attrs.field(validator=_steps)
     """Steps and ranges, both ends meant: ``"1,10"``, ``"100:110"``, ``"0:10000:500"`` every 500th."""
     what: tuple[Literal["weights", "gradients", "updates", "activations"], ...] = attrs.field(
-        default=("gradients",), validator=min_len(1)
+        default=("gradients",), validator=not_empty
     )
     """`weights` are those that the step computed with, `gradients` are complete and not clipped, `updates`
     are by how much the step changed weights, `activations` what modules returned in forward passes."""

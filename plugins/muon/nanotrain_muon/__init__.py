@@ -5,6 +5,7 @@ The plugin's entry module: every ``nanotrain`` command imports it, so it never i
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import attrs
@@ -51,7 +52,8 @@ class MuonConfig(OptimizerConfig):
     adamw_eps: float = attrs.field(default=1e-8, validator=Range(1e-30, 1.0))
     """Added to the root of AdamW's second moment."""
     adamw_names: tuple[str, ...] = ()
-    """Matrices that AdamW updates too: names of parameters or patterns, such as `"layers.*.attn.kv_b.*"`."""
+    """Matrices that AdamW updates too: names or patterns of parameters, or of modules around them, such as
+    `layers.*.attn.kv_b`."""
 
     ema_decay: float = attrs.field(default=0.0, validator=Range(0.0, 1.0, below=True))
     """Share that a step keeps of an average of the weights (EMA), such as 0.999; 0 keeps no average."""
@@ -74,6 +76,11 @@ class MuonConfig(OptimizerConfig):
             )
 
 
+def read_modules(config: MuonConfig) -> Iterator[tuple[str, str]]:
+    """Yield what :attr:`MuonConfig.adamw_names` names."""
+    return ((f"adamw_names.{number}", pattern) for number, pattern in enumerate(config.adamw_names))
+
+
 @hookimpl
 def nanotrain_register_optimizer(register: Register) -> None:
     """Register ``muon``."""
@@ -84,6 +91,7 @@ def nanotrain_register_optimizer(register: Register) -> None:
             factory="nanotrain_muon.optimizer:Muon",
             summary="orthogonalized momentum of matrices, AdamW for embeddings, head, routers and vectors",
             supports={"error_feedback": Support.UNSUPPORTED},
+            reads_modules=read_modules,
             cuda_graphs=always_captured,
         )
     )

@@ -7,14 +7,13 @@ is added to the gradient, :mod:`.exchange` makes matrices of that whole, and wha
 from __future__ import annotations
 
 from collections.abc import Sequence
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
-from nanotrain_core.api import Role
+from nanotrain_core.api import Role, lies_in
 from nanotrain_core.api.torch import (
     GradientSync,
     MasterOptimizer,
@@ -38,7 +37,7 @@ class Muon(MasterOptimizer):
 
     def is_matrix(self, placement: Placement) -> bool:
         """Return whether Muon updates a parameter: a linear layer's weight, or those of stacked experts."""
-        if any(fnmatchcase(placement.name, pattern) for pattern in self.config.adamw_names):
+        if any(lies_in(placement.name, pattern) for pattern in self.config.adamw_names):
             return False
         if placement.role is Role.EXPERTS:
             return len(placement.global_shape) == 3

@@ -8,6 +8,9 @@ from nanotrain_muon import MuonConfig
 
 from nanotrain_core.api import Role
 from nanotrain_core.api.torch import Mesh, Placement
+from nanotrain_core.cli import main
+from nanotrain_core.errors import Exit
+from nanotrain_core.recipe import write_resolved
 from nanotrain_core.testing import Case, run_ranks
 from nanotrain_core.testing.probe import make_run, push
 
@@ -38,11 +41,21 @@ def test_experts_have_a_momentum_and_routers_two_moments():
     assert not any("router" in name for name in found["momentum"])
 
 
-def test_named_matrices_are_left_to_adamw():
-    config = {"adamw_names": ["layers.*.attn.q.*"]}
+@pytest.mark.parametrize("name", ["layers.*.attn.q.*", "layers.*.attn.q", "layers.0.attn.q.weight"])
+def test_named_matrices_are_left_to_adamw(name):
+    config = {"adamw_names": [name]}
     (found,) = run_ranks(updated_by, 1, Case("optimizer", use="muon", config=config))
     assert "layers.0.attn.q.weight" in found["exp_avg"]
     assert "layers.0.attn.k.weight" in found["momentum"]
+
+
+def test_a_name_of_no_parameter_is_refused_before_ranks_start(tmp_path, capsys):
+    """It would have left its matrix to Muon without a word."""
+    case = Case("optimizer", use="muon", config={"adamw_names": ["layers.0.*", "layers.*.atn.q"]})
+    (tmp_path / "recipe.toml").write_text(write_resolved(case.recipe()))
+    assert main(["check", str(tmp_path / "recipe.toml")]) == Exit.USER
+    told = "optimizer.adamw_names.1: the model has no module or parameter 'layers.*.atn.q' (did you mean '"
+    assert told in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

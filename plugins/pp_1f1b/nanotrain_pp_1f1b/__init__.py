@@ -6,13 +6,13 @@ The plugin's entry module: every ``nanotrain`` command imports it, so it never i
 from typing import Any
 
 import attrs
-from attrs.validators import and_, min_len, optional
+from attrs.validators import and_, optional
 
-from nanotrain_core.api import MOST_LAYERS, Component, Range, Register, hookimpl
+from nanotrain_core.api import MOST_LAYERS, Component, Range, Register, hookimpl, not_empty
 
 __version__ = "0.1.0"
 
-_layers: Any = optional(and_(min_len(1), Range(0, MOST_LAYERS)))
+_layers: Any = optional(and_(not_empty, Range(0, MOST_LAYERS)))
 
 
 @attrs.define(frozen=True, kw_only=True)
