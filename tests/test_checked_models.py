@@ -2,12 +2,15 @@
 
 import attrs
 import pytest
+import test_fp4_masters as masters
 import test_lora_layouts as lora
 import test_qlora_layouts as qlora
 
 from nanotrain_core.cli import main
-from nanotrain_core.errors import Exit
+from nanotrain_core.errors import Exit, NanotrainError
 from nanotrain_core.recipe import write_resolved
+from nanotrain_core.testing import run_ranks
+from nanotrain_core.testing.probe import make_engine
 
 
 def check(case, tmp_path, capsys):
@@ -64,3 +67,44 @@ def test_widths_without_whole_blocks_are_refused(layout, width, block, wanted, t
     code, errors = check(attrs.evolve(case, overrides={**case.overrides, "model": model}), tmp_path, capsys)
     assert code == (Exit.USER if wanted else Exit.DONE), errors
     assert wanted is None or f"precision.block_size: {wanted}" in errors
+
+
+@pytest.mark.parametrize("variant", ["residual", "remainder"])
+@pytest.mark.parametrize("layout", masters.LAYOUTS)
+def test_every_layout_that_trains_low_bit_masters_is_accepted(layout, variant, tmp_path, capsys):
+    form = "bf16" if variant == "remainder" else "nvfp4"
+    code, errors = check(masters.on(layout, variant, form), tmp_path, capsys)
+    assert code == Exit.DONE, errors
+
+
+def says_why(case):
+    """Return why a rank refuses a run."""
+    with pytest.raises(NanotrainError) as caught:
+        make_engine(case, {})
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ({"width": 64, "ffn": 128, "kv_heads": 1}, "layers.0.attn.o.weight"),
+        ({"width": 64, "heads": 8, "head_size": 16, "ffn": 64}, "layers.0.ffn.down.weight"),
+    ],
+)
+def test_a_split_of_a_block_is_refused_in_the_words_of_the_ranks(model, name, tmp_path, capsys):
+    case = masters.on("tp2", "residual", "nf4")
+    case = attrs.evolve(case, overrides={**case.overrides, "model": model})
+    told, _ = run_ranks(says_why, 2, case)
+    code, errors = check(case, tmp_path, capsys)
+    assert code == Exit.USER
+    assert told.startswith(f"{name}: blocks of 64 weights that share a scale in nf4 would lie on")
+    assert f"precision.block_size: {told}; and 1 more" in errors
+
+
+def test_experts_of_which_a_block_would_lie_on_two_ranks_are_refused(tmp_path, capsys):
+    case = masters.on("ep2", "residual", "nf4")
+    few = {**case.overrides["model"], "experts": 2, "top_k": 1, "expert_ffn": 4, "width": 8}
+    code, errors = check(attrs.evolve(case, overrides={**case.overrides, "model": few}), tmp_path, capsys)
+    assert code == Exit.USER
+    assert "precision.block_size: layers.1.moe.experts." in errors
+    assert "holds (1, " in errors

@@ -174,6 +174,7 @@ def nanotrain_register_precision(register: Register) -> None:
             factory="nanotrain_fp4_master.precision:FP4Master",
             summary="weights in NVFP4, NF4 or bfloat16, with 16, 8 or no additional master bits",
             check=check,
+            check_model="nanotrain_fp4_master.checks:check_model",
             stays_eager=stays_eager,
             # Losses of weights in four bits are a few percent from float32's, with any master.
             supports={"follows_float32": Support.PARTIAL},
