@@ -79,7 +79,8 @@ def make_folder(path: Path) -> None:
         path.mkdir(mode=0o700, exist_ok=True)
         found = path.lstat()
     except OSError as problem:
-        text = f"memory snapshots cannot be kept in {path.parent}: {problem.strerror}"
+        text = f"memory snapshots cannot be kept in {path.parent}: {problem.strerror}; expected a folder in "
+        text += '[[monitor]] use = "memory_snapshots" that there is on this host, such as /dev/shm'
         raise NanotrainError(text) from None
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
         raise NanotrainError(f"memory snapshots cannot be kept in {path}: it is somebody else's")

@@ -5,6 +5,7 @@ The plugin's entry module: every ``nanotrain`` command imports it, so it never i
 
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import attrs
 
@@ -27,12 +28,14 @@ class TensorBoardConfig:
     """Between writes to the disk."""
 
 
-def check_installed(recipe: Recipe, config: TensorBoardConfig, layout: Layout) -> Iterator[Problem]:
+def check(recipe: Recipe, config: TensorBoardConfig, layout: Layout) -> Iterator[Problem]:
     """Refuse a run that could not write, before it begins."""
+    number = next(n for n, each in enumerate(recipe.monitor) if each.config is config)
+    if config.folder and Path(config.folder).is_file():
+        yield Problem(f"monitor.{number}.folder", f"{config.folder} is a file; expected a folder")
     try:
         version("tensorboard")
     except PackageNotFoundError:
-        number = next(n for n, each in enumerate(recipe.monitor) if each.config is config)
         yield Problem(
             f"monitor.{number}.use", "'tensorboard' needs the package tensorboard: pip install tensorboard"
         )
@@ -48,6 +51,6 @@ def nanotrain_register_monitor(register: Register) -> None:
             factory="nanotrain_tensorboard.events:TensorBoard",
             summary="scalars, histograms and texts for TensorBoard, in the run folder",
             provides={"records_metrics"},
-            check=check_installed,
+            check=check,
         )
     )

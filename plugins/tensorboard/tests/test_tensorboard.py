@@ -158,6 +158,14 @@ def test_settings_are_hyperparameters(tmp_path):
     assert "| `run.steps` | 1 |" in text(found, "run/recipe")[0][1]
 
 
+def test_a_file_in_place_of_its_folder_is_refused(tmp_path):
+    """The run went on without what it was told to write."""
+    (tmp_path / "events").write_text("")
+    Case("monitor", use="tensorboard", config={"folder": str(tmp_path / "new")}).recipe()
+    with pytest.raises(RecipeError, match=r"monitor\.0\.folder: .*events is a file; expected a folder"):
+        Case("monitor", use="tensorboard", config={"folder": str(tmp_path / "events")}).recipe()
+
+
 def test_a_run_is_refused_where_the_library_is_missing(monkeypatch):
     def missing(name):
         raise nanotrain_tensorboard.PackageNotFoundError(name)
