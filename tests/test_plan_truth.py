@@ -19,6 +19,7 @@ SCALARS = 512
 
 DDP = [{"use": "ddp", "bucket_mb": 0.01}]
 TP, SP = [{"use": "tp", "sequence_parallel": False}], [{"use": "tp", "sequence_parallel": True}]
+GATHER_AGAIN = [{"use": "tp", "gather_again": True}]
 EP = [{"use": "ep_deepseek"}]
 CP_GATHER = {"use": "cp", "communication": "all_gather"}
 CP_RING = {"use": "cp", "communication": "ring"}
@@ -34,6 +35,7 @@ CASES = {
 MORE = {
     "zero1": ({"dp": 2}, "transformer", "accumulate", [], {**ZERO, "stage": 1}),
     "tp": ({"tp": 2}, "transformer", "accumulate", TP, {}),
+    "gather_again": ({"tp": 2}, "deepseek_v3", "accumulate", GATHER_AGAIN, {}),
     "w_passes": ({"pp": 2}, "transformer", "zb_h1", [], {}),
     "recompute": ({"dp": 2}, "transformer", "accumulate", [{"use": "recompute"}, *DDP], {}),
     "selective": (

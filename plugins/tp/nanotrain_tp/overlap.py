@@ -39,6 +39,8 @@ class OverlappedInput:
         self._gathering: Pending | None = None
         self._gathered: torch.Tensor | None = None
         self._waiting = 0
+        self._to_come = 0
+        """Layers that read the input in forward and have not asked for it in backward."""
 
     def gather(self, x: torch.Tensor, known: torch.Tensor | None) -> torch.Tensor:
         """Return the whole ``x``, for :meth:`enter`. ``known``: the result, if it was gathered before."""
@@ -56,11 +58,20 @@ class OverlappedInput:
         pending = begin(d_x) if self.dim is None else self.ranks.begin_reduce_scatter(d_x, self.dim)
         self._under_way.append(pending)
 
+    def expect_reader(self) -> None:
+        """Count a layer that will call :meth:`gather_again`."""
+        self._to_come += 1
+
     def gather_again(self, share: torch.Tensor) -> Pending:
-        """Begin to all-gather the input again in backward; once for all layers that wait at the same time."""
+        """Begin to all-gather the input again in backward; once for all layers that read it.
+
+        It is kept until the last of them has it. One that never asks, since its output has no gradient, keeps
+        it as long as the graph.
+        """
         if self._gathering is None:
             assert self.dim is not None
             self._gathering = self.ranks.begin_all_gather(share, self.dim, self.length)
+        self._to_come -= 1
         self._waiting += 1
         return self._take
 
@@ -68,8 +79,9 @@ class OverlappedInput:
         assert self._gathering is not None
         whole = self._gathering() if self._gathered is None else self._gathered
         self._waiting -= 1
-        self._gathered = whole if self._waiting else None
-        self._gathering = self._gathering if self._waiting else None
+        again = self._waiting > 0 or self._to_come > 0
+        self._gathered = whole if again else None
+        self._gathering = self._gathering if again else None
         return whole
 
     def end(self) -> torch.Tensor:

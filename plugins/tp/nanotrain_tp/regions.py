@@ -47,6 +47,8 @@ class RegionInput:
         self.recompute: RecomputedInput | None = None
         """This rank's share and :meth:`OverlappedInput.gather_again`, by which layers gather it again in
         backward; None: they keep it."""
+        self.overlapped: OverlappedInput | None = None
+        """The object of that method."""
         self.watched = False
         """Whether a gradient hook that calls :meth:`ShardedRegion.forget` is installed."""
         self.wgrad_points: dict[nn.Module, WgradPoint] = {}
@@ -180,7 +182,10 @@ class ShardedRegion:
         overlapped = OverlappedInput(self.ranks, SEQUENCE if self.sequence_parallel else None, self.length)
         gathered = overlapped.gather(cached.outside, cached.values)
         if not self.keep:
-            cached.recompute = (cached.outside.detach(), overlapped.gather_again)
+            cached.recompute, cached.overlapped = (
+                (cached.outside.detach(), overlapped.gather_again),
+                overlapped,
+            )
         cached.first, readers = first, self._readers.setdefault(first, [first])
         cached.wgrad_points = {layer: point for layer in readers if (point := cached.wgrad_point_of(layer))}
         cached.inside = overlapped.enter(gathered)
@@ -195,7 +200,10 @@ class ShardedRegion:
         readers = self._readers[cached.first]
         if layer not in readers:
             readers.append(layer)
-        return cached.wgrad_points.pop(layer, None) or cached.wgrad_point_of(layer)
+        point = cached.wgrad_points.pop(layer, None) or cached.wgrad_point_of(layer)
+        if point is not None and cached.overlapped is not None:
+            cached.overlapped.expect_reader()
+        return point
 
     def whole(self, x: torch.Tensor) -> torch.Tensor:
         """All-gather a share of tokens ``x`` [B, S, ...] for a computation that is the same on every rank."""

@@ -290,6 +290,29 @@ def test_the_sum_begins_before_the_products_for_weights_and_is_awaited_after_the
         assert known[7:] == ["end sum"], "one collective for all three layers"
 
 
+def gathers_again(region):
+    """Return how often the input of one pass after the other is gathered again in backward."""
+    region, own = split(region, sp=True, shared=False, keep=False)
+    found, begin = [], Ranks.begin_all_gather
+
+    def counted(*args, **options):
+        found[-1] += 1
+        return begin(*args, **options)
+
+    for _ in range(3):
+        x = own(numbers(10, BATCH, LENGTH, WIDTH)).clone().requires_grad_()
+        y = region(x)
+        found.append(-1)  # the gather before `o` is of its gradient
+        with mock.patch.object(Ranks, "begin_all_gather", counted):
+            y.backward(torch.ones_like(y))
+    return found
+
+
+@pytest.mark.parametrize(("region", "inputs"), [(Region, 1), (Twice, 2)])
+def test_an_input_is_gathered_again_once_for_all_its_layers_in_a_first_pass_too(region, inputs):
+    assert run_ranks(gathers_again, RANKS, region) == [[inputs] * 3] * RANKS
+
+
 def test_what_is_gathered_again_travels_during_the_products_for_the_input():
     for _, known in run_ranks(order_of_events, RANKS, True, False, True, False):
         assert known[:5] == ["begin gather", *INPUTS, "begin sum"]
