@@ -30,7 +30,7 @@ from nanotrain_core.contracts.model import (
 )
 from nanotrain_core.contracts.monitor import Monitor, Request, Restore, RunInfo, StepEnd
 from nanotrain_core.contracts.optimizer import Block, Optimizer, StepStats
-from nanotrain_core.contracts.parallel import GathersWeights, GradientSync, Parallel
+from nanotrain_core.contracts.parallel import GathersWeights, GradientSync, KnowsPieces, Parallel
 from nanotrain_core.contracts.precision import ErrorFeedback, LossScale, MasterWeight, Precision
 from nanotrain_core.contracts.reports import (
     CheckpointReport,
@@ -65,6 +65,7 @@ __all__ = [
     "HasTokenizer",
     "Initializer",
     "Kernels",
+    "KnowsPieces",
     "LossScale",
     "MasterWeight",
     "MetricsReport",

@@ -170,3 +170,19 @@ class GathersWeights(Protocol):
     def wait(self, parameters: Collection[nn.Parameter]) -> None:
         """Return when ``parameters`` are gathered: called right before the modules that read them."""
         ...
+
+
+@runtime_checkable
+class KnowsPieces(Protocol):
+    """Optional interface of a gradient sync whose pieces are ranges: it knows which ones other ranks have.
+
+    ``nanotrain plan`` composes few ranks of a run, where nobody can be asked. An optimizer that exchanges
+    pieces, such as ``muon``, then takes ranks to have what this says.
+    """
+
+    def pieces_of(self, rank: int) -> Sequence[Piece]:
+        """Return what :meth:`GradientSync.pieces` returns on ``rank``, of this pipeline stage.
+
+        If ``rank`` has other blocks than this rank: what it would return if they were these.
+        """
+        ...

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from nanotrain_core.checkpoint.tensor_boxes import Shape, box_slices
+from nanotrain_core.checkpoint.tensor_boxes import Box, Shape, box_slices, boxes_at
 from nanotrain_core.layout.layout import Layout, Span
 from nanotrain_core.layout.ranges import RANGE as RANGE  # noqa: PLC0414 others take it from here
 from nanotrain_core.layout.ranges import shard_range as shard_range  # noqa: PLC0414
@@ -205,6 +205,14 @@ class Piece:
 
         whole = self.parameter.detach()
         return whole if self.span is None else range_of(whole, *self.span)
+
+    @property
+    def boxes(self) -> list[Box]:
+        """The boxes of the global tensor that make it up, offset and shape, in the order of its elements."""
+        where = self.placement
+        if self.span is None:
+            return [(where.offset, where.shape)]
+        return boxes_at(where.offset, where.shape, *self.span)
 
     @property
     def name(self) -> str:

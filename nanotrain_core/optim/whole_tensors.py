@@ -14,24 +14,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nanotrain_core.checkpoint.tensor_boxes import Box, Shape, box_slices, boxes_at
+from nanotrain_core.checkpoint.tensor_boxes import Box, Shape, box_slices
 from nanotrain_core.errors import NanotrainError
 from nanotrain_core.layout.layout import Span
 from nanotrain_core.layout.mesh import Mesh
-from nanotrain_core.layout.placement import Piece, Placement
+from nanotrain_core.layout.placement import Piece
 
 #: The boxes of each parameter that each rank has.
 Boxes = Mapping[int, Mapping[str, Sequence[Box]]]
 #: Maximum elements of tensors that one all-gather assembles: 128 MiB in float32; a single one may be larger.
 BUCKET = 32 * 2**20
-
-
-def boxes_of(piece: Piece) -> list[Box]:
-    """Return the boxes of the global tensor that make up a piece, in the order of its elements."""
-    where: Placement = piece.placement
-    if piece.span is None:
-        return [(where.offset, where.shape)]
-    return boxes_at(where.offset, where.shape, *piece.span)
 
 
 class WholeTensors:
@@ -57,7 +49,7 @@ class WholeTensors:
         dims = mesh.layout.views["dense"].dims
         self.dims = tuple(dim for dim in dims if dim != "pp" and mesh.size(dim) > 1)
         mesh.agree_on_groups([Span(self.dims)] if self.dims else [])
-        mine = {name: [box for piece in found for box in boxes_of(piece)] for name, found in self.own.items()}
+        mine = {name: [box for piece in found for box in piece.boxes] for name, found in self.own.items()}
         everyone: Boxes = dict(zip(mesh.ranks(*self.dims), self._of_stage(mine), strict=True))
         shapes = {name: found[0].placement.global_shape for name, found in self.own.items()}
         self.shapes = {name: shape for theirs in self._of_stage(shapes) for name, shape in theirs.items()}
@@ -136,7 +128,7 @@ class WholeTensors:
         """Yield this rank's pieces of a parameter, each with its part of ``whole``, in its weight's shape."""
         for piece in self.own.get(name, ()):
             found = []
-            for offset, shape in boxes_of(piece):
+            for offset, shape in piece.boxes:
                 found.append(whole[box_slices(offset, shape)].reshape(-1))
             yield piece, torch.cat(found).view(piece.placement.shape if piece.span is None else -1)
 

@@ -8,7 +8,8 @@ all ranks that have parts of them.
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import bisect_left
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
 from heapq import heapreplace
@@ -20,8 +21,9 @@ import attrs
 import torch
 
 from nanotrain_core.api import Shape, Span
-from nanotrain_core.api.torch import Mesh, Piece, Placement
+from nanotrain_core.api.torch import Mesh, Piece
 from nanotrain_muon import MuonConfig
+from nanotrain_muon.assumed import OtherRanks
 from nanotrain_muon.matrices import Box, Matrix, Survey
 from nanotrain_muon.newton_schulz import flops, orthogonalize, scale_of
 
@@ -142,7 +144,12 @@ class Round:
     """Matrices that the ranks of a span own, :data:`ROUND` elements each, from their gradients to updates."""
 
     def __init__(
-        self, span: Span, owned: Sequence[Sequence[Matrix]], survey: Survey, config: MuonConfig
+        self,
+        span: Span,
+        owned: Sequence[Sequence[Matrix]],
+        senders: Senders,
+        survey: Survey,
+        config: MuonConfig,
     ) -> None:
         """``owned``: by each rank of the span, in the order of the process group. Collective over it."""
         self.steps, self.exchange = config.ns_steps, survey.mesh.exchange_of(span)
@@ -159,7 +166,7 @@ class Round:
             for matrix in matrices:
                 for box in held[rank].get(matrix, ()):
                     self.returned.add(owner, box, mine[matrix, box])
-                    if _sender(matrix, box, owner, ranks, held) == me:
+                    if senders.of(matrix, box, owner) == me:
                         self.sent.add(owner, box, mine[matrix, box])
         place_of = {
             matrix: (number, index, stack.tall[index])
@@ -171,7 +178,7 @@ class Round:
                 for box in held[other].get(matrix, ()):
                     place = Place(box, *place_of[matrix])
                     self.leaving.add(number, box, place)
-                    if _sender(matrix, box, me, ranks, held) == number:
+                    if senders.of(matrix, box, me) == number:
                         self.arriving.add(number, box, place)
 
     def send(self, gradients: Sequence[torch.Tensor], like: torch.Tensor) -> Arrival:
@@ -226,16 +233,21 @@ def copy(into: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
             torch._foreach_copy_([to for to, _ in chosen], [x for _, x in chosen])
 
 
-def _sender(
-    matrix: Matrix,
-    box: Box,
-    owner: int,
-    ranks: Sequence[int],
-    held: Mapping[int, Mapping[Matrix, Sequence[Box]]],
-) -> int:
-    """Return which of the ranks that hold a box sends it to the owner: itself, or the next one after it."""
-    after = ((owner + step) % len(ranks) for step in range(len(ranks)))
-    return next(number for number in after if box in held[ranks[number]].get(matrix, ()))
+class Senders:
+    """Which rank sends a box to the owner of its matrix, of those that hold it."""
+
+    def __init__(self, held: Sequence[Mapping[Matrix, Sequence[Box]]]) -> None:
+        """``held``: by each rank of a span, in the order of the process group."""
+        self.holders: dict[tuple[Matrix, Box], list[int]] = defaultdict(list)
+        for number, boxes in enumerate(held):
+            for matrix, some in boxes.items():
+                for box in some:
+                    self.holders[matrix, box].append(number)
+
+    def of(self, matrix: Matrix, box: Box, owner: int) -> int:
+        """Return the index of the rank that sends it: the owner itself, or the next holder after it."""
+        holders = self.holders[matrix, box]
+        return holders[bisect_left(holders, owner) % len(holders)]
 
 
 def rounds_of(matrices: Sequence[Matrix], shapes: Mapping[str, Shape]) -> list[list[Matrix]]:
@@ -258,24 +270,24 @@ class Orthogonalizer:
     def __init__(
         self,
         pieces: Sequence[Piece],
-        blocks: Sequence[Placement],
         dtypes: Iterable[torch.dtype],
         mesh: Mesh,
         config: MuonConfig,
+        others: OtherRanks | None = None,
     ) -> None:
         """Divide the work. Collective over the world.
 
         Args:
             pieces: of this rank's matrices, in the order of gradients.
-            blocks: of this rank's matrices, before their ranges were divided.
             dtypes: of its masters; a rank without any receives in those of others.
             mesh: of the run.
             config: of the optimizer.
+            others: what is assumed of other ranks if they cannot be asked.
 
         Raises:
             NanotrainError: the ranks of a stage do not have all of a matrix.
         """
-        survey = Survey(pieces, blocks, mesh, share=config.share_replicas)
+        survey = Survey(pieces, mesh, share=config.share_replicas, others=others)
         masters = {dtype for theirs in mesh.gather({*dtypes}) for dtype in theirs}
         self.dtype, self.mesh = reduce(torch.promote_types, masters, torch.float32), mesh
         if config.ns_dtype == "bfloat16" or (config.ns_dtype == "auto" and mesh.device_is_async):
@@ -290,12 +302,13 @@ class Orthogonalizer:
             )
             work = {m: config.ns_steps * flops(*shapes[m.name][-2:]) for each in held for m in each}
             elements = [{m: sum(b[2] * b[3] for b in boxes) for m, boxes in each.items()} for each in held]
+            senders = Senders(held)
             owners, self.flops[span] = assign(work, elements)
             owned: list[list[Matrix]] = [[] for _ in held]
             for matrix, owner in owners.items():
                 owned[owner].append(matrix)
             for some in zip_longest(*(rounds_of(each, shapes) for each in owned), fillvalue=[]):
-                self.rounds.append(Round(span, some, survey, config))
+                self.rounds.append(Round(span, some, senders, survey, config))
 
     def __call__(self, gradients: Sequence[torch.Tensor]) -> None:
         """Replace gradients by updates, in place. While one round is computed, the next one is sent."""

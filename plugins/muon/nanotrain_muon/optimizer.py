@@ -24,6 +24,7 @@ from nanotrain_core.api.torch import (
     Precision,
 )
 from nanotrain_muon import MuonConfig
+from nanotrain_muon.assumed import OtherRanks
 from nanotrain_muon.exchange import Orthogonalizer
 
 #: Linear maps of the hidden dimension. What has no role is no matrix that a model declared.
@@ -89,13 +90,17 @@ class Muon(MasterOptimizer):
         matrices = [self.master_shards[number] for number in self.numbers]
         states = [self.inner.state[shard.weight] for shard in matrices]
         self.momenta = [state["momentum"] for state in states if "momentum" in state]
-        blocks = [placed.placement for placed in parameters if placed.parameter.requires_grad]
+        blocks = (placed.placement for placed in parameters if placed.parameter.requires_grad)
+        others = None
+        if mesh.device.type == "meta":  # a dry run: nobody can be asked
+            held = [block for block in blocks if self.is_matrix(block)]
+            others = OtherRanks(held, gradients, mesh.layout, mesh.rank)
         self.orthogonalizer = Orthogonalizer(
             [shard.piece for shard in matrices],
-            [block for block in blocks if self.is_matrix(block)],
             [shard.weight.dtype for shard in matrices],
             mesh,
             self.config,
+            others,
         )
 
     def precondition_unless(self, found_inf: torch.Tensor | None, gradients: list[torch.Tensor]) -> None:

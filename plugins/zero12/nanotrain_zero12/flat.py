@@ -113,14 +113,20 @@ class Flat:
 
     def pieces(self) -> Iterator[tuple[Piece, torch.Tensor]]:
         """Yield this rank's pieces, bucket by bucket, each with its range of the summed gradient."""
+        for piece, bucket, part in self.pieces_of(self.rank):
+            yield piece, bucket.shard[part]
+
+    def pieces_of(self, rank: int) -> Iterator[tuple[Piece, Bucket, slice]]:
+        """Yield the pieces of a rank of the group, each with its bucket and its range of the rank's range."""
         placements = {member.parameter: member.placement.sharded_over_summed() for member in self.members}
         for bucket in self.buckets:
+            start, stop = (bucket.length // self.ranks * (rank + by) for by in (0, 1))
             for part in bucket.slices:
-                a, b = max(part.target.start, bucket.own.start), min(part.target.stop, bucket.own.stop)
+                a, b = max(part.target.start, start), min(part.target.stop, stop)
                 if a < b:
                     back = part.source.start - part.target.start
                     piece = Piece(part.parameter, placements[part.parameter], (a + back, b + back))
-                    yield piece, bucket.shard[a - bucket.own.start : b - bucket.own.start]
+                    yield piece, bucket, slice(a - start, b - start)
 
 
 def padded(length: int) -> int:

@@ -94,6 +94,7 @@ class ShardedGradients(LocalGradients):
         trained = [each for each in parameters if each.parameter.requires_grad and each.parameter.numel()]
         self.exchanges: dict[tuple[int, ...], BucketExchange] = {}
         flats = [(key, self._flat(key, members, mesh)) for key, members in group(trained, mesh)]
+        self.mesh, self.flats = mesh, [(span, flat) for (_, span, *_), flat in flats]
         self.shards = {piece: shard for _, flat in flats for piece, shard in flat.pieces()}
         arrival = {placed.parameter: number for number, placed in enumerate(reversed(trained))}
         buckets: dict[int, list[Bucket]] = defaultdict(list)
@@ -213,6 +214,15 @@ class ShardedGradients(LocalGradients):
     def pieces(self) -> Sequence[Piece]:
         """Return this rank's range of every bucket, split at parameter boundaries."""
         return list(self.shards)
+
+    def pieces_of(self, rank: int) -> Sequence[Piece]:
+        """Return the ranges of another rank of this pipeline stage: the core's ``KnowsPieces``."""
+        found, layout = [], self.mesh.layout
+        for span, flat in self.flats:
+            ranks = layout.members(self.mesh.rank, span)
+            twin = layout.ranks(self.mesh.rank, *span.dims)[layout.coordinate(rank, *span.dims)]
+            found += [piece for piece, *_ in flat.pieces_of(ranks.index(twin))]
+        return found
 
     def gradient_of(self, piece: Piece) -> torch.Tensor:
         """Return the sum in that range, flat."""
