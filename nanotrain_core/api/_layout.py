@@ -12,6 +12,7 @@ from nanotrain_core.layout.roles import (
     override_forward,
     replace_module,
     share_tokens,
+    shared_tokens,
     tag,
     tagged,
 )
@@ -31,6 +32,7 @@ __all__ = [
     "override_forward",
     "replace_module",
     "share_tokens",
+    "shared_tokens",
     "tag",
     "tagged",
 ]

@@ -28,6 +28,7 @@ from nanotrain_core.api.torch import (
 from nanotrain_plan.dry.held import Owned, Share, frozen_bytes, held_by, held_of_parts, saved_bytes
 from nanotrain_plan.dry.phase import Phase
 from nanotrain_plan.dry.recorder import Recorder
+from nanotrain_plan.dry.tokens import TokensOfRanks
 from nanotrain_plan.dry.values import Values
 from nanotrain_plan.dry.world import DryMesh, Surveyed, fake_world
 
@@ -341,6 +342,7 @@ class _Step:
         self.count = recipe.batch.microbatches(shard.count)
         mine = Batch(tokens, tokens.clone()).part(run.mesh.coordinate(*shared), run.mesh.size(*shared))
         self.batches = list(mine.split(recipe.batch.microbatch, self.count))
+        self.tokens = TokensOfRanks(run, self.count)
         self.executor = RecordedExecutor(recorder, run)
         self.executor_actions: tuple[Action, ...] = ()
 
@@ -359,6 +361,8 @@ class _Step:
             sorted(renumbered, key=lambda action: forward_first and action.kind != "F")
         )
         batches = [self.batches[number] for number in microbatches]
+        if not self.tokens.even:
+            self.executor.tokens_of = [partial(self.tokens.of, number) for number in microbatches]
         recorder.enter("counts")
         names = list(run.loss_weights)
         each = [run.feed.counts(batch) for batch in batches]
@@ -381,12 +385,17 @@ class _Step:
 class RecordedExecutor(Executor):
     """Begins a phase of the recorder with each action."""
 
+    tokens_of: Sequence[Callable[[int], int]] = ()
+    """See :attr:`Values.tokens_of`, by microbatch; empty if all ranks have as many."""
+
     def __init__(self, recorder: Recorder, run: Run) -> None:
         super().__init__(run.stages, run.gradients, run.mesh, run.owners, run.passes)
         self.recorder = recorder
 
     def _execute(self, action: Action) -> None:
         self.recorder.enter(str(action))
-        if self.recorder.values is not None:
-            self.recorder.values.tokens = tuple(self._microbatches[action.microbatch].tokens.shape)
+        if (values := self.recorder.values) is not None:
+            values.tokens = tuple(self._microbatches[action.microbatch].tokens.shape)
+            values.layout = self.mesh.layout
+            values.tokens_of = self.tokens_of[action.microbatch] if self.tokens_of else None
         super()._execute(action)
