@@ -99,19 +99,26 @@ def attention_on_host(
     q, k, v = (x.transpose(1, 2) for x in (q_BSHK, k_BTGK, v_BTGV))
     fewer = q.shape[2] != k.shape[2]  # queries than keys: the kernel keeps a mask
     mask_ST = q.new_zeros(q.shape[2], k.shape[2]) if fewer else None
-    return _attend_on_host(q, k, v, mask_ST, scale).transpose(1, 2)
+    return _attend_on_host(q, k, v, mask_ST, is_causal=not fewer, scale=scale).transpose(1, 2)
 
 
 def _attend_on_host(
-    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, scale: float | None, enable_gqa: bool = False
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
 ) -> Tensor:
     kernel = aten._scaled_dot_product_flash_attention_for_cpu
-    out: Tensor = kernel(q, k, v, 0.0, attn_mask is None, attn_mask=attn_mask, scale=scale)[0]
+    out: Tensor = kernel(q, k, v, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
     return out
 
 
 class _KernelOfHost(TorchFunctionMode):
-    """Has the kernel where plain PyTorch asks for attention with a mask: on ``meta`` torch takes it apart."""
+    """Has the kernel where plain PyTorch asks for attention in a window: on ``meta`` torch takes it apart."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         function = _attend_on_host if func is F.scaled_dot_product_attention else func

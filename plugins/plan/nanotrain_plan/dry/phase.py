@@ -31,6 +31,16 @@ class Storage:
 
 
 @attrs.define(eq=False)
+class Level:
+    """The memory that is alive from the allocation of a buffer up to that of the next one."""
+
+    buffer: Storage | None
+    """None: from the beginning of a phase."""
+    most: int
+    """Bytes."""
+
+
+@attrs.define(eq=False)
 class Phase:
     """What happened from one call of ``Recorder.enter`` to the next."""
 
@@ -38,7 +48,7 @@ class Phase:
     before: int
     """Bytes alive at its beginning."""
     peak: int
-    """Most bytes alive within."""
+    """Most bytes alive within; of a dry step, if what is :attr:`lasting` had been there all along."""
     after: int = 0
     kept: list[Storage] = attrs.field(factory=list)
     """Made here and alive at its end."""
@@ -49,6 +59,8 @@ class Phase:
     lasting: int = 0
     """Of them, those that are alive after the step, as buffers that gradient sync uses again: a later step
     finds them there."""
+    levels: list[Level] = attrs.field(factory=list)
+    """From the beginning, and from the allocation of each buffer, up to that of the next."""
     collectives: list[Collective] = attrs.field(factory=list)
     origins: list[Origin | None] = attrs.field(factory=list)
     """Who asked for each of :attr:`collectives`, if the recorder looks."""

@@ -23,7 +23,7 @@ from nanotrain_plan.dry.collectives import read_collective
 from nanotrain_plan.dry.cost import ATTENTION, OTHER, Cost, cost_of, dense, tensors_in
 from nanotrain_plan.dry.operators import OPERATORS, Traits, key_of
 from nanotrain_plan.dry.origin import find_origin
-from nanotrain_plan.dry.phase import Phase, Storage
+from nanotrain_plan.dry.phase import Level, Phase, Storage
 from nanotrain_plan.dry.values import Values
 
 _ALLOCATIONS = ("aten::empty", "aten::new_empty", "aten::zeros", "aten::new_zeros")
@@ -51,7 +51,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._made: dict[int, Storage] = {}
         """Those of the phase under way."""
         self._on_host: dict[int, int] = {}
-        self.phases: list[Phase] = [Phase("start", 0, 0)]
+        self.phases: list[Phase] = [Phase("start", 0, 0, levels=[Level(None, 0)])]
         self._modules: list[str] = []
         self._names: dict[nn.Module, str] = {}
 
@@ -70,7 +70,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def enter(self, name: str) -> None:
         """End the phase under way and begin another."""
         self._end()
-        self.phases.append(Phase(name, self.live, self.live))
+        self.phases.append(Phase(name, self.live, self.live, levels=[Level(None, self.live)]))
 
     def _end(self) -> None:
         self.phase.after = self.live
@@ -85,13 +85,18 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Set :attr:`Phase.lasting` of the phases from ``first`` on, which are a step that has ended.
 
         Buffers are tensors allocated outside of modules. Anything else that is alive was left by the last
-        backward pass, and a forward pass frees it.
+        backward pass, and a forward pass frees it. A later step finds the buffers there, also before the
+        moment at which this one allocated them: that may be its peak.
         """
         self._end()
         living = set(map(id, self.alive.values()))
         for phase in self.phases[first:]:
-            buffers = (each for each in phase.kept if not each.module and each.op.startswith(_ALLOCATIONS))
-            phase.lasting = sum(each.bytes for each in buffers if id(each) in living)
+            highest = 0
+            for level in phase.levels:
+                if level.buffer is not None and id(level.buffer) in living:
+                    phase.lasting += level.buffer.bytes
+                highest = max(highest, level.most - phase.lasting)
+            phase.peak = highest + phase.lasting
 
     def named(self, modules: dict[nn.Module, str]) -> None:
         """Give modules the names that storages are told by."""
@@ -226,11 +231,18 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         size = storage.nbytes()
         module = self._modules[-1] if self._modules else ""
         shape = tuple(tensor.shape)
-        self.alive[key] = self._made[key] = Storage(size, module, op, shape, tensor.dtype, source)
+        self.alive[key] = self._made[key] = made = Storage(size, module, op, shape, tensor.dtype, source)
+        if not module and op.startswith(_ALLOCATIONS):
+            self.phase.levels.append(Level(made, 0))
         self.live += size
-        self.phase.peak = max(self.phase.peak, self.live)
+        self._rise()
         self._references[key] = weakref.KeyedRef(storage, self._free, key)
         return True
+
+    def _rise(self) -> None:
+        """Note a level of :attr:`live`."""
+        phase, level = self.phase, self.phase.levels[-1]
+        phase.peak, level.most = max(phase.peak, self.live), max(level.most, self.live)
 
     @contextmanager
     def watching_resizes(self) -> Iterator[None]:
@@ -262,7 +274,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if size:
             self._made[key] = after
         self.live += size - before.bytes
-        self.phase.peak = max(self.phase.peak, self.live)
+        self._rise()
 
     def _take_on_host(self, tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
