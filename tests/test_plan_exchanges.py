@@ -13,6 +13,8 @@ ZERO = {"use": "zero12", "stage": 2, "bucket_mb": 0.0013}
 #: Matrices of three rows or columns, fewer elements than a bucket has for one rank.
 LORA = {"use": "lora", "rank": 3}
 FSDP = {"use": "fsdp2"}
+ONE_STAGE = {"schedule": {"use": "1f1b", "layers": [2, 0]}}
+WINDOW = {"model": {**MODELS["transformer"], "layers": 1, "window": 3}}
 
 CASES = {
     # Of five sequences one rank has two, and its peer sends it rows of three.
@@ -39,10 +41,14 @@ MORE = {
         {"microbatch": 1},
     ),
     "experts": ({"dp": 4, "ep": 2, "etp": 2}, "deepseek_v3", [EP, ZERO], MUON, {}),
+    # The second stage has a head, and no layer that adapters are for.
+    "adapters": ({"pp": 2}, "moe", [LORA], MUON, {}, ONE_STAGE),
+    # Of four ranks with two tokens each: halves of a part are one query, which sees its window whole.
+    "windows": ({"cp": 4}, "transformer", [{"use": "cp", "communication": "all_gather"}], ADAMW, {}, WINDOW),
 }
 
 
-def assert_exchanged_as_planned(topology, model, wrappers, optimizer, batch):
+def assert_exchanged_as_planned(topology, model, wrappers, optimizer, batch, more=None):
     case = Case(
         "topology",
         use="grid",
@@ -55,6 +61,7 @@ def assert_exchanged_as_planned(topology, model, wrappers, optimizer, batch):
             "schedule": {"use": "accumulate"},
             "precision": {"use": "fp32"},
             "parallel": wrappers,
+            **(more or {}),
         },
     )
     for rank, (plan, step) in enumerate(zip(planned(case), happened(case), strict=True)):

@@ -78,7 +78,9 @@ class LoRA(Parallel):
                     f"lora: {name} was split by a wrapper that is listed after it, which leaves its adapter "
                     'whole. List "lora" after that wrapper'
                 )
-        if not self._matched:
+        # A dry run knows the layers of one pipeline stage alone, and targets may lie in another.
+        known = mesh.device.type != "meta" or mesh.degree("pp") == 1
+        if known and not self._matched:
             self._matched = True
             self._expect_layers(
                 list(dict.fromkeys(name for names in mesh.gather(self._seen) for name in names))
