@@ -117,6 +117,23 @@ def test_a_factory_in_no_module_is_found_before_anything_starts(tmp_path, capsys
     assert "monitor.0.use: monitor 'mine': its factory 'no_such_place.x:build' is in no module" in err
 
 
+@pytest.mark.parametrize(
+    ("function", "text"),
+    [
+        ("lambda recipe, config: ()", "its check_model must take (recipe, config, layout, model)"),
+        ("lambda *_: ['no']", "its check_model gave 'no' where it must yield Problem(key, message)"),
+        ("lambda *_: 1 / 0", "its check_model raised ZeroDivisionError"),
+        ("3", "must take (recipe, config, layout, model): 3 is not a callable object"),
+    ],
+)
+def test_a_check_of_the_model_that_is_wrong_is_the_plugins_mistake(tmp_path, capsys, function, text):
+    register = 'Component(name="mine", config=Config, check_model=f"{__name__}:ask", '
+    path = plugin(tmp_path, head=f"\nimport attrs\nask = {function}\n", register=register)
+    code, err = check_command(capsys, path)
+    assert code == Exit.USER
+    assert text in err
+
+
 def test_a_topology_without_a_layout_is_the_plugins_mistake(tmp_path, capsys):
     code, err = check_command(capsys, plugin(tmp_path, kind="topology"), SMALL + '[topology]\nuse = "mine"\n')
     assert code == Exit.USER
