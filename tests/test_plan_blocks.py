@@ -95,7 +95,8 @@ def test_few_microbatches_sync_gradients_as_in_a_whole_plan(tmp_path, dp, pp, sc
     estimate = composer.estimate(found.recipe, found.layout)
     whole = try_plan(found.recipe, found.registry, composer.hardware)
     assert estimate.seconds == pytest.approx(whole.seconds, rel=0.06)
-    assert estimate.peak == pytest.approx(whole.worst.peak, rel=0.01)
+    # Of zero12, gradients wait until a bucket is full, which takes other layers in a probe than in a stage.
+    assert estimate.peak == pytest.approx(whole.worst.peak, rel=0.02 if "zero12" in sync else 0.01)
 
 
 def test_operators_are_remembered_apart_by_default_dtype():
@@ -151,13 +152,16 @@ def test_a_pipeline_with_offloaded_activations_is_planned_whole(dense):
         Composer(dense.registry, find_hardware("h100")).estimate(recipe, layout)
 
 
-def test_adapters_which_refuse_stages_without_layers_are_planned_whole(dense):
-    lora = Selection("parallel", "lora", dense.registry.get("parallel", "lora").config(rank=4))
-    recipe = attrs.evolve(dense.recipe, parallel=[*dense.recipe.parallel, lora])
+def test_adapters_are_composed_as_in_a_whole_plan_though_some_stages_have_no_layer_for_them(dense):
+    lora = Selection("parallel", "lora", dense.registry.get("parallel", "lora").config(rank=16))
+    adamw = Selection("optimizer", "adamw", dense.registry.get("optimizer", "adamw").config())
+    recipe = attrs.evolve(dense.recipe, parallel=[*dense.recipe.parallel, lora], optimizer=adamw)
     layout, problems = find_problems(recipe, dense.registry)
     assert not problems
-    with pytest.raises(NotComposable, match="no linear layer in its layers"):
-        Composer(dense.registry, find_hardware("h100")).estimate(recipe, layout)
+    composer = Composer(dense.registry, find_hardware("h100"))
+    estimate, whole = composer.estimate(recipe, layout), try_plan(recipe, dense.registry, composer.hardware)
+    assert estimate.seconds == pytest.approx(whole.seconds, rel=0.02)
+    assert estimate.peak == pytest.approx(whole.worst.peak, rel=0.01)
 
 
 @pytest.mark.parametrize(
