@@ -1,4 +1,5 @@
-"""`nanotrain check` reads the modules of the recipe's model: it refuses what ranks would, nothing else."""
+"""`nanotrain check` reads the modules of the recipe's model: it refuses what ranks would, nothing else.
+`nanotrain plan` refuses the same."""
 
 import attrs
 import pytest
@@ -40,6 +41,15 @@ def test_adapters_before_tp_are_refused(tmp_path, capsys):
     )
     assert code == Exit.USER
     assert "parallel.1: 'lora' is listed before 'tp', which splits layers.0.attn.q over tp = 2" in errors
+
+
+def test_a_plan_refuses_adapters_of_no_layer_though_its_dry_run_sees_one_stage(tmp_path, capsys):
+    case = lora.with_lora(attrs.evolve(lora.PLAIN, pp=2, schedule="1f1b"), {"targets": ["attn", "norm"]})
+    code, errors = check(case, tmp_path, capsys)
+    assert code == Exit.USER
+    assert "targets.1" in errors
+    code = main(["plan", str(tmp_path / "recipe.toml"), "--hardware", "h100"])
+    assert (code, capsys.readouterr().err) == (Exit.USER, errors)
 
 
 def test_adapters_of_what_tp_does_not_split_may_come_before_it(tmp_path, capsys):

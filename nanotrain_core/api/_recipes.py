@@ -2,6 +2,7 @@
 
 from nanotrain_core.data.survey import Survey
 from nanotrain_core.launch.check_inputs import input_problems, surveys
+from nanotrain_core.launch.check_modules import check_modules
 from nanotrain_core.phases.timeline import PhaseTimeline
 from nanotrain_core.phases.timeline import Stretch as PhaseStretch
 from nanotrain_core.recipe.load import Resolution, resolve_recipe
@@ -26,6 +27,7 @@ __all__ = [
     "Survey",
     "TomlSource",
     "check_combination",
+    "check_modules",
     "find_problems",
     "flat_settings",
     "has_password",

@@ -16,6 +16,7 @@ from nanotrain_core.api import (
     Exit,
     NanotrainError,
     add_recipe_options,
+    check_modules,
     plugin_arguments,
     positive_int,
     resolve_recipe,
@@ -147,6 +148,7 @@ def run(args: argparse.Namespace) -> int:
         ranks=ranks,
         ranks_option=option,
     )
+    check_modules(found)
     _check_failures(args, found.layout.world_size)
     hardware = hardware or find_hardware("cpu" if found.recipe.run.device == "cpu" else "h100")
     if args.nproc is not None:
