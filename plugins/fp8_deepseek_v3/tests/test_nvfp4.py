@@ -112,7 +112,7 @@ def test_patterns_choose_module_by_module_and_the_table_shows_it():
     table = "\n".join(run.described)
     assert re.search(r"layers\.\*\.attn\.q +bf16 +1 x column\n", table)
     assert re.search(r"layers\.\*\.attn\.q +fp4 emulated +1 x column\n", table)
-    with pytest.raises(NanotrainError, match=re.escape("precision.fp4: 'head' matches no linear layer")):
+    with pytest.raises(NanotrainError, match=re.escape("precision.fp4.0: 'head' matches no linear layer")):
         make_run(Case("precision", use="nvfp4", config={"fp4": ["head"]}), {})
 
 

@@ -14,15 +14,18 @@ from __future__ import annotations
 
 import torch
 
+from nanotrain_fp8_deepseek_v3.nvfp4.constants import constant
+
 #: The signs of D: the bits of the golden ratio's fraction, 0.1001111000110111, of which 1 is a minus.
-SIGNS = tuple(-1.0 if bit == "1" else 1.0 for bit in f"{0x9E37:016b}")
+SIGNS = tuple(-1 if bit == "1" else 1 for bit in f"{0x9E37:016b}")
 
 
 def transform(x: torch.Tensor, dim: int) -> torch.Tensor:
     """Return float32 blocks transformed along ``dim``, negative, which has 16 elements."""
     shape = [1] * x.dim()
     shape[dim] = len(SIGNS)
-    y = x * x.new_tensor(SIGNS).view(shape)
+    signs: torch.Tensor = constant(SIGNS, x.device)
+    y = x * signs.view(shape)
     for half in (1, 2, 4, 8):
         pairs = y.unflatten(dim, (8 // half, 2, half))  # type: ignore[no-untyped-call]
         first, second = pairs.unbind(dim - 1)

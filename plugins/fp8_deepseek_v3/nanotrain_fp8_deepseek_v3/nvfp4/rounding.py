@@ -24,6 +24,7 @@ from __future__ import annotations
 import torch
 
 from nanotrain_fp8_deepseek_v3.formats import EXPONENT
+from nanotrain_fp8_deepseek_v3.nvfp4.constants import constant
 
 #: Multipliers of the finalizer, and the odd number next to 2^32 over the golden ratio.
 FIRST, SECOND, GOLDEN = 0x85EBCA6B, 0xC2B2AE35, 0x9E3779B9
@@ -49,6 +50,8 @@ def _mixed(number: int) -> int:
 
 #: C_j: odd numbers, one for each position.
 FACTORS = tuple(_signed(_mixed(SEED + position) | 1) for position in range(16))
+#: i * GOLDEN, for each position.
+STEPS = tuple(_signed(position * GOLDEN) for position in range(16))
 
 
 def mix(z: torch.Tensor) -> torch.Tensor:
@@ -62,14 +65,12 @@ def noise_of(blocks: torch.Tensor, dim: int) -> torch.Tensor:
     """Return a number in [0, 1) for each element of float32 blocks, which lie along ``dim``: 16 elements."""
     shape = [1] * blocks.dim()
     shape[dim] = 16
-    factors = torch.tensor(FACTORS, dtype=torch.int32, device=blocks.device).view(shape)
-    steps = [_signed(position * GOLDEN) for position in range(16)]
-    positions = torch.tensor(steps, dtype=torch.int32, device=blocks.device).view(shape)
+    factors, steps = (constant(each, blocks.device).view(shape) for each in (FACTORS, STEPS))
     bits = blocks.bfloat16().view(torch.int16).to(torch.int32).bitwise_and_(0xFFFF)
     magnitude = blocks.abs()
     bits.masked_fill_(magnitude <= magnitude.amax(dim, keepdim=True).mul_(NEGLIGIBLE), 0)
     hashed = mix(bits.mul_(factors).sum(dim, keepdim=True, dtype=torch.int32))
-    return mix(hashed + positions).bitwise_right_shift_(8).bitwise_and_(0xFFFFFF).float().mul_(2.0**-24)
+    return mix(hashed + steps).bitwise_right_shift_(8).bitwise_and_(0xFFFFFF).float().mul_(2.0**-24)
 
 
 def spacing(ratio: torch.Tensor) -> torch.Tensor:
