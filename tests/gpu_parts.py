@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import time
 
 from benchmarks.gpu.records import Recorder
@@ -46,3 +47,11 @@ def hangs(settings):
 
 def misses(settings):
     Recorder(settings.records).bar("memory", 1.01)
+
+
+def leaves(pipe, exit_code):
+    """End before a process does that it has started, which holds a named pipe open."""
+    with pipe.open("w") as held:
+        subprocess.Popen(["sleep", "600"], stdout=held)
+    if exit_code:
+        os._exit(exit_code)

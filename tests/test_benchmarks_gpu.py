@@ -1,18 +1,22 @@
 """The benchmark of a GPU, where there is none: whatever a part does, the others are measured and told of."""
 
 import json
+import os
+import select
 import subprocess
 import sys
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
 import attrs
 import pytest
+from gpu_parts import leaves
 from nanotrain_fp8_deepseek_v3.gemm import EmulatedFP8
 
 from benchmarks.__main__ import main
-from benchmarks.gpu import bars, command, fp8_kernels, gpu_tests, only_gpu_tests, races
+from benchmarks.gpu import bars, command, fp8_kernels, gpu_tests, only_gpu_tests, process, races
 from benchmarks.gpu.fp8_kernels import TINY, agreement
 from benchmarks.gpu.parts import Part
 from benchmarks.gpu.plain import NanoGPT
@@ -103,6 +107,8 @@ def test_a_second_command_runs_what_the_first_had_no_time_for(tmp_path, monkeypa
     found = json.loads((tmp_path / "result.json").read_text())
     ends = [(part["name"], part["ran"], part["ended"]) for part in found["parts"]]
     assert ends == [("well", True, ""), ("raises", True, "ended with exit code 1"), ("partly", True, "")]
+    logs = (tmp_path / "log.txt").read_text()
+    assert [logs.count(f"=== {name}, ") for name in ("well", "raises", "partly")] == [1, 2, 1]
     monkeypatch.setattr(
         command, "PARTS", (*parts("raises", "partly"), attrs.evolve(again, function="gpu_parts:well"))
     )
@@ -113,6 +119,18 @@ def test_a_second_command_runs_what_the_first_had_no_time_for(tmp_path, monkeypa
     monkeypatch.setattr(command, "commit", lambda: "another")
     assert main([*words, "--missing"]) == 1
     assert "this is another: give another --folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_what_a_part_has_started_ends_with_it(tmp_path, code):
+    pipe = tmp_path / "held"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    ended = process.alone(partial(leaves, pipe, code), tmp_path / "log", 60, process.context())
+    assert ended == (f"ended with exit code {code}" if code else "")
+    assert select.select([reader], [], [], 20)[0]  # nobody has the other end any more
+    assert os.read(reader, 1) == b""
+    os.close(reader)
 
 
 @pytest.mark.parametrize(

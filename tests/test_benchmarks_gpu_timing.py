@@ -5,11 +5,12 @@ from types import SimpleNamespace
 import attrs
 import pytest
 import torch
+from torch.autograd.profiler_util import FunctionEvent
 
 from benchmarks.gpu import turns
 from benchmarks.gpu.contenders import Trainer
 from benchmarks.gpu.parts import machine
-from benchmarks.gpu.profile import summarize, waited
+from benchmarks.gpu.profile import summarize, waited, write
 from benchmarks.gpu.records import read
 from benchmarks.gpu.settings import Settings
 from benchmarks.gpu.side import rest, take_turn
@@ -108,6 +109,54 @@ def test_kernels_that_overlap_are_busy_once_and_gaps_are_not():
     assert (found.span, found.busy) == (4.0, 0.75)
     assert found.kernels == [("a", 2.0, 2), ("b", 1.5, 1), ("c", 0.1, 1)]
     assert summarize([]).busy == 0
+
+
+def test_a_profile_counts_kernels_and_copies_and_no_ranges_of_annotations(cuda, monkeypatch, tmp_path):
+    """Events as torch's profiler gives them, of three steps: microseconds from its own beginning."""
+    on_gpu, on_host = torch.autograd.DeviceType.CUDA, torch.autograd.DeviceType.CPU
+    events = [
+        ("ProfilerStep*", 0, 100_000, on_gpu, True),
+        ("cudaLaunchKernel", 500, 510, on_host, False),
+        ("gemm", 1000, 7000, on_gpu, False),
+        ("Memcpy HtoD (Pinned -> Device)", 7000, 8500, on_gpu, False),
+        ("gemm", 10_000, 13_000, on_gpu, False),
+        ("cudaDeviceSynchronize", 600, 1600, on_host, False),
+    ]
+
+    class Profiler:
+        def __init__(self, activities):
+            assert torch.profiler.ProfilerActivity.CUDA in activities
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            cuda.append("end of profile")
+
+        def events(self):
+            return [
+                FunctionEvent(
+                    id=0, name=name, thread=0, start_us=start, end_us=end, device_type=where,
+                    is_user_annotation=annotation,
+                )
+                for name, start, end, where, annotation in events
+            ]  # fmt: skip
+
+        def export_chrome_trace(self, path):
+            cuda.append(path)
+
+    monkeypatch.setattr(torch.profiler, "profile", Profiler)
+    trainer = Trainer(lambda steps: cuda.append(f"{steps} steps"), 1, 1)
+    write(trainer, "cuda", folder=tmp_path, name="GPT-2: ours, bf16")
+    trace = str(tmp_path / "gpt-2-ours-bf16.json.gz")
+    assert cuda == ["1 steps", "synchronize", "3 steps", "synchronize", "end of profile", trace]
+    text = (tmp_path / "gpt-2-ours-bf16.txt").read_text()
+    assert "first to last kernel         4.00 ms, a kernel runs in 87.5% of it, gaps are 12.5%" in text
+    kernels = [line.split() for line in text.splitlines() if " x  " in line]
+    assert [(line[0], line[2], line[3], line[5]) for line in kernels] == [
+        ("3.000", "85.7%", "0.7", "gemm"),
+        ("0.500", "14.3%", "0.3", "Memcpy"),
+    ]
 
 
 def test_an_optimizer_on_a_device_is_timed_to_its_end():

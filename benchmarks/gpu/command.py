@@ -66,7 +66,8 @@ def main(arguments: Sequence[str]) -> int:
     args = parse(arguments)
     deadline = time.monotonic() + 60 * args.minutes
     args.folder.mkdir(parents=True, exist_ok=True)
-    (args.folder / "log.txt").write_text("", encoding="utf-8")
+    if not args.missing:
+        (args.folder / "log.txt").unlink(missing_ok=True)
     _environment(args.smoke)
     settings = Settings(
         smoke=args.smoke,

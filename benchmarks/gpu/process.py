@@ -45,7 +45,7 @@ def alone(
     Args:
         call: can be pickled. What it prints goes to ``log``.
         log: a file.
-        seconds: after which it is killed, with every process that it has started.
+        seconds: after which it is killed. Processes that it has started are killed when it has ended.
         how: see :func:`context`.
         meanwhile: called every few seconds.
     """
@@ -58,6 +58,8 @@ def alone(
     if process.is_alive():
         _end(process)
         return f"was ended after its {seconds:.0f} s"
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)  # what it left behind would share the device with what follows
     code = process.exitcode
     if code:
         return f"ended with {signal.Signals(-code).name if code < 0 else f'exit code {code}'}"
