@@ -101,6 +101,11 @@ MetricPatterns = Callable[[Any], Iterable[tuple[str, str]]]
 #: Yields config keys, each with the module that it names.
 ModulePatterns = Callable[[Any], Iterable[tuple[str, str]]]
 
+#: Fields of :class:`Component` that are None or name an object as ``"module:attribute"``.
+Reference = Literal[
+    "check_model", "hf", "weights", "listing", "added", "survey", "conversations", "example_of_text"
+]
+
 
 def _words(value: Iterable[str]) -> frozenset[str]:
     if isinstance(value, str) or not isinstance(value, Iterable):
@@ -236,12 +241,7 @@ class Component:
             raise PluginError(f"factory '{self.factory}' cannot be called: it is a {type(found).__name__}")
         return found  # type: ignore[no-any-return]
 
-    def load_optional(
-        self,
-        field: Literal[
-            "check_model", "hf", "weights", "listing", "added", "survey", "conversations", "example_of_text"
-        ],
-    ) -> Any:
+    def load_optional(self, field: Reference) -> Any:
         """Import what that field names; None if the component has none.
 
         Raises:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -159,12 +161,18 @@ def shortened(text: str) -> str:
 
 
 def describe(error: BaseException) -> str:
-    """Describe an error in a plugin's code, for its author: ``ValueError: text (file.py:12)``."""
+    """Describe an error in a plugin's code, for its author: ``ValueError: text (file.py:12)``.
+
+    The line is the last one outside of torch and the core, which a plugin may have called wrongly.
+    """
     if isinstance(error, SyntaxError):
         return f"{type(error).__name__}: {error.msg} ({error.filename}:{error.lineno})"
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not frame.filename.startswith("<")]  # importlib's frames are frozen
-    place = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
+    modules = [sys.modules[name] for name in ("nanotrain_core", "torch") if name in sys.modules]
+    folders = tuple(f"{Path(str(module.__file__)).parent}{os.sep}" for module in modules)
+    last = ([frame for frame in own if not frame.filename.startswith(folders)] or own)[-1:]
+    place = f" ({last[0].filename}:{last[0].lineno})" if last else ""
     return f"{type(error).__name__}: {error}{place}"
 
 

@@ -134,6 +134,42 @@ def test_a_check_of_the_model_that_is_wrong_is_the_plugins_mistake(tmp_path, cap
     assert text in err
 
 
+def test_a_check_of_the_model_that_is_not_there_is_told_with_its_component(tmp_path, capsys):
+    register = 'Component(name="mine", config=Config, check_model=f"{__name__}:chek", '
+    code, err = check_command(capsys, plugin(tmp_path, register=register))
+    assert code == Exit.USER
+    assert "nanotrain: monitor 'mine' of plugin 'mistake' (mistake.py sha256-" in err
+    assert "has no 'chek' (did you mean 'check'?)" in err
+
+
+def test_a_mistake_inside_a_called_library_is_told_with_the_plugins_line(tmp_path, capsys):
+    head = """
+import attrs
+def ask(recipe, config, layout, model):
+    import torch
+    yield torch.nn.Linear(1, 1).wieght
+"""
+    register = 'Component(name="mine", config=Config, check_model=f"{__name__}:ask", '
+    path = plugin(tmp_path, head=head, register=register)
+    code, err = check_command(capsys, path)
+    assert code == Exit.USER
+    line = path.read_text().splitlines().index("    yield torch.nn.Linear(1, 1).wieght") + 1
+    assert (
+        f"its check_model raised AttributeError: 'Linear' object has no attribute 'wieght' ({path}:{line})"
+        in err
+    )
+
+
+@pytest.mark.parametrize("given", ["'layers.0'", "('modules.0', 3)", "('modules.0', 'a', 'b')"])
+def test_patterns_that_are_no_pairs_are_the_plugins_mistake(tmp_path, capsys, given):
+    register = f'Component(name="mine", config=Config, reads_modules=lambda config: [{given}], '
+    code, err = check_command(capsys, plugin(tmp_path, register=register))
+    assert code == Exit.USER
+    assert (
+        f"monitor 'mine': reads_modules gave {given} where it must yield (key, pattern), two strings" in err
+    )
+
+
 def test_a_topology_without_a_layout_is_the_plugins_mistake(tmp_path, capsys):
     code, err = check_command(capsys, plugin(tmp_path, kind="topology"), SMALL + '[topology]\nuse = "mine"\n')
     assert code == Exit.USER
@@ -173,6 +209,10 @@ def test_a_clash_names_only_the_plugin_that_may_go(tmp_path):
         (
             {"register": 'Component(name="mine", survey=len, config=Config, '},
             "survey <built-in function len> is not of the form 'module:attribute'",
+        ),
+        (
+            {"register": 'Component(name="mine", check_model=len, config=Config, '},
+            "check_model <built-in function len> is not of the form 'module:attribute'",
         ),
         (
             {"register": 'Component(name="mine", provides="sync", config=Config, '},

@@ -43,11 +43,14 @@ def call_declared(
             else.
     """
     component = registry.get(selection.kind, selection.use)
-    function = component.load_optional("check_model") if name == "check_model" else getattr(component, name)
+    who = f"{selection.kind} '{selection.use}' of {registry.owner(selection.kind, selection.use)}"
+    try:
+        function = component.load_optional(name) if name == "check_model" else getattr(component, name)
+    except PluginError as error:
+        raise PluginError(f"{who}: {error}") from error.__cause__
     if function is None:
         return []
-    owner = registry.owner(selection.kind, selection.use)
-    label = f"{selection.kind} '{selection.use}' of {owner}: its {name}"
+    label = f"{who}: its {name}"
     code = function.__code__ if inspect.isfunction(function) else None
     place = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
     arguments = (recipe, selection.config, layout, *more.values())
@@ -97,6 +100,10 @@ def patterns_in_configs(
     selected += [(f"{each.kind}.{number}", each) for number, each in enumerate(recipe.monitor)]
     for table, selection in selected:
         reads = getattr(registry.get(selection.kind, selection.use), name)
-        with as_plugin_error(f"{selection.kind} '{selection.use}': {name}"):
-            found = [*reads(selection.config)] if reads is not None else ()
-            yield from [(f"{table}.{key}", str(pattern)) for key, pattern in found]
+        label = f"{selection.kind} '{selection.use}': {name}"
+        with as_plugin_error(label):
+            found = [*reads(selection.config)] if reads is not None else []
+        for each in found:
+            if not (isinstance(each, tuple) and len(each) == 2 and all(isinstance(it, str) for it in each)):
+                raise PluginError(f"{label} gave {each!r} where it must yield (key, pattern), two strings")
+            yield f"{table}.{each[0]}", each[1]

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, get_args
 from weakref import WeakKeyDictionary
 
 import attrs
@@ -27,7 +27,7 @@ from packaging.utils import canonicalize_name
 import nanotrain_core
 from nanotrain_core import hookspecs
 from nanotrain_core.command import CORE_COMMANDS, Command
-from nanotrain_core.component import KINDS, Component
+from nanotrain_core.component import KINDS, Component, Reference
 from nanotrain_core.errors import PluginError, describe, did_you_mean
 from nanotrain_core.recipe.model_config import ModelConfig
 from nanotrain_core.recipe.tree import OptimizerConfig
@@ -289,7 +289,7 @@ def _check_component(kind: str, component: Component, earlier: list[tuple[str, C
     label, config = f"{kind} '{component.name}'", component.config
     if not re.fullmatch(r"[a-z0-9_]+", component.name):
         raise PluginError(f"{label}: a name has only lower-case letters, digits and underscores")
-    for field in ("factory", "hf", "weights", "listing", "survey", "conversations"):
+    for field in ("factory", *get_args(Reference)):
         reference = getattr(component, field)
         optional = field != "factory" and reference is None
         if not optional and not re.fullmatch(r"[^:\s]+:[^:\s]+", str(reference)):

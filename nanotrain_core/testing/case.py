@@ -197,7 +197,7 @@ class Case:
         return tables
 
     def _adding(self, wrappers: list[Tables]) -> list[Tables]:
-        """Return the wrappers that add parameters to the model: one process trains these too."""
+        """Return the wrappers that add parameters, by ``Component.added``: one process has these too."""
         if not wrappers:
             return []
         registry = self.registry()

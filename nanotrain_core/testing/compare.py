@@ -14,6 +14,12 @@ Whole = Mapping[str, torch.Tensor]
 #: Two float64 runs that add in a different order differ by less.
 EXACT = 1e-10
 
+#: Why one process may lack parameters that the ranks have.
+ADDED = (
+    "; if the wrapper adds these parameters, name their AddedWeights in Component.added: the one "
+    "process that it is compared with is then given the wrapper too"
+)
+
 
 def whole(blocks: Iterable[Sequence[Block]], *, atol: float = 1e-12) -> dict[str, torch.Tensor]:
     """Assemble global tensors from the blocks of every rank.
@@ -51,7 +57,8 @@ def assert_same(actual: Whole, expected: Whole, what: str, *, atol: float = EXAC
             the text has the worst tensor.
     """
     missing, surplus = expected.keys() - actual.keys(), actual.keys() - expected.keys()
-    assert not missing | surplus, f"{what}: missing {sorted(missing)}, unexpected {sorted(surplus)}"
+    hint = "" if missing else ADDED
+    assert not missing | surplus, f"{what}: missing {sorted(missing)}, unexpected {sorted(surplus)}{hint}"
     excess = {name: _excess(actual[name], expected[name], atol, rtol) for name in expected}
     worst = max(excess, key=lambda name: excess[name], default=None)
     if worst is None or excess[worst] <= 0:

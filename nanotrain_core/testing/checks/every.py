@@ -7,11 +7,11 @@ import sys
 import tempfile
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import attrs
 
-from nanotrain_core.component import TORCH_FREE_KINDS
+from nanotrain_core.component import TORCH_FREE_KINDS, Reference
 from nanotrain_core.errors import NanotrainError, PluginError
 from nanotrain_core.recipe import load_recipe, write_resolved
 from nanotrain_core.recipe.schema import field_docs, recipe_schema
@@ -63,9 +63,12 @@ def describes_itself(case: Case) -> None:
 
 @check("every", since="0.1", of_component=True)
 def factory_can_be_imported(case: Case) -> None:
-    """The factory's module imports and has the attribute, a callable."""
+    """Whatever it names as ``module:attribute`` can be imported; the factory is a callable."""
+    component = case.component()
     try:
-        case.component().load()
+        component.load()
+        for field in get_args(Reference):
+            component.load_optional(field)
     except PluginError as error:
         raise AssertionError(str(error)) from None
 
