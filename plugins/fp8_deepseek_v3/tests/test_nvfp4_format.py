@@ -150,6 +150,15 @@ def test_what_is_not_finite_makes_its_block_nan_and_leaves_others_as_they_were(w
     assert torch.equal(found, expected)
 
 
+def test_a_block_that_becomes_zeros_has_nothing_at_the_largest_number():
+    """Its scale is 0, and so are its values, whatever the codes."""
+    x = torch.ones(2, 32)
+    x[0, 16:] = 1e-9
+    blocks = quantize(x)
+    assert torch.equal(blocks.values() != 0, x == 1)
+    assert torch.equal(blocks.at_largest(), x == 1)
+
+
 @SCALES
 def test_zeros_stay_zero(tensor_scale):
     x = torch.zeros(3, 20)

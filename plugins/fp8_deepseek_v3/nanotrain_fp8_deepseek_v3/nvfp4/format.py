@@ -76,8 +76,8 @@ class Blocks:
         return _joined(to_codes(self.grid, self.source))
 
     def at_largest(self) -> torch.Tensor:
-        """Return which elements have a code of 6 or -6 [..., R, C]."""
-        return _joined(self.grid.abs() == LARGEST)
+        """Return which elements have a code of 6 or -6 [..., R, C], but for blocks that became zeros."""
+        return _joined((self.grid.abs() == LARGEST) & (self.scales > 0))
 
     def whole(self) -> torch.Tensor:
         """Return what was rounded [..., R, C]: padded, and transformed if it was."""
