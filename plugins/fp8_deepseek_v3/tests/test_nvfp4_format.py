@@ -332,3 +332,19 @@ def test_a_graph_of_the_compiler_has_the_same_bits():
 
     x = torch.randn(40, 48, generator=generator()).mul_(torch.randn(40, 1, generator=generator(1)).exp())
     assert torch.equal(torch.compile(rounded, backend="inductor", fullgraph=True)(x), rounded(x))
+
+
+@pytest.mark.parametrize(
+    ("how", "share"),
+    [
+        ({}, 0.069),
+        ({"stochastically": True}, 0.069),
+        ({"tile": (16, 16)}, 0.101),
+        ({"tile": (16, 1), "hadamard": True}, 0.069),
+    ],
+)
+def test_share_of_normal_numbers_that_become_zero(how, share):
+    """What the `fp8` monitor reports as underflow of operands without outliers."""
+    blocks = quantize(torch.randn(512, 512, generator=generator()), **how)
+    zeros = ((blocks.grid == 0) & (blocks.source != 0)).float().mean().item()
+    assert zeros == pytest.approx(share, rel=0.03)
