@@ -45,7 +45,9 @@ def call_declared(
     component = registry.get(selection.kind, selection.use)
     who = f"{selection.kind} '{selection.use}' of {registry.owner(selection.kind, selection.use)}"
     try:
-        function = component.load_optional(name) if name == "check_model" else getattr(component, name)
+        function = (
+            component.load_optional("check_model") if name == "check_model" else getattr(component, name)
+        )
     except PluginError as error:
         raise PluginError(f"{who}: {error}") from error.__cause__
     if function is None:
