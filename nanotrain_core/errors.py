@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 import traceback
@@ -169,10 +168,10 @@ def describe(error: BaseException) -> str:
         return f"{type(error).__name__}: {error.msg} ({error.filename}:{error.lineno})"
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not frame.filename.startswith("<")]  # importlib's frames are frozen
-    modules = [sys.modules[name] for name in ("nanotrain_core", "torch") if name in sys.modules]
-    folders = tuple(f"{Path(str(module.__file__)).parent}{os.sep}" for module in modules)
-    last = ([frame for frame in own if not frame.filename.startswith(folders)] or own)[-1:]
-    place = f" ({last[0].filename}:{last[0].lineno})" if last else ""
+    loaded = [module for name in ("nanotrain_core", "torch") if (module := sys.modules.get(name))]
+    called = tuple(f"{module.__path__[0]}/" for module in loaded)
+    last = [frame for frame in own if not frame.filename.startswith(called)] or own
+    place = f" ({last[-1].filename}:{last[-1].lineno})" if last else ""
     return f"{type(error).__name__}: {error}{place}"
 
 

@@ -225,7 +225,7 @@ def code_lines(path: Path) -> int:
 ROOMS = {path.parent.name for path in CORE.glob("*/__init__.py")}
 #: What each room of the core may have of code, in lines; "": all that is in none. Not the harness.
 SMALL = {
-    "": 945,
+    "": 946,
     "api": 860,
     "builtin": 533,
     "checkpoint": 981,
@@ -244,7 +244,7 @@ SMALL = {
     "phases": 372,
     "pipeline": 630,
     "precision": 730,
-    "recipe": 1951,
+    "recipe": 1958,
     "registry": 792,
     "run": 3353,
     "script": 818,
