@@ -225,7 +225,7 @@ def code_lines(path: Path) -> int:
 ROOMS = {path.parent.name for path in CORE.glob("*/__init__.py")}
 #: What each room of the core may have of code, in lines; "": all that is in none. Not the harness.
 SMALL = {
-    "": 946,
+    "": 947,
     "api": 860,
     "builtin": 533,
     "checkpoint": 981,
