@@ -114,6 +114,11 @@ REFUSED = {
         {"run.weights": '"weigths"'},
         "--set #1: run.weights: weigths: there is no such file or folder (did you mean 'weights'?)",
     ),
+    "a folder without weights": (
+        {"run.weights": '"weights"'},
+        "--set #1: run.weights: weights holds no weights that can be read: expected a folder with config.json "
+        "(Hugging Face) or model.toml (`nanotrain convert`), a checkpoint, or the folder of a run that saved one",
+    ),
 }
 
 
@@ -139,9 +144,8 @@ def test_check_tells_every_problem_at_once(capsys, folder):
         {**WORDS, "batch.length": "33"},
         {**SYNTHETIC, "data.sequences": "8", "data.validation_sequences": "0"},
         {**PATHS, "data.validation_fraction": "0.0", "evaluation.every": "1", "evaluation.sequences": "0"},
-        {"run.weights": '"weights"'},
     ],
-    ids=["as many as a batch", "words", "synthetic", "no evaluation", "weights"],
+    ids=["as many as a batch", "words", "synthetic", "no evaluation"],
 )
 def test_check_passes_what_is_just_enough(capsys, folder, values):
     assert told(capsys, folder, values) == []

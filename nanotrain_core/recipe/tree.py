@@ -85,7 +85,7 @@ class Selection:
     unsupported: frozenset[str] = frozenset()
     """The abilities that its component declares not to have with this config: a check of another component
     that relies on one, such as sequence parallelism on the model's layers, must refuse the recipe."""
-    mesh_dims: frozenset[str] = frozenset()
+    mesh_dims: frozenset[str] = attrs.field(default=frozenset(), eq=False)
     """The mesh dimensions that its component handles, for checks of other wrappers."""
 
 
