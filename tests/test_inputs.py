@@ -117,8 +117,8 @@ REFUSED = {
     "a folder without weights": (
         {"run.weights": '"weights"'},
         "--set #1: run.weights: weights holds no weights that can be read: expected a folder with "
-        "config.json (Hugging Face) or model.toml (`nanotrain convert`), a checkpoint, or the folder of a run "
-        "that saved one",
+        "config.json (Hugging Face) or model.toml (`nanotrain convert`), a checkpoint, or the folder of "
+        "a run that saved one",
     ),
 }
 
