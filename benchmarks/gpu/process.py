@@ -55,11 +55,10 @@ def alone(
     while process.is_alive() and time.monotonic() < end:
         process.join(min(3.0, max(0.0, end - time.monotonic())))
         meanwhile()
-    if process.is_alive():
-        _end(process)
+    late = process.is_alive()
+    _end(process)
+    if late:
         return f"was ended after its {seconds:.0f} s"
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)  # what it left behind would share the device with what follows
     code = process.exitcode
     if code:
         return f"ended with {signal.Signals(-code).name if code < 0 else f'exit code {code}'}"
@@ -67,13 +66,11 @@ def alone(
 
 
 def _end(process: Any) -> None:
-    """Kill a process and its group."""
+    """Kill a process, if it has not ended, and its group, which would share the device with what follows."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, number)
         process.join(GRACE)
-        if not process.is_alive() and number is signal.SIGKILL:
-            return
 
 
 def _be_alone(call: Callable[[], object], log: Path, seconds: float, parent: int) -> None:

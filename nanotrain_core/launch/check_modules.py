@@ -13,6 +13,7 @@ from nanotrain_core.errors import Problem, did_you_mean
 from nanotrain_core.hf.mapping import HFMapping
 from nanotrain_core.recipe.component_functions import call_declared, patterns_in_configs
 from nanotrain_core.recipe.load import Resolution, refuse
+from nanotrain_core.recipe.tree import Selection
 
 if TYPE_CHECKING:
     from torch import nn
@@ -28,18 +29,21 @@ def check_modules(found: Resolution) -> None:
     recipe, registry = found.recipe, found.registry
 
     def model() -> nn.Module:
-        from nanotrain_core.run.added_parameters import model_of
+        from nanotrain_core.run.added_parameters import model_with
 
-        return model_of(recipe, registry)
+        return model_with(recipe.model, adding(found), registry)
 
     asked = list(patterns_in_configs(recipe, registry, "reads_modules"))
     if any(pattern != "*" for _, pattern in asked):
         refuse(found.merged, _unknown(asked, (name for name, _ in model().named_parameters()), found))
-    problems = list[Problem]()
-    for each in recipe.selections():
-        more = {"model": model}
-        problems += call_declared("check_model", each, recipe, found.layout, registry, Problem, more)
+    checked = (recipe, found.layout, registry, Problem, {"model": model})
+    problems = [p for each in recipe.selections() for p in call_declared("check_model", each, *checked)]
     refuse(found.merged, problems)
+
+
+def adding(found: Resolution) -> list[Selection]:
+    """Return the wrappers of a recipe that add parameters to its model."""
+    return [each for each in found.recipe.parallel if found.registry.get("parallel", each.use).added]
 
 
 def _unknown(asked: list[tuple[str, str]], parameters: Iterable[str], resolved: Resolution) -> list[Problem]:

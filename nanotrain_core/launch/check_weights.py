@@ -6,6 +6,7 @@ from pathlib import Path
 
 from nanotrain_core.errors import CheckpointError, Problem
 from nanotrain_core.hf.mapping import HFError
+from nanotrain_core.launch.check_modules import adding
 from nanotrain_core.recipe.load import Resolution, refuse
 
 
@@ -19,12 +20,10 @@ def check_weights(found: Resolution) -> None:
     if not recipe.run.weights:
         return
     from nanotrain_core.hf.load_weights import open_weights_of
-    from nanotrain_core.hf.open_weights import shapes_of
-    from nanotrain_core.run.added_parameters import model_of
+    from nanotrain_core.run.added_parameters import shapes_added_by
 
-    own = shapes_of(recipe.model, registry)
-    everything = {name: tuple(each.shape) for name, each in model_of(recipe, registry).named_parameters()}
-    added = {name: shape for name, shape in everything.items() if name not in own}
+    shapes = shapes_added_by(recipe.model, adding(found), registry)
+    added = {name: shape for some in shapes for name, shape in some.items()}
     wrappers = [each.config for each in recipe.parallel]
     try:
         open_weights_of(recipe.model, Path(recipe.run.weights), registry, added, wrappers)

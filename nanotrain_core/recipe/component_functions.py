@@ -5,10 +5,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast, get_args
 
 import attrs
 
+from nanotrain_core.component import Reference
 from nanotrain_core.errors import PluginError, as_plugin_error
 from nanotrain_core.layout.layout import Layout
 from nanotrain_core.recipe.tree import Recipe, Selection
@@ -45,9 +46,9 @@ def call_declared(
     component = registry.get(selection.kind, selection.use)
     who = f"{selection.kind} '{selection.use}' of {registry.owner(selection.kind, selection.use)}"
     try:
-        function = (
-            component.load_optional("check_model") if name == "check_model" else getattr(component, name)
-        )
+        # Those that need torch are declared as "module:attribute".
+        named = name in get_args(Reference)
+        function = component.load_optional(cast(Reference, name)) if named else getattr(component, name)
     except PluginError as error:
         raise PluginError(f"{who}: {error}") from error.__cause__
     if function is None:

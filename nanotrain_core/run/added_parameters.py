@@ -12,7 +12,7 @@ from nanotrain_core.checkpoint.tensor_boxes import Shape
 from nanotrain_core.errors import NanotrainError, as_plugin_error
 from nanotrain_core.layout.layout import Layout, View
 from nanotrain_core.recipe.model_table import model_table, refuse_other_model
-from nanotrain_core.recipe.tree import Recipe, Selection
+from nanotrain_core.recipe.tree import Selection
 from nanotrain_core.registry.registry import Registry
 
 if TYPE_CHECKING:
@@ -92,10 +92,9 @@ def shapes_added_by(
         yield {name: placements[name].global_shape for name in parameters}
 
 
-def model_of(recipe: Recipe, registry: Registry) -> nn.Module:
-    """Return the whole model of a recipe without storage, with the parameters that wrappers add to it."""
-    adding = [each for each in recipe.parallel if registry.get("parallel", each.use).added]
-    *_, (part, _) = _wrapped_on_one_rank(recipe.model, adding, registry)
+def model_with(selection: Selection, wrappers: Iterable[Selection], registry: Registry) -> nn.Module:
+    """Return a whole model without storage, with the parameters that wrappers add to it, on one rank."""
+    *_, (part, _) = _wrapped_on_one_rank(selection, wrappers, registry)
     return part
 
 

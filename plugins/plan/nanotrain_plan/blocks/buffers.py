@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import attrs
 
 from nanotrain_plan.comms import MESSAGES
-from nanotrain_plan.dry.rank import AROUND, RankStep
+from nanotrain_plan.dry.rank import RankStep
+from nanotrain_plan.dry.step import AROUND
 
 #: Axis and operation of a collective.
 Key = tuple[str, str]

@@ -18,8 +18,9 @@ from nanotrain_core.api.torch import Routing, Run, RuntimeEngine, shard_range
 from nanotrain_plan.dry.collectives import Collective
 from nanotrain_plan.dry.held import held_by
 from nanotrain_plan.dry.phase import Phase
-from nanotrain_plan.dry.rank import RecordedExecutor, dry_rank, dry_recipe, survey
+from nanotrain_plan.dry.rank import dry_rank, dry_recipe, survey
 from nanotrain_plan.dry.recorder import Recorder
+from nanotrain_plan.dry.step import RecordedExecutor
 from nanotrain_plan.dry.values import Values
 
 #: Phases of a dry step that follow its actions: an engine's step does not tell where each begins.
