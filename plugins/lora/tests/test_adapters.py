@@ -15,7 +15,7 @@ from nanotrain_core.hf.open_weights import open_weights
 from nanotrain_core.pipeline.actions import Part
 from nanotrain_core.recipe import write_resolved
 from nanotrain_core.recipe.validate import find_problems
-from nanotrain_core.run.added_parameters import model_of
+from nanotrain_core.run.added_parameters import model_with
 from nanotrain_core.testing import Case, RankFailure, run_ranks
 from nanotrain_core.testing.probe import train
 
@@ -266,7 +266,7 @@ def test_its_place_before_what_splits_its_layers_is_refused_before_ranks_start(t
     recipe, registry = made.recipe(), made.registry()
     layout, _ = find_problems(recipe, registry)
     settings = next(each.config for each in recipe.parallel if each.use == "lora")
-    problems = [*check_model(recipe, settings, layout, lambda: model_of(recipe, registry))]
+    problems = [*check_model(recipe, settings, layout, lambda: model_with(recipe.model, recipe.parallel, registry))]
     first = "layers.0.attn.v" if targets else "layers.0.attn.q"
     wanted = f"'lora' is listed before 'sliced', which splits {first} over tp = 2 and would leave its adapter"
     assert [each.key for each in problems] == ["parallel.0"] * refused
