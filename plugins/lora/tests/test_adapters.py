@@ -1,5 +1,7 @@
 """Adapters against plain PyTorch, in one process: what they compute, how they train, and what is refused."""
 
+from functools import partial
+
 import pytest
 import torch
 from nanotrain_lora import LoRAConfig
@@ -266,7 +268,9 @@ def test_its_place_before_what_splits_its_layers_is_refused_before_ranks_start(t
     recipe, registry = made.recipe(), made.registry()
     layout, _ = find_problems(recipe, registry)
     settings = next(each.config for each in recipe.parallel if each.use == "lora")
-    problems = [*check_model(recipe, settings, layout, lambda: model_with(recipe.model, recipe.parallel, registry))]
+    adding = [each for each in recipe.parallel if each.use == "lora"]
+    model = partial(model_with, recipe.model, adding, registry)
+    problems = [*check_model(recipe, settings, layout, model)]
     first = "layers.0.attn.v" if targets else "layers.0.attn.q"
     wanted = f"'lora' is listed before 'sliced', which splits {first} over tp = 2 and would leave its adapter"
     assert [each.key for each in problems] == ["parallel.0"] * refused
